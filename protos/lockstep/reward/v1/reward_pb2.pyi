@@ -1,0 +1,115 @@
+from lockstep.types.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_REASON_UNSPECIFIED: _ClassVar[FailureReason]
+    FAILURE_REASON_TIMEOUT: _ClassVar[FailureReason]
+    FAILURE_REASON_CRASHED: _ClassVar[FailureReason]
+    FAILURE_REASON_INVALID_ANSWER: _ClassVar[FailureReason]
+    FAILURE_REASON_ERROR: _ClassVar[FailureReason]
+FAILURE_REASON_UNSPECIFIED: FailureReason
+FAILURE_REASON_TIMEOUT: FailureReason
+FAILURE_REASON_CRASHED: FailureReason
+FAILURE_REASON_INVALID_ANSWER: FailureReason
+FAILURE_REASON_ERROR: FailureReason
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("info",)
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    info: _types_pb2.ServiceInfo
+    def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ...) -> None: ...
+
+class OpenRunRequest(_message.Message):
+    __slots__ = ("run_id", "config_json")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    config_json: str
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ...) -> None: ...
+
+class OpenRunResponse(_message.Message):
+    __slots__ = ("scorer",)
+    SCORER_FIELD_NUMBER: _ClassVar[int]
+    scorer: str
+    def __init__(self, scorer: _Optional[str] = ...) -> None: ...
+
+class CloseRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class CloseRunResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("text", "num_tokens", "finish_reason")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    num_tokens: int
+    finish_reason: _types_pb2.FinishReason
+    def __init__(self, text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("prompt_id", "prompt", "answer", "extra_json", "candidates")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    prompt: str
+    answer: str
+    extra_json: str
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    def __init__(self, prompt_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., extra_json: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("reason", "scorer", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SCORER_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: FailureReason
+    scorer: str
+    message: str
+    def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., scorer: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("reward", "components", "failure")
+    class ComponentsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    reward: float
+    components: _containers.ScalarMap[str, float]
+    failure: Failure
+    def __init__(self, reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("scores", "scorer")
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    SCORER_FIELD_NUMBER: _ClassVar[int]
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    scorer: str
+    def __init__(self, scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., scorer: _Optional[str] = ...) -> None: ...

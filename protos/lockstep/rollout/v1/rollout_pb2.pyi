@@ -1,0 +1,132 @@
+from lockstep.types.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("info", "stamp", "samples_in_flight", "num_workers", "max_samples")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    info: _types_pb2.ServiceInfo
+    stamp: _types_pb2.PolicyStamp
+    samples_in_flight: int
+    num_workers: int
+    max_samples: int
+    def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., samples_in_flight: _Optional[int] = ..., num_workers: _Optional[int] = ..., max_samples: _Optional[int] = ...) -> None: ...
+
+class OpenRunRequest(_message.Message):
+    __slots__ = ("run_id", "config_json", "model_card", "seed")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_CARD_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    config_json: str
+    model_card: _types_pb2.ModelCard
+    seed: int
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class OpenRunResponse(_message.Message):
+    __slots__ = ("num_workers", "max_samples")
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    num_workers: int
+    max_samples: int
+    def __init__(self, num_workers: _Optional[int] = ..., max_samples: _Optional[int] = ...) -> None: ...
+
+class CloseRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class CloseRunResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("prompt_id", "tokens", "seeds")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("expected_stamp", "prompts", "sampling")
+    EXPECTED_STAMP_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    expected_stamp: _types_pb2.PolicyStamp
+    prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
+    sampling: _types_pb2.SamplingParams
+    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("prompt_id", "completions", "stamp")
+    PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    prompt_id: str
+    completions: _containers.RepeatedCompositeFieldContainer[_types_pb2.Completion]
+    stamp: _types_pb2.PolicyStamp
+    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ...) -> None: ...
+
+class JoinWeightGroupRequest(_message.Message):
+    __slots__ = ("group", "base_rank", "plan")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BASE_RANK_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    group: _types_pb2.WeightGroup
+    base_rank: int
+    plan: _types_pb2.WeightPlan
+    def __init__(self, group: _Optional[_Union[_types_pb2.WeightGroup, _Mapping]] = ..., base_rank: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.WeightPlan, _Mapping]] = ...) -> None: ...
+
+class JoinWeightGroupResponse(_message.Message):
+    __slots__ = ("plan_digest",)
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    plan_digest: str
+    def __init__(self, plan_digest: _Optional[str] = ...) -> None: ...
+
+class ReceiveWeightsRequest(_message.Message):
+    __slots__ = ("epoch", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: int
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class ReceiveWeightsResponse(_message.Message):
+    __slots__ = ("digest", "num_bytes", "duration_s", "wait_s")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    num_bytes: int
+    duration_s: float
+    wait_s: float
+    def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class CommitWeightsRequest(_message.Message):
+    __slots__ = ("stamp",)
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    stamp: _types_pb2.PolicyStamp
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ...) -> None: ...
+
+class CommitWeightsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,201 @@
+from lockstep.types.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_POLICY: _ClassVar[Role]
+    ROLE_REFERENCE: _ClassVar[Role]
+ROLE_UNSPECIFIED: Role
+ROLE_POLICY: Role
+ROLE_REFERENCE: Role
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("info", "stamp", "num_ranks")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    info: _types_pb2.ServiceInfo
+    stamp: _types_pb2.PolicyStamp
+    num_ranks: int
+    def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+
+class OpenRunRequest(_message.Message):
+    __slots__ = ("run_id", "config_json", "model_path", "checkpoint_path", "seed")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    config_json: str
+    model_path: str
+    checkpoint_path: str
+    seed: int
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_path: _Optional[str] = ..., checkpoint_path: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class OpenRunResponse(_message.Message):
+    __slots__ = ("version", "last_batch_id", "model_card", "plan", "store_host", "store_port", "weight_backend", "num_ranks")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAST_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_CARD_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    STORE_HOST_FIELD_NUMBER: _ClassVar[int]
+    STORE_PORT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    last_batch_id: str
+    model_card: _types_pb2.ModelCard
+    plan: _types_pb2.WeightPlan
+    store_host: str
+    store_port: int
+    weight_backend: str
+    num_ranks: int
+    def __init__(self, version: _Optional[int] = ..., last_batch_id: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.WeightPlan, _Mapping]] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., weight_backend: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+
+class CloseRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class CloseRunResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ForwardHeader(_message.Message):
+    __slots__ = ("role", "temperature")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    temperature: float
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., temperature: _Optional[float] = ...) -> None: ...
+
+class ForwardRequest(_message.Message):
+    __slots__ = ("header", "frame")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    header: ForwardHeader
+    frame: bytes
+    def __init__(self, header: _Optional[_Union[ForwardHeader, _Mapping]] = ..., frame: _Optional[bytes] = ...) -> None: ...
+
+class ForwardResponse(_message.Message):
+    __slots__ = ("frame",)
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    frame: bytes
+    def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
+
+class TrainHeader(_message.Message):
+    __slots__ = ("expected_stamp", "batch_id", "temperature")
+    EXPECTED_STAMP_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    expected_stamp: _types_pb2.PolicyStamp
+    batch_id: str
+    temperature: float
+    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ...) -> None: ...
+
+class TrainRequest(_message.Message):
+    __slots__ = ("header", "frame")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    header: TrainHeader
+    frame: bytes
+    def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ...) -> None: ...
+
+class TrainResponse(_message.Message):
+    __slots__ = ("version", "metrics", "replayed")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    metrics: _containers.ScalarMap[str, float]
+    replayed: bool
+    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., replayed: bool = ...) -> None: ...
+
+class JoinWeightGroupRequest(_message.Message):
+    __slots__ = ("group",)
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    group: _types_pb2.WeightGroup
+    def __init__(self, group: _Optional[_Union[_types_pb2.WeightGroup, _Mapping]] = ...) -> None: ...
+
+class JoinWeightGroupResponse(_message.Message):
+    __slots__ = ("plan_digest",)
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    plan_digest: str
+    def __init__(self, plan_digest: _Optional[str] = ...) -> None: ...
+
+class SendWeightsRequest(_message.Message):
+    __slots__ = ("epoch", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: int
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class SendWeightsResponse(_message.Message):
+    __slots__ = ("stamp", "num_bytes", "duration_s")
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    stamp: _types_pb2.PolicyStamp
+    num_bytes: int
+    duration_s: float
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
+
+class SaveCheckpointRequest(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class SaveCheckpointResponse(_message.Message):
+    __slots__ = ("num_bytes", "manifest_digest")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    manifest_digest: str
+    def __init__(self, num_bytes: _Optional[int] = ..., manifest_digest: _Optional[str] = ...) -> None: ...
+
+class LoadCheckpointRequest(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class LoadCheckpointResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class ExportHuggingFaceRequest(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class ExportHuggingFaceResponse(_message.Message):
+    __slots__ = ("num_bytes",)
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Lockstep: reinforcement-learning post-training of language models as four services."""

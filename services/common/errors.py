@@ -1,0 +1,157 @@
+"""Every failure that crosses a process boundary: exceptions here, gRPC status with a typed reason on the wire.
+
+Each class fixes one gRPC code; `reason` says which case it is, in a word that programs compare and people can search
+for. Both travel as `google.rpc.ErrorInfo(reason, domain="lockstep", metadata)`, so the caller raises the same class
+that the callee raised.
+"""
+
+from enum import StrEnum
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "lockstep"
+
+
+class Reason(StrEnum):
+    """What went wrong, one word per case; documented in docs/operations.md."""
+
+    INVALID_CONFIG = "INVALID_CONFIG"
+    INVALID_INPUT = "INVALID_INPUT"
+    NOT_FOUND = "NOT_FOUND"
+    # The on-policy contract
+    STALE_STAMP = "STALE_STAMP"
+    FUTURE_STAMP = "FUTURE_STAMP"
+    DIGEST_MISMATCH = "DIGEST_MISMATCH"
+    UNPUBLISHED = "UNPUBLISHED"
+    NOT_SERVING = "NOT_SERVING"
+    REPLAYED_BATCH = "REPLAYED_BATCH"
+    LOGPROB_GAP = "LOGPROB_GAP"
+    # The weight group
+    OLD_EPOCH = "OLD_EPOCH"
+    NOT_JOINED = "NOT_JOINED"
+    PLAN_MISMATCH = "PLAN_MISMATCH"
+    EPOCH_ABORTED = "EPOCH_ABORTED"
+    # State and life of a service
+    RUN_NOT_OPEN = "RUN_NOT_OPEN"
+    WRONG_STATE = "WRONG_STATE"
+    ENGINE_DEAD = "ENGINE_DEAD"
+    RANK_FAILED = "RANK_FAILED"
+    REWARD_FAILED = "REWARD_FAILED"
+    NO_REPLICA = "NO_REPLICA"
+    SERVICE_DIED = "SERVICE_DIED"
+    UNREACHABLE = "UNREACHABLE"
+    DEADLINE = "DEADLINE"
+    OVERLOADED = "OVERLOADED"
+    CORRUPT_CHECKPOINT = "CORRUPT_CHECKPOINT"
+    INTERNAL = "INTERNAL"
+
+
+class LockstepError(Exception):
+    """Base of all. `metadata` is string to string: what a program or a person needs to act on it."""
+
+    code = grpc.StatusCode.INTERNAL
+    default_reason = Reason.INTERNAL
+
+    def __init__(self, message: str, *, reason: Reason | None = None, **metadata: object):
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidInput(LockstepError, ValueError):
+    """The caller's input. `field` names what to change."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    default_reason = Reason.INVALID_INPUT
+
+
+class NotFound(LockstepError, LookupError):
+    """A file, checkpoint or name that does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    default_reason = Reason.NOT_FOUND
+
+
+class PreconditionFailed(LockstepError):
+    """Right request, wrong state or wrong policy stamp. Never retried as it is."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    default_reason = Reason.WRONG_STATE
+
+
+class Unavailable(LockstepError):
+    """The service, or what it needs, is gone. Idempotent calls may go elsewhere."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    default_reason = Reason.UNREACHABLE
+
+
+class Overloaded(LockstepError):
+    """A queue or the KV cache is full."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_reason = Reason.OVERLOADED
+
+
+class Aborted(LockstepError):
+    """A weight-group epoch was abandoned; form the next one."""
+
+    code = grpc.StatusCode.ABORTED
+    default_reason = Reason.EPOCH_ABORTED
+
+
+class DeadlineExceeded(LockstepError, TimeoutError):
+    """No answer within the deadline of the call."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    default_reason = Reason.DEADLINE
+
+
+class DataLoss(LockstepError):
+    """Bytes on disk are not the bytes that were written."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    default_reason = Reason.CORRUPT_CHECKPOINT
+
+
+class InternalError(LockstepError):
+    """A bug or a broken device, with where it happened."""
+
+
+_CLASSES: tuple[type[LockstepError], ...] = (
+    InvalidInput,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+    Overloaded,
+    Aborted,
+    DeadlineExceeded,
+    DataLoss,
+    InternalError,
+)
+_CLASS_OF_CODE = {cls.code: cls for cls in _CLASSES}
+
+
+def to_status(error: LockstepError) -> grpc.Status:
+    """The gRPC status that carries `error`, for `context.abort_with_status`."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=error.metadata)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    code = getattr(code_pb2, error.code.name)
+    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=[detail]))
+
+
+def from_rpc_error(error: grpc.RpcError, *, target: str) -> LockstepError:
+    """The exception that the callee raised, or the nearest class where the status is gRPC's own."""
+    code, message = error.code(), error.details() or error.code().name
+    cls = _CLASS_OF_CODE.get(code, InternalError)
+    status = rpc_status.from_call(error)
+    for detail in status.details if status else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
+            return cls(message, reason=Reason(info.reason), **info.metadata)
+    return cls(f"{target}: {message}", target=target)
