@@ -1,0 +1,59 @@
+"""Samples as Arrow: one schema in memory, on the wire and in the Parquet file that a run keeps of every step."""
+
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+
+from services.common.errors import InvalidInput
+
+# Tokens in, tokens out: text is derived data and is never tokenised again.
+SAMPLE_SCHEMA = pa.schema(
+    [
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("group", pa.int32(), nullable=False),
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("prompt_tokens", pa.list_(pa.uint32()), nullable=False),
+        pa.field("tokens", pa.list_(pa.uint32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("reward", pa.float64(), nullable=False),
+        pa.field("components", pa.map_(pa.string(), pa.float64()), nullable=False),
+        pa.field("advantage", pa.float32(), nullable=False),
+        pa.field("ref_logprobs", pa.list_(pa.float32())),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("policy_version", pa.uint64(), nullable=False),
+        pa.field("policy_digest", pa.string(), nullable=False),
+        pa.field("scorer", pa.string(), nullable=False),
+        pa.field("seed", pa.uint64(), nullable=False),
+    ]
+)
+
+# Larger gRPC messages block the event loop, smaller ones pay more for each.
+FRAME_BYTES = 1 << 20
+
+
+def encode(table: pa.Table, *, frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:
+    """Cuts `table` into self-contained Arrow IPC streams of about `frame_bytes`; a longer row has one of its own."""
+    rows = max(1, table.num_rows * frame_bytes // max(1, table.nbytes))
+    for batch in table.combine_chunks().to_batches(max_chunksize=rows):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        yield sink.getvalue().to_pybytes()
+
+
+def decode(frames: Iterable[bytes], *, schema: pa.Schema | None = None) -> pa.Table:
+    """The table of `frames`, without copying them.
+
+    Raises:
+        InvalidInput: A frame is not an Arrow stream, there is none, or the columns are not those of `schema`.
+    """
+    try:
+        tables = [pa.ipc.open_stream(pa.py_buffer(frame)).read_all() for frame in frames]
+        table = pa.concat_tables(tables) if tables else None
+    except pa.ArrowInvalid as error:
+        raise InvalidInput(f"frame: not an Arrow stream of samples: {error}", field="frame") from error
+    if table is None or table.num_rows == 0:
+        raise InvalidInput("frame: the batch holds no sample", field="frame")
+    if schema is not None and not table.schema.equals(schema):
+        raise InvalidInput(f"frame: columns are {table.schema.names}, expected {schema.names}", field="frame")
+    return table

@@ -1,0 +1,170 @@
+"""From YAML files and dotted overrides to one checked config, with errors that a person can act on."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from services.common.errors import InvalidInput, Reason
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One config key: `trainer.optim.lr`, its type, default and help."""
+
+    path: str
+    type: str
+    default: str
+    help: str
+
+
+def load(model: type[Model], args: Sequence[str]) -> Model:
+    """Builds `model` from `args` in order: paths of YAML files and `a.b.c=value` overrides, later ones winning.
+
+    Raises:
+        InvalidInput: A file is missing or not YAML, a key is unknown, or a value is wrong; names which and where.
+    """
+    tree: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for arg in args:
+        is_override = "=" in arg and not Path(arg).exists()
+        part = _parse_override(arg) if is_override else _read_yaml(Path(arg))
+        _merge(tree, part, origin, source="command line" if is_override else arg)
+    return _validate(model, tree, origin)
+
+
+def parse_json(model: type[Model], text: str) -> Model:
+    """Builds `model` from the JSON of a config section that came over the wire.
+
+    Raises:
+        InvalidInput: It does not fit this service's schema.
+    """
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise _explain(model, error, {}) from error
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """All keys below `model`, depth first, in the order of their fields."""
+    for name, field in model.model_fields.items():
+        nested = _models_of(field.annotation)
+        if len(nested) == 1 and isinstance(field.annotation, type):
+            yield from keys(nested[0], f"{prefix}{name}.")
+            continue
+        default = field.get_default(call_default_factory=True)
+        yield Key(
+            path=prefix + name,
+            type=_type_name(field.annotation),
+            default="required" if default is PydanticUndefined else repr(default),
+            help=" ".join((field.description or "").split()),
+        )
+        for option in nested:
+            label = _kind_of(option)
+            yield from keys(option, f"{prefix}{name}[{label}].")
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InvalidInput(f"config file {path} does not exist", reason=Reason.INVALID_CONFIG) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"config file {path} cannot be read: {error}", reason=Reason.INVALID_CONFIG) from error
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"{path} is not YAML: {' '.join(str(error).split())}", reason=Reason.INVALID_CONFIG) from error
+    if content is not None and not isinstance(content, dict):
+        raise InvalidInput(f"{path} must hold a table of keys, not a {type(content).__name__}")
+    return content or {}
+
+
+def _parse_override(arg: str) -> Mapping[str, Any]:
+    path, _, text = arg.partition("=")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"{path}: {text!r} is not a YAML value") from error
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def _merge(tree: dict[str, Any], part: Mapping[str, Any], origin: dict[str, str], *, source: str, at: str = "") -> None:
+    for name, value in part.items():
+        path = f"{at}{name}"
+        if isinstance(value, dict) and isinstance(tree.get(name), dict):
+            _merge(tree[name], value, origin, source=source, at=path + ".")
+        else:
+            tree[name] = value
+            origin[path] = source
+
+
+def _validate(model: type[Model], tree: Mapping[str, Any], origin: Mapping[str, str]) -> Model:
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(model, error, origin) from error
+
+
+def _explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str, str]) -> InvalidInput:
+    details = error.errors(include_url=False)
+    lines = [_explain_one(model, detail, origin) for detail in details]
+    first = ".".join(str(part) for part in details[0]["loc"])
+    return InvalidInput("; ".join(lines), reason=Reason.INVALID_CONFIG, field=first)
+
+
+def _explain_one(model: type[BaseModel], detail: ErrorDetails, origin: Mapping[str, str]) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    source = next((origin[p] for p in _prefixes(path) if p in origin), "")
+    where = f" (from {source})" if source else ""
+    if detail["type"] == "extra_forbidden":
+        return f"{path}: unknown key{where}{_suggest(model, path)}"
+    if detail["type"] == "missing":
+        return f"{path}: required and not set"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return f"{path}: {message}{where}" if path else message
+    return f"{path}: {message}, not {detail['input']!r}{where}"
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    parts = path.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+
+
+def _suggest(model: type[BaseModel], path: str) -> str:
+    known = {key.path: key.path for key in keys(model)}
+    parent, _, leaf = path.rpartition(".")
+    siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == parent}
+    by_leaf = {p.rpartition(".")[2]: p for p in known}
+    for names, wanted in ((siblings, leaf), (known, path), (by_leaf, leaf)):
+        close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)
+        if close:
+            return f"; did you mean {names[close[0]]}?"
+    return "; `lockstep config` lists every key"
+
+
+def _models_of(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in _models_of(arg)]
+
+
+def _kind_of(model: type[BaseModel]) -> str:
+    field = model.model_fields.get("kind")
+    return str(get_args(field.annotation)[0]) if field else model.__name__
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type):
+        return annotation.__name__
+    if _models_of(annotation):
+        return "list"
+    return str(annotation).replace("typing.", "").replace("pathlib.", "")

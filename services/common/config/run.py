@@ -1,0 +1,156 @@
+"""The one config tree of a run. Each service reads its section; the coordinator reads all of it."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Strict
+from services.common.config.data import DataConfig
+from services.common.config.reward import RewardConfig
+from services.common.config.rollout import RolloutConfig
+from services.common.config.trainer import TrainerConfig
+
+
+class AdvantageConfig(Strict):
+    """From the rewards of a prompt group to the advantage of each sample."""
+
+    kind: Literal["grpo", "dr_grpo"] = "grpo"
+    """grpo: (r - mean) / (std + eps), arXiv 2402.03300; dr_grpo: r - mean, arXiv 2503.20783."""
+    eps: float = Field(default=1e-6, gt=0)
+    """Added to the standard deviation of grpo."""
+
+
+class CheckpointConfig(Strict):
+    """When to save, what to keep."""
+
+    save_freq: int = Field(default=0, ge=0)
+    """Steps between checkpoints, 0 for none; the last step is saved too unless this is 0."""
+    max_ckpts_to_keep: int = Field(default=3, ge=1)
+    """Older checkpoints are deleted once a newer one is verified."""
+    export_at_end: bool = True
+    """Write the final policy as a Hugging Face model directory."""
+
+
+class EvaluationConfig(Strict):
+    """Greedy accuracy on the held-out prompts of data.eval."""
+
+    eval_freq: int = Field(default=0, ge=0)
+    """Steps between evaluations, 0 for none; the last step is evaluated too unless this is 0."""
+    eval_before_train: bool = True
+    """Evaluate the first published weights."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one answer; as in training if unset."""
+
+
+class WeightsConfig(Strict):
+    """Publication of weights from the trainer to the rollout replicas."""
+
+    bucket_bytes: int = Field(default=512 << 20, ge=1 << 10)
+    """Bytes of one broadcast."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """No member of the weight group waits longer for another before the epoch is aborted."""
+
+
+class TimeoutsConfig(Strict):
+    """Deadline of each kind of call, in seconds."""
+
+    info_s: float = Field(default=10.0, gt=0)
+    """GetInfo and other small questions."""
+    open_s: float = Field(default=600.0, gt=0)
+    """OpenRun: engines start, models load."""
+    generate_s: float = Field(default=3600.0, gt=0)
+    """One prompt group."""
+    score_s: float = Field(default=300.0, gt=0)
+    """One prompt group."""
+    train_s: float = Field(default=3600.0, gt=0)
+    """One batch, Forward or Train."""
+    publish_s: float = Field(default=300.0, gt=0)
+    """Joining a weight group, sending, receiving or committing."""
+    checkpoint_s: float = Field(default=1800.0, gt=0)
+    """Saving, loading or exporting."""
+
+
+class Config(Strict):
+    """A run."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run's directory below runs_dir."""
+    runs_dir: Path = Path("runs")
+    """Where runs keep their files."""
+    model: str
+    """Model directory in the Hugging Face format, on the trainer's host."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of everything random: data order, sampling, initialisation."""
+    num_steps: int = Field(default=100, ge=1)
+    """Batches to train on; the policy version at the end."""
+    resume: str = "auto"
+    """auto: newest verified checkpoint, or a fresh start in an empty run directory; never; must; or a checkpoint path."""
+    data: DataConfig
+    """Prompts."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling."""
+    reward: RewardConfig
+    """Scoring."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """Credit."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Update."""
+    weights: WeightsConfig = WeightsConfig()
+    """Publication."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out accuracy."""
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    """Deadlines."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of this run's files."""
+        return self.runs_dir / self.name
+
+    @model_validator(mode="after")
+    def _samples_divide(self) -> Self:
+        groups, minibatches = self.data.prompts_per_step, self.trainer.num_minibatches
+        if groups % minibatches:
+            raise ValueError(
+                f"data.prompts_per_step {groups} must be divisible by trainer.num_minibatches {minibatches}; "
+                f"nearest: {max(1, groups // minibatches) * minibatches}"
+            )
+        samples = groups // minibatches * self.rollout.completions_per_prompt
+        if samples < self.trainer.num_ranks:
+            raise ValueError(
+                f"a mini-batch has {samples} samples (prompts_per_step / num_minibatches * completions_per_prompt) "
+                f"for trainer.num_ranks {self.trainer.num_ranks}; every rank needs at least one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        for key, limit in (
+            ("rollout.max_model_len", self.rollout.max_model_len),
+            ("trainer.max_tokens_per_microbatch", self.trainer.max_tokens_per_microbatch),
+        ):
+            if longest > limit:
+                raise ValueError(
+                    f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} is above {key} = {limit}; "
+                    f"raise {key} to at least {longest}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _group_has_a_baseline(self) -> Self:
+        if self.rollout.completions_per_prompt < 2:
+            raise ValueError(
+                f"advantage.kind {self.advantage.kind} compares the samples of a prompt with each other: "
+                "rollout.completions_per_prompt must be at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Self:
+        if self.evaluation.eval_freq and not self.data.eval:
+            raise ValueError("evaluation.eval_freq is set but data.eval names no file")
+        return self

@@ -1,0 +1,52 @@
+"""A 128-bit content hash of weights that is computed where the bytes are, with one host transfer per publication.
+
+Every 64-bit word is mixed with its position by a bijection (the finaliser of MurmurHash3, Appleby 2011), and two
+different functions of the result are summed modulo 2^64. A change of one word therefore always changes the hash;
+several changes cancel with probability about 2^-128. It guards against faults, not against an adversary.
+"""
+
+import hashlib
+
+import torch
+
+_POSITION = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xFF51AFD7ED558CCD - (1 << 64)
+_MIX_2 = 0xC4CEB9FE1A85EC53 - (1 << 64)
+# Bounds the scratch memory to a few times this many bytes.
+_CHUNK_WORDS = 8 << 20
+
+
+def _shift_right(words: torch.Tensor, bits: int) -> torch.Tensor:
+    # torch shifts int64 arithmetically; a logical shift keeps the mixing a bijection.
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(words: torch.Tensor, first: int) -> torch.Tensor:
+    index = torch.arange(first + 1, first + 1 + words.numel(), dtype=torch.int64, device=words.device)
+    words = words ^ (index * _POSITION)
+    words = (words ^ _shift_right(words, 33)) * _MIX_1
+    words = (words ^ _shift_right(words, 33)) * _MIX_2
+    return words ^ _shift_right(words, 33)
+
+
+class WeightDigest:
+    """Takes the buckets of a publication in any order; `hexdigest` names the whole content."""
+
+    def __init__(self, plan_digest: str, device: torch.device):
+        self._plan_digest = plan_digest
+        self._sums = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def update(self, flat: torch.Tensor, *, start: int) -> None:
+        """Adds a bucket (uint8, a multiple of 16 bytes) that begins `start` bytes into the publication."""
+        words, first = flat.view(torch.int64), start // 8
+        for at in range(0, words.numel(), _CHUNK_WORDS):
+            mixed = _mix(words[at : at + _CHUNK_WORDS], first + at)
+            self._sums[0] += mixed.sum()
+            self._sums[1] += ((mixed ^ _shift_right(mixed, 29)) * _MIX_1).sum()
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits over the plan and the content. Waits for the device."""
+        hasher = hashlib.blake2b(self._plan_digest.encode(), digest_size=16)
+        for value in self._sums.tolist():
+            hasher.update(value.to_bytes(8, "little", signed=True))
+        return hasher.hexdigest()

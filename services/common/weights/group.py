@@ -1,0 +1,173 @@
+"""The weight group: trainer and engine workers in one broadcast group that is made anew for every epoch.
+
+One code path for gloo and NCCL; only the backend object differs. Nothing touches torch.distributed's global state, so
+a group lives beside Megatron in a trainer rank and inside a vLLM worker. A member that fails or waits too long sets
+the epoch's kill key and aborts; the others see the key while they wait, so nobody waits for the dead.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lockstep.types.v1 import types_pb2
+from torch._C._distributed_c10d import BroadcastOptions
+
+from services.common.errors import Aborted, InvalidInput
+
+# Completion of a collective, and a key in the store, can only be asked for: torch offers no event for either.
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
+_KILL_CHECK_S = 0.2
+_KILL_KEY = "killed"
+# gloo's destructor waits, holding the GIL, for operations that its abort() does not wake. Broken groups are kept
+# until those must have expired.
+_graveyard: list[tuple[float, dist.ProcessGroup]] = []
+
+
+def serve_store(host: str) -> dist.TCPStore:
+    """The store through which members meet, on a free port of `host`. Lives as long as the object."""
+    return dist.TCPStore(
+        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
+    )
+
+
+@dataclass
+class _Pace:
+    """Waits that grow from microseconds to milliseconds."""
+
+    wait_s: float = _SHORTEST_WAIT_S
+
+    def wait(self) -> None:
+        time.sleep(self.wait_s)
+        self.wait_s = min(self.wait_s * 2, _LONGEST_WAIT_S)
+
+
+class WeightGroup:
+    """One member's end of one epoch.
+
+    Raises:
+        Aborted: Not all members came within the timeout, or one of them gave up.
+    """
+
+    def __init__(self, group: types_pb2.WeightGroup, *, rank: int, device: torch.device):
+        self.epoch, self.rank, self.world_size = group.epoch, rank, group.world_size
+        self.device = device
+        self._timeout_s, self._backend = group.timeout_s, group.backend
+        self._pg: dist.ProcessGroup | None = None
+        timeout = timedelta(seconds=group.timeout_s)
+        # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
+        client = dist.TCPStore(
+            group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+        self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
+        self._store.set(f"member/{rank}", b"1")
+        members = [f"member/{r}" for r in range(group.world_size)]
+        self._wait_until(lambda: self._store.check(members), "all members to join")
+        self._pg = self._make_backend(group.store_host, timeout)
+        # Proves that every member is in before any weight moves.
+        count = torch.ones(1, device=device)
+        self._wait(self._pg.allreduce([count]))
+        if int(count.item()) != self.world_size:
+            self._give_up(f"{int(count.item())} of {self.world_size} members answered")
+
+    def broadcast(self, flat: torch.Tensor) -> dist.Work:
+        """Starts the broadcast of `flat` from rank 0; finish it with `wait`."""
+        if self._pg is None:
+            raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        return self._pg.broadcast([flat], options)
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a broadcast.
+
+        Raises:
+            Aborted: It failed, timed out, or another member gave up.
+        """
+        self._wait(work)
+
+    def acknowledge(self, version: int, digest: str) -> None:
+        """Tells rank 0 that this member loaded `version` and what its content hashes to."""
+        self._store.set(f"ack/{version}/{self.rank}", digest)
+
+    def acknowledged(self, version: int) -> list[str]:
+        """The digests of all members but rank 0. Through the store, because vLLM answers for its first engine only.
+
+        Raises:
+            Aborted: A member did not acknowledge in time.
+        """
+        keys = [f"ack/{version}/{rank}" for rank in range(1, self.world_size)]
+        self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge")
+        return [self._store.get(key).decode() for key in keys]
+
+    def kill(self) -> None:
+        """Makes every member of the epoch give up. Any thread of any member may call it."""
+        with contextlib.suppress(RuntimeError):  # the store is gone: its clients notice by themselves
+            self._store.set(_KILL_KEY, b"1")
+
+    def abort(self) -> None:
+        """Leaves at once, whatever is in flight."""
+        pg, self._pg = self._pg, None
+        if pg is None:
+            return
+        with contextlib.suppress(RuntimeError):  # already broken
+            pg.abort()
+        if self._backend == "gloo":
+            now = time.monotonic()
+            _graveyard[:] = [(until, dead) for until, dead in _graveyard if until > now]
+            _graveyard.append((now + self._timeout_s + 5, pg))
+
+    def _make_backend(self, host: str, timeout: timedelta) -> dist.ProcessGroup:
+        if self._backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [_gloo_device(host)]
+            options._timeout = timeout
+            return dist.ProcessGroupGloo(self._store, self.rank, self.world_size, options)
+        if self._backend == "nccl":
+            torch.cuda.set_device(self.device)
+            options = dist.ProcessGroupNCCL.Options()
+            # Our own deadline comes first; NCCL's watchdog, which ends the process, is the last resort.
+            options._timeout = max(timedelta(minutes=30), 10 * timeout)
+            pg = dist.ProcessGroupNCCL(self._store, self.rank, self.world_size, options)
+            pg.eager_connect_single_device(self.device)
+            return pg
+        raise InvalidInput(f"weight group backend {self._backend!r} is neither gloo nor nccl", field="backend")
+
+    def _wait(self, work: dist.Work) -> None:
+        self._wait_until(work.is_completed, "a broadcast")
+        try:
+            work.wait()  # gloo raises if a peer died; NCCL orders the current stream after the broadcast
+        except RuntimeError as error:
+            self._give_up(f"a broadcast failed: {error}", cause=error)
+
+    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        deadline, next_check, pace = time.monotonic() + self._timeout_s, time.monotonic() + _KILL_CHECK_S, _Pace()
+        try:
+            while not done():
+                now = time.monotonic()
+                if now > deadline:
+                    self._give_up(f"waited {self._timeout_s:g} s for {what}")
+                if now > next_check:
+                    next_check = now + _KILL_CHECK_S
+                    if self._store.check([_KILL_KEY]):
+                        self._give_up(f"another member gave up while this one waited for {what}")
+                pace.wait()
+        except RuntimeError as error:
+            self._give_up(f"the trainer's store is gone ({error})", cause=error)
+
+    def _give_up(self, why: str, cause: BaseException | None = None) -> None:
+        self.kill()
+        self.abort()
+        raise Aborted(f"epoch {self.epoch}, member {self.rank}: {why}", epoch=self.epoch) from cause
+
+
+def _gloo_device(store_host: str) -> object:
+    """The interface that reaches the store's host; loopback when everything is on one machine."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store_host, 9))  # no packet is sent: this only picks a route
+        return dist.ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
