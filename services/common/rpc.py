@@ -84,10 +84,18 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
         if handler is None or not method.startswith("/lockstep."):
             return handler
         if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
             behavior = self._stream(handler.stream_stream or handler.unary_stream, method)
         else:
-            make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
             behavior = self._unary(handler.stream_unary or handler.unary_unary, method)
         return make(behavior, handler.request_deserializer, handler.response_serializer)
 
@@ -116,14 +124,16 @@ async def _answering_errors(context: grpc.aio.ServicerContext, method: str) -> A
         await context.abort_with_status(to_status(error))
     except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
         raise
-    except Exception as error:  # noqa: BLE001 the process edge: nothing may reach gRPC untyped
+    except Exception as error:
         log.exception("%s failed", method)
         await context.abort_with_status(
             to_status(InternalError(f"{type(error).__name__}: {error}", traceback=traceback.format_exc(limit=-4)))
         )
 
 
-def service_info(service: str, *, state: str, run_id: str = "", config_digest: str = "", libraries: tuple[str, ...] = ()) -> ServiceInfo:
+def service_info(
+    service: str, *, state: str, run_id: str = "", config_digest: str = "", libraries: tuple[str, ...] = ()
+) -> ServiceInfo:
     """What a service answers to GetInfo first."""
     return ServiceInfo(
         service=service,
@@ -166,7 +176,9 @@ class Server:
         try:
             self.port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
-            raise InvalidInput(f"--listen {address}: the port is in use or the host is not this one", field="listen") from error
+            raise InvalidInput(
+                f"--listen {address}: the port is in use or the host is not this one", field="listen"
+            ) from error
         await self._server.start()
         for name in (*names, ""):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -14,7 +14,7 @@ class DataConfig(Strict):
 
     train: tuple[Path, ...] = Field(min_length=1)
     """Parquet file of training prompts, or a list of files that are read as one, in this order."""
-    eval: dict[str, Path] = {}
+    eval: dict[str, Path] = Field(default_factory=dict)
     """Held-out Parquet files by the name that their metrics carry; a bare path is named `<folder>-<file>`."""
     max_eval_prompts: int | None = Field(default=None, ge=1)
     """Only the first rows of each eval file; all if unset."""
@@ -40,13 +40,13 @@ class DataConfig(Strict):
     """System message put before every templated prompt."""
     chat_template: Path | None = None
     """Jinja file used in place of the model's own chat template."""
-    chat_template_kwargs: dict[str, JsonValue] = {}
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Further variables of the chat template, such as enable_thinking."""
     template_date: datetime.date | None = None
     """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same prompts."""
     add_special_tokens: bool = True
-    """Let the tokenizer put its own special tokens (such as BOS) around a text prompt, as when it was pre-trained. Never
-    done to templated prompts: the template writes its own."""
+    """Let the tokenizer put its special tokens, such as BOS, around a text prompt. Never done to templated prompts: the
+    template writes its own."""
 
     @field_validator("train", mode="before")
     @classmethod
@@ -61,5 +61,5 @@ class DataConfig(Strict):
             return value
         named = {"-".join(part for part in (Path(p).parent.name, Path(p).stem) if part): p for p in paths}
         if len(named) < len(paths):
-            raise ValueError("two files would have the same name: give names, as in {short: a.parquet, long: b.parquet}")
+            raise ValueError("two files would have the same name: name them, as in {short: a.parquet, long: b.parquet}")
         return named

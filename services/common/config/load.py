@@ -79,7 +79,9 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"config file {path} cannot be read: {error}", reason=Reason.INVALID_CONFIG) from error
     except yaml.YAMLError as error:
-        raise InvalidInput(f"{path} is not YAML: {' '.join(str(error).split())}", reason=Reason.INVALID_CONFIG) from error
+        raise InvalidInput(
+            f"{path} is not YAML: {' '.join(str(error).split())}", reason=Reason.INVALID_CONFIG
+        ) from error
     if content is not None and not isinstance(content, dict):
         raise InvalidInput(f"{path} must hold a table of keys, not a {type(content).__name__}")
     return content or {}

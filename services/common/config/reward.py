@@ -67,7 +67,7 @@ class FormatConfig(BaseScorerConfig):
 
 
 class LengthConfig(BaseScorerConfig):
-    """Penalty for long samples: 0 up to target_tokens, falling linearly to -1 at max_tokens (arXiv 2503.14476, eq. 13)."""
+    """Penalty: 0 up to target_tokens, falling linearly to -1 at max_tokens (arXiv 2503.14476, eq. 13)."""
 
     kind: Literal["length"] = "length"
     """Penalises length."""
@@ -92,8 +92,8 @@ class PythonConfig(BaseScorerConfig):
     kind: Literal["python"] = "python"
     """Calls your function."""
     path: str = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
-    """package.module:function, called with the keywords prompt, answer, extra, completion, num_tokens, finish_reason."""
-    kwargs: dict[str, Any] = {}
+    """package.module:function; called by keyword: prompt, answer, extra, completion, num_tokens, finish_reason."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for it."""
 
     @model_validator(mode="after")
@@ -114,7 +114,7 @@ class RewardConfig(Strict):
 
     scorers: tuple[ScorerConfig, ...] = Field(min_length=1)
     """At least one, each with its kind."""
-    timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Most seconds for one score of one sample, counted from when a worker takes it; its worker is then killed."""
     num_workers: int = Field(default=2, ge=1, le=1024)
     """Worker processes of each math, format and python scorer."""

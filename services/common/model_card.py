@@ -1,0 +1,67 @@
+"""The model without its weights: the small files that an engine and a tokenizer need, as bytes.
+
+The trainer reads them from its model directory; rollout and coordinator need no copy of the model and no hub.
+"""
+
+import json
+from pathlib import Path
+
+from lockstep.types.v1.types_pb2 import ModelCard
+
+from services.common.errors import InvalidInput, NotFound
+
+_REQUIRED = "config.json"
+_OPTIONAL = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def read_model_card(model_path: str | Path) -> ModelCard:
+    """The card of a model directory.
+
+    Raises:
+        NotFound: There is no such directory, or it has no config.json.
+        InvalidInput: config.json is not JSON, or names code of its own (`auto_map`), which is never run.
+    """
+    directory = Path(model_path)
+    if not directory.is_dir():
+        raise NotFound(f"model: directory {directory} does not exist", field="model")
+    if not (directory / _REQUIRED).is_file():
+        raise NotFound(f"model: {directory} has no {_REQUIRED}", field="model")
+    names = [_REQUIRED, *(name for name in _OPTIONAL if (directory / name).is_file())]
+    card = ModelCard(files={name: (directory / name).read_bytes() for name in names})
+    _refuse_code(card, directory)
+    return card
+
+
+def write_model_card(card: ModelCard, directory: Path) -> None:
+    """Writes the card's files into `directory`.
+
+    Raises:
+        InvalidInput: The card brings a file that no card has, or names code of its own.
+    """
+    _refuse_code(card, directory)
+    for name, content in card.files.items():
+        if name != _REQUIRED and name not in _OPTIONAL:
+            raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
+        (directory / name).write_bytes(content)
+
+
+def _refuse_code(card: ModelCard, source: Path) -> None:
+    for name in (_REQUIRED, "tokenizer_config.json"):
+        try:
+            content = json.loads(card.files.get(name, b"{}"))
+        except ValueError as error:
+            raise InvalidInput(f"model: {source / name} is not JSON: {error}", field="model") from error
+        if "auto_map" in content:
+            raise InvalidInput(
+                f"model: {source / name} has auto_map, which asks to run Python code that comes with the model; "
+                "Lockstep never does. Use a model that transformers supports by itself and remove auto_map",
+                field="model",
+            )

@@ -1,0 +1,33 @@
+"""How a service process begins and how it ends with the one that started it."""
+
+import logging
+import os
+import select
+import signal
+import threading
+
+_GRACE_S = 10.0
+
+
+def configure_logging(service: str) -> None:
+    """One line per record on stderr, with time, level and service."""
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def exit_with(pid: int) -> None:
+    """Ends this process when `pid` ends: SIGTERM to itself, then, if that does not help, at once."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def watch() -> None:
+        select.select([watched], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(_GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name=f"exit-with-{pid}", daemon=True).start()

@@ -1,0 +1,44 @@
+"""`python -m services.rollout --listen HOST:PORT`: one replica of the policy in vLLM."""
+
+import os
+
+from services.common.rpc import Server
+from services.common.serve import ServeOptions, serve_from_command_line
+
+
+def _configure_vllm() -> None:
+    """vLLM reads these at import. On CPU: one thread without pinning, nothing compiled, no extra process."""
+    import torch
+
+    settings = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if torch.cuda.is_available():
+        settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    else:
+        settings |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+async def run(options: ServeOptions) -> int:
+    """Serves until a signal or the engine's death."""
+    from lockstep.rollout.v1 import rollout_pb2_grpc
+
+    from services.rollout.servicer import NAME, RolloutServicer
+
+    server = Server()
+    servicer = RolloutServicer(server.fail)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
+    await server.start(options.listen, [NAME], insecure=options.insecure)
+    code = await server.serve()
+    await servicer.close()
+    return code
+
+
+if __name__ == "__main__":
+    _configure_vllm()
+    serve_from_command_line("rollout", run)

@@ -1,0 +1,170 @@
+"""vLLM's AsyncLLM as this service needs it: tokens in, tokens out, and a death that is noticed."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lockstep.types.v1.types_pb2 import Completion, FinishReason, ModelCard, SamplingParams
+from vllm import SamplingParams as EngineSampling
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.common.config.rollout import RolloutConfig
+from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
+from services.common.model_card import write_model_card
+
+_FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
+
+
+def engine_arguments(config: RolloutConfig, model_path: str, seed: int) -> dict[str, Any]:
+    """vLLM engine arguments; `config.engine` has the last word."""
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "load_format": "dummy",  # the first publication fills it
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype if config.dtype != "auto" else "bfloat16",
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_samples,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "seed": seed,
+        # What was sampled from, temperature included: the trainer's log-probabilities are compared with these.
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": "services.rollout.receiver.WeightReceiver",
+        "disable_log_stats": True,
+    }
+    if not torch.cuda.is_available():
+        arguments |= {
+            "dtype": config.dtype if config.dtype != "auto" else "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 28,
+            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        }
+    return arguments | config.engine
+
+
+class Engine:
+    """One running engine. `on_death` is called once if it dies by itself."""
+
+    def __init__(self, llm: AsyncLLM, directory: tempfile.TemporaryDirectory, on_death: Callable[[], None]):
+        self._llm, self._directory = llm, directory
+        self._loop = asyncio.get_running_loop()
+        self._died: asyncio.Future[None] = self._loop.create_future()
+        self._on_death = on_death
+        self._sentinels = [process.sentinel for process in multiprocessing.active_children()]
+        for sentinel in self._sentinels:
+            self._loop.add_reader(sentinel, self._note_death)
+        self.samples_in_flight = 0
+
+    @classmethod
+    async def start(cls, config: RolloutConfig, card: ModelCard, seed: int, on_death: Callable[[], None]) -> "Engine":
+        """Starts vLLM with dummy weights.
+
+        Raises:
+            InvalidInput: The model card or an engine argument is wrong.
+        """
+        directory = tempfile.TemporaryDirectory(prefix="lockstep-rollout-")
+        write_model_card(card, Path(directory.name))
+        try:
+            arguments = AsyncEngineArgs(**engine_arguments(config, directory.name, seed))
+        except TypeError as error:
+            raise InvalidInput(f"rollout.engine: {error}", field="rollout.engine") from error
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        return cls(llm, directory, on_death)
+
+    @property
+    def num_workers(self) -> int:
+        """Engine workers, each a member of the weight group."""
+        parallel = self._llm.vllm_config.parallel_config
+        return parallel.world_size * parallel.data_parallel_size
+
+    async def sample(self, prompt_tokens: Sequence[int], seed: int, sampling: SamplingParams) -> Completion:
+        """One completion of one prompt.
+
+        Raises:
+            InvalidInput: The prompt does not fit the engine's context.
+            PreconditionFailed: The weights changed while it was sampled, so it was aborted.
+            Unavailable: The engine died.
+        """
+        limit = self._llm.model_config.max_model_len
+        if not 0 < len(prompt_tokens) < limit:
+            raise InvalidInput(
+                f"prompts: a prompt of {len(prompt_tokens)} tokens does not fit max_model_len {limit}", field="prompts"
+            )
+        params = EngineSampling(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"type": "token", "prompt_token_ids": list(prompt_tokens)}
+        self.samples_in_flight += 1
+        try:
+            async for output in self._llm.generate(prompt, params, uuid.uuid4().hex):
+                result = output.outputs[0]
+        except EngineDeadError as error:
+            raise Unavailable("the engine died", reason=Reason.ENGINE_DEAD) from error
+        finally:
+            self.samples_in_flight -= 1
+        if result.finish_reason not in _FINISH:
+            raise PreconditionFailed(
+                f"aborted ({result.finish_reason}) because the weights changed meanwhile", reason=Reason.NOT_SERVING
+            )
+        return Completion(
+            tokens=result.token_ids,
+            logprobs=result.logprobs.logprobs,
+            finish_reason=_FINISH[result.finish_reason],
+            seed=seed,
+        )
+
+    async def workers(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every worker, and notices if the engine dies meanwhile: vLLM's answer would never come.
+
+        Raises:
+            Unavailable: The engine died.
+        """
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
+        await asyncio.wait({call, self._died}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done() or isinstance(call.exception(), EngineDeadError):
+            call.cancel()
+            raise Unavailable(f"the engine died during {method}", reason=Reason.ENGINE_DEAD)
+        return call.result()
+
+    async def pause(self) -> None:
+        """Aborts what is sampled and drops the prefix cache, which must not outlive its weights."""
+        await self._llm.pause_generation(mode="abort", clear_cache=True)
+
+    async def resume(self) -> None:
+        """Samples again, from an empty prefix cache."""
+        await self._llm.reset_prefix_cache()
+        await self._llm.resume_generation()
+
+    async def close(self) -> None:
+        """Ends the engine's processes."""
+        self._forget_processes()
+        await asyncio.to_thread(self._llm.shutdown, timeout=0)
+        self._directory.cleanup()
+
+    def _note_death(self) -> None:
+        self._forget_processes()
+        if not self._died.done():
+            self._died.set_result(None)
+            self._on_death()
+
+    def _forget_processes(self) -> None:
+        for sentinel in self._sentinels:
+            with contextlib.suppress(ValueError):
+                self._loop.remove_reader(sentinel)
+        self._sentinels = []

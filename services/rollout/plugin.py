@@ -1,0 +1,22 @@
+"""vLLM loads this (entry point `vllm.general_plugins`) in each process that it starts."""
+
+import multiprocessing
+import os
+import select
+import threading
+
+
+def install() -> None:
+    """Ends an engine process when the process that started it ends; vLLM leaves it running (vllm#55510)."""
+    parent = multiprocessing.parent_process()
+    if parent is None or any(thread.name == _THREAD for thread in threading.enumerate()):
+        return
+
+    def watch() -> None:
+        select.select([parent.sentinel], [], [])
+        os._exit(70)
+
+    threading.Thread(target=watch, name=_THREAD, daemon=True).start()
+
+
+_THREAD = "exit-with-parent"

@@ -1,0 +1,172 @@
+"""RolloutService: a replica serves exactly the committed policy stamp, and nothing between two of them."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.config.load import parse_json
+from services.common.config.rollout import RolloutConfig
+from services.common.errors import Aborted, PreconditionFailed, Reason
+from services.common.rpc import service_info
+from services.common.stamps import require_stamp, show
+from services.common.tasks import gather
+from services.rollout.engine import Engine
+
+log = logging.getLogger(__name__)
+
+NAME = "lockstep.rollout.v1.RolloutService"
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """One engine and the stamp that it holds."""
+
+    def __init__(self, fail: Callable[[str], None]):
+        self._fail = fail
+        self._engine: Engine | None = None
+        self._run: tuple[str, str] = ("", "")  # run id, digest of the config section
+        self._max_samples = 0
+        self._stamp: PolicyStamp | None = None
+        self._received: PolicyStamp | None = None
+        self._epoch = -1
+        self._joined = False
+        self._changing = asyncio.Lock()
+
+    async def GetInfo(self, request: rollout_pb2.GetInfoRequest, context: Any) -> rollout_pb2.GetInfoResponse:
+        state = "serving" if self._stamp else "open" if self._engine else "idle"
+        libraries = ("torch", "transformers")
+        info = service_info(
+            "rollout", state=state, run_id=self._run[0], config_digest=self._run[1], libraries=libraries
+        )
+        return rollout_pb2.GetInfoResponse(
+            info=info,
+            stamp=self._stamp,
+            samples_in_flight=self._engine.samples_in_flight if self._engine else 0,
+            num_workers=self._engine.num_workers if self._engine else 0,
+            max_samples=self._max_samples,
+        )
+
+    async def OpenRun(self, request: rollout_pb2.OpenRunRequest, context: Any) -> rollout_pb2.OpenRunResponse:
+        config = parse_json(RolloutConfig, request.config_json)
+        run = (request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
+        async with self._changing:
+            if self._engine and self._run != run:
+                await self._close()
+            if self._engine is None:
+                on_death = lambda: self._fail("the engine died")  # noqa: E731
+                self._engine = await Engine.start(config, request.model_card, request.seed, on_death)
+                self._run, self._max_samples = run, config.max_samples
+        return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
+
+    async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Any) -> rollout_pb2.CloseRunResponse:
+        async with self._changing:
+            await self._close()
+        return rollout_pb2.CloseRunResponse()
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        engine, stamp = self._open_engine(), self._served(request.expected_stamp)
+
+        async def sample_group(prompt: rollout_pb2.Prompt) -> rollout_pb2.GenerateResponse:
+            completions = await gather(engine.sample(prompt.tokens, seed, request.sampling) for seed in prompt.seeds)
+            # The stamp in force now, not the one asked for: whoever reads the answer compares the two.
+            if self._stamp != stamp:
+                raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
+            return rollout_pb2.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=self._stamp)
+
+        tasks = [asyncio.create_task(sample_group(prompt)) for prompt in request.prompts]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:  # the caller is gone, or one group failed: abort the rest in the engine
+                task.cancel()
+
+    async def JoinWeightGroup(
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
+    ) -> rollout_pb2.JoinWeightGroupResponse:
+        engine, epoch = self._open_engine(), request.group.epoch
+        if epoch <= self._epoch:
+            raise PreconditionFailed(
+                f"epoch {epoch} is not above {self._epoch}, which this replica has seen", reason=Reason.OLD_EPOCH
+            )
+        async with self._changing:
+            self._epoch, self._joined = epoch, False
+            group, plan = request.group.SerializeToString(), request.plan.SerializeToString()
+            answers = await engine.workers("lockstep_join", group, plan, request.base_rank)
+            self._raise_errors(answers)
+            self._joined = True
+        return rollout_pb2.JoinWeightGroupResponse(plan_digest=answers[0]["plan_digest"])
+
+    async def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        engine = self._open_engine()
+        if not self._joined or request.epoch != self._epoch:
+            raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
+        async with self._changing:
+            self._stamp = self._received = None
+            await engine.pause()
+            answers = await engine.workers("lockstep_receive", request.version)
+            self._joined = not any("error" in answer for answer in answers)
+            self._raise_errors(answers)
+            digests = {answer["digest"] for answer in answers}
+            if len(digests) != 1:
+                raise PreconditionFailed(f"workers hold different weights: {digests}", reason=Reason.DIGEST_MISMATCH)
+            self._received = PolicyStamp(version=request.version, digest=digests.pop())
+        return rollout_pb2.ReceiveWeightsResponse(
+            digest=self._received.digest,
+            num_bytes=answers[0]["num_bytes"],
+            duration_s=max(answer["duration_s"] for answer in answers),
+            wait_s=max(answer["wait_s"] for answer in answers),
+        )
+
+    async def CommitWeights(
+        self, request: rollout_pb2.CommitWeightsRequest, context: Any
+    ) -> rollout_pb2.CommitWeightsResponse:
+        engine = self._open_engine()
+        async with self._changing:
+            if self._stamp is not None and self._stamp == request.stamp:
+                return rollout_pb2.CommitWeightsResponse()
+            if self._received is None or self._received != request.stamp:
+                held = show(self._received) if self._received else "nothing"
+                raise PreconditionFailed(
+                    f"asked to serve {show(request.stamp)} but received {held}",
+                    reason=Reason.DIGEST_MISMATCH,
+                )
+            await engine.resume()
+            self._stamp, self._received = self._received, None
+        return rollout_pb2.CommitWeightsResponse()
+
+    async def close(self) -> None:
+        """Ends the engine, if any."""
+        async with self._changing:
+            await self._close()
+
+    async def _close(self) -> None:
+        engine, self._engine = self._engine, None
+        self._stamp = self._received = None
+        self._joined, self._epoch, self._run = False, -1, ("", "")
+        if engine:
+            await engine.close()
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise PreconditionFailed("no run is open on this replica; call OpenRun", reason=Reason.RUN_NOT_OPEN)
+        return self._engine
+
+    def _served(self, expected: PolicyStamp) -> PolicyStamp:
+        if self._stamp is None:
+            raise PreconditionFailed("this replica serves no committed weights", reason=Reason.NOT_SERVING)
+        require_stamp(expected, self._stamp, who="this replica")
+        return self._stamp
+
+    def _raise_errors(self, answers: list[dict[str, Any]]) -> None:
+        errors = [f"worker {index}: {answer['error']}" for index, answer in enumerate(answers) if "error" in answer]
+        if errors:
+            raise Aborted("; ".join(errors), epoch=self._epoch)
