@@ -122,7 +122,7 @@ class InternalError(LockstepError):
     """A bug or a broken device, with where it happened."""
 
 
-_CLASSES: tuple[type[LockstepError], ...] = (
+ERROR_CLASSES: tuple[type[LockstepError], ...] = (
     InvalidInput,
     NotFound,
     PreconditionFailed,
@@ -133,7 +133,7 @@ _CLASSES: tuple[type[LockstepError], ...] = (
     DataLoss,
     InternalError,
 )
-_CLASS_OF_CODE = {cls.code: cls for cls in _CLASSES}
+_CLASS_OF_CODE = {cls.code: cls for cls in ERROR_CLASSES}
 
 
 def to_status(error: LockstepError) -> grpc.Status:
@@ -148,6 +148,8 @@ def to_status(error: LockstepError) -> grpc.Status:
 def from_rpc_error(error: grpc.RpcError, *, target: str) -> LockstepError:
     """The exception that the callee raised, or the nearest class where the status is gRPC's own."""
     code, message = error.code(), error.details() or error.code().name
+    if code is grpc.StatusCode.CANCELLED:  # the server went away in the middle of the call
+        code = grpc.StatusCode.UNAVAILABLE
     cls = _CLASS_OF_CODE.get(code, InternalError)
     status = rpc_status.from_call(error)
     for detail in status.details if status else ():

@@ -71,6 +71,14 @@ def require_loopback(host: str, *, insecure: bool) -> None:
     )
 
 
+_HANDLERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
 class ErrorsToStatus(grpc.aio.ServerInterceptor):
     """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log."""
 
@@ -83,19 +91,10 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or not method.startswith("/lockstep."):
             return handler
+        make = _HANDLERS[handler.request_streaming, handler.response_streaming]
         if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
             behavior = self._stream(handler.stream_stream or handler.unary_stream, method)
         else:
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
             behavior = self._unary(handler.stream_unary or handler.unary_unary, method)
         return make(behavior, handler.request_deserializer, handler.response_serializer)
 
@@ -131,17 +130,15 @@ async def _answering_errors(context: grpc.aio.ServicerContext, method: str) -> A
         )
 
 
-def service_info(
-    service: str, *, state: str, run_id: str = "", config_digest: str = "", libraries: tuple[str, ...] = ()
-) -> ServiceInfo:
-    """What a service answers to GetInfo first."""
+def service_info(service: str, state: str, *, run: tuple[str, str], libraries: tuple[str, ...]) -> ServiceInfo:
+    """What a service answers to GetInfo first; `run` is the open run's id and the digest of its config section."""
     return ServiceInfo(
         service=service,
         version=version("lockstep-rl"),
         incarnation=INCARNATION,
         state=state,
-        run_id=run_id,
-        config_digest=config_digest,
+        run_id=run[0],
+        config_digest=run[1],
         libraries={name: version(name) for name in libraries},
     )
 

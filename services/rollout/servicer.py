@@ -38,10 +38,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def GetInfo(self, request: rollout_pb2.GetInfoRequest, context: Any) -> rollout_pb2.GetInfoResponse:
         state = "serving" if self._stamp else "open" if self._engine else "idle"
-        libraries = ("torch", "transformers")
-        info = service_info(
-            "rollout", state=state, run_id=self._run[0], config_digest=self._run[1], libraries=libraries
-        )
+        info = service_info("rollout", state, run=self._run, libraries=("torch", "transformers"))
         return rollout_pb2.GetInfoResponse(
             info=info,
             stamp=self._stamp,

@@ -46,5 +46,5 @@ class RolloutConfig(Strict):
     """GPUs (or CPU processes) of one replica."""
     max_samples: int = Field(default=256, ge=1)
     """Most samples that one engine runs at once (vLLM max_num_seqs)."""
-    engine: dict[str, Any] = {}
+    engine: dict[str, Any] = Field(default={})
     """More vLLM engine arguments, passed on untouched."""

@@ -85,7 +85,7 @@ class Config(Strict):
     num_steps: int = Field(default=100, ge=1)
     """Batches to train on; the policy version at the end."""
     resume: str = "auto"
-    """auto: newest verified checkpoint, or a fresh start in an empty run directory; never; must; or a checkpoint path."""
+    """auto: the newest verified checkpoint, else a fresh start; never; must; or the path of a checkpoint."""
     data: DataConfig
     """Prompts."""
     rollout: RolloutConfig = RolloutConfig()

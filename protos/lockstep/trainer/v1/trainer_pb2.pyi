@@ -32,18 +32,20 @@ class GetInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("run_id", "config_json", "model_path", "checkpoint_path", "seed")
+    __slots__ = ("run_id", "config_json", "model_path", "checkpoint_path", "seed", "bucket_bytes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     config_json: str
     model_path: str
     checkpoint_path: str
     seed: int
-    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_path: _Optional[str] = ..., checkpoint_path: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    bucket_bytes: int
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_path: _Optional[str] = ..., checkpoint_path: _Optional[str] = ..., seed: _Optional[int] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
     __slots__ = ("version", "last_batch_id", "model_card", "plan", "store_host", "store_port", "weight_backend", "num_ranks")

@@ -1,0 +1,99 @@
+"""A model's chat template: messages to text, in a sandbox.
+
+The same environment as in Hugging Face transformers (`apply_chat_template`), so that the same template gives the same
+text, but for one thing: the date is a given, never the clock's, or a resumed run would see other prompts.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.common.errors import InvalidInput
+
+Message = Mapping[str, Any]
+"""`role` and `content`, and whatever else the template knows."""
+
+
+class TemplateRefusal(InvalidInput):
+    """The template does not take these messages."""
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: The Jinja text.
+        special_tokens: Variables such as bos_token and eos_token.
+        date: What `strftime_now` formats, if the template asks for it.
+
+    Raises:
+        InvalidInput: `source` is not a Jinja template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], date: datetime.date | None = None):
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": self._strftime_now}
+        self._special_tokens = special_tokens
+        self._date = date
+        try:
+            self._template = environment.from_string(source)
+            self._variables = find_undeclared_variables(environment.parse(source))
+        except jinja2.TemplateSyntaxError as error:
+            message = f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
+            raise InvalidInput(message, field="data.chat_template") from error
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Text of `messages`, ending with the header of the assistant's turn.
+
+        Raises:
+            TemplateRefusal: The template does not take these messages.
+            InvalidInput: A name in `variables` does not occur in it, or it asks for the date and none was given.
+        """
+        if unknown := sorted(variables.keys() - self._variables):
+            message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self._variables))}"
+            raise InvalidInput(message, field="data.chat_template_kwargs")
+        inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return self._template.render(inputs | self._special_tokens | variables)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise TemplateRefusal(f"the chat template refuses these messages: {error}", field="messages") from error
+
+    def _strftime_now(self, pattern: str) -> str:
+        if self._date is None:
+            message = "the chat template writes today's date: set data.template_date, which a resumed run keeps"
+            raise InvalidInput(message, field="data.template_date")
+        return self._date.strftime(pattern)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training on chats; here it only has to parse."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,165 @@
+"""The model's tokenizer, without transformers and without torch."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.data.chat_template import ChatTemplate, Message
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back, as Hugging Face's fast tokenizer of the same directory does it."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, eos_token_ids: tuple[int, ...]):
+        self._backend = backend
+        self._template = template
+        self.eos_token_ids = eos_token_ids
+        """Every id that ends a sample, ascending: those of generation_config.json, config.json and the tokenizer."""
+
+    @classmethod
+    def load(
+        cls, directory: Path, *, chat_template: Path | None = None, date: datetime.date | None = None
+    ) -> "Tokenizer":
+        """Reads `directory`, a model in the Hugging Face format.
+
+        Args:
+            directory: Holds tokenizer.json; tokenizer_config.json, chat_template.jinja, generation_config.json and
+                config.json are read where they exist.
+            chat_template: A Jinja file to use in place of the model's.
+            date: Today's date for a template that asks for it.
+
+        Raises:
+            NotFound: There is no tokenizer.json, or no such `chat_template`.
+            InvalidInput: A file is damaged, two files disagree about an added token, or no token ends a sample.
+        """
+        backend = _read_backend(directory / "tokenizer.json")
+        config = _read_json(directory / "tokenizer_config.json")
+        _add_tokens(backend, config.get("added_tokens_decoder") or {})
+        special_tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+        source = _read_template(directory, config, chat_template)
+        template = None if source is None else ChatTemplate(source, special_tokens, date)
+        return cls(backend, template, _read_eos_token_ids(directory, backend, special_tokens.get("eos_token")))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's embedding may be padded to more."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render` can work."""
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`; special tokens written out in it become their ids.
+
+        By default nothing is added, which is right for templated text, as the template writes its own BOS.
+        `add_special_tokens` also applies the tokenizer's post-processor, which puts BOS before text for models that
+        were pre-trained so.
+        """
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        """`encode` of each, on all cores."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `tokens`."""
+        return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Text of `messages` in the chat template, ending with the header of the assistant's turn.
+
+        Raises:
+            InvalidInput: The model has no chat template, or the template asks for a date and there is none.
+            TemplateRefusal: The template does not take these messages.
+        """
+        if self._template is None:
+            message = "messages need a chat template and the model has none: set data.chat_template to a Jinja file"
+            raise InvalidInput(message, field="data.chat_template")
+        return self._template.render(messages, **variables)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise NotFound(f"{path} does not exist: the model needs a fast tokenizer", field="model")
+    try:
+        # `from_str` raises a bare Exception for text that is not a tokenizer, and only for that.
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise InvalidInput(f"{path} is not a tokenizer: {error}", field="model") from error
+    # Both can be left over from training, and would cut or pad prompts without a word.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidInput(f"{path} is not JSON: {error}", field="model") from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path} must hold an object, not a {type(content).__name__}", field="model")
+    return content
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any]) -> None:
+    """Adds the tokens that only tokenizer_config.json knows."""
+    for token_id, token in sorted((int(key), token) for key, token in decoder.items()):
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        added = tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in flags if flag in token})
+        if token_id not in backend.get_added_tokens_decoder():
+            backend.add_tokens([added])
+        actual = backend.token_to_id(added.content)
+        if actual != token_id:
+            raise InvalidInput(
+                f"tokenizer_config.json gives {added.content!r} the id {token_id}, tokenizer.json gives it {actual}",
+                field="model",
+            )
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _read_template(directory: Path, config: Mapping[str, Any], override: Path | None) -> str | None:
+    if override is not None and not override.is_file():
+        raise NotFound(f"chat template {override} does not exist", field="data.chat_template")
+    path = override or directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    inline = config.get("chat_template")
+    if not isinstance(inline, list):
+        return inline
+    named = {entry["name"]: entry["template"] for entry in inline}
+    if "default" not in named:
+        message = f"tokenizer_config.json has chat templates {sorted(named)} and no default: set data.chat_template"
+        raise InvalidInput(message, field="data.chat_template")
+    return named["default"]
+
+
+def _read_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    if eos_token is not None:
+        token_id = backend.token_to_id(eos_token)
+        if token_id is None:
+            raise InvalidInput(f"{directory}: eos_token {eos_token!r} is not in tokenizer.json", field="model")
+        found.add(token_id)
+    if not found:
+        message = f"{directory}: no eos token in generation_config.json, config.json or tokenizer_config.json"
+        raise InvalidInput(message, field="model")
+    return tuple(sorted(found))

@@ -1,0 +1,1 @@
+"""Functions that run inside worker processes, because a text can make them hang or crash."""

@@ -1,0 +1,140 @@
+"""math-verify on model text, with nothing evaluated as Python and every input bounded.
+
+Runs only in a worker process: a short answer such as 5^{5^{5^5}} can keep sympy busy for ever, and the worker's time
+limit is what ends it. math-verify's own limits (SIGALRM) are off, since they cannot interrupt big-integer arithmetic.
+"""
+
+import ast
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+import math_verify.parser
+
+# sympy imports these lazily, and their import itself parses names; so they come before _refuse_eval().
+import sympy.calculus.util
+import sympy.physics.units
+import sympy.solvers
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy.parsing import sympy_parser
+
+from services.reward.scorers.base import FailureReason, ScoringError
+
+MAX_ANSWER_CHARS = 2048
+"""A longer boxed answer is wrong, and without a box only this much of the end is searched: the parser and the search
+patterns are quadratic or worse."""
+
+_BOXED = (LatexExtractionConfig(boxed_match_priority=0),)
+_ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_OPERATORS = {
+    ast.Add: lambda a, b: sympy.Add(a, b, evaluate=False),
+    ast.Sub: lambda a, b: sympy.Add(a, sympy.Mul(-1, b, evaluate=False), evaluate=False),
+    ast.Mult: lambda a, b: sympy.Mul(a, b, evaluate=False),
+    ast.Div: lambda a, b: sympy.Mul(a, sympy.Pow(b, -1, evaluate=False), evaluate=False),
+    ast.Pow: lambda a, b: sympy.Pow(a, b, evaluate=False),
+}
+
+
+def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> float:
+    """1.0 if the completion's answer equals `answer`, else 0.0.
+
+    Its answer is the content of the last closed \\boxed{}, and only that; without one, and unless `require_boxed`, the
+    last formula or number near the end. An answer that cannot be read is wrong.
+
+    Raises:
+        ScoringError: INVALID_ANSWER, if `answer` cannot be read or compared even with itself.
+        Exception: Whatever sympy raised while comparing; it is then unknown whether they are equal.
+    """
+    gold = _parse_gold(answer)
+    predicted = _parse_completion(completion, require_boxed=require_boxed)
+    return float(_equal(gold, predicted))
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the \\boxed{} that closes last, braces balanced, in one pass; None if there is none."""
+    content, opened = None, []
+    for token in _BRACES.finditer(text):
+        if token[0] == "}":
+            start = opened.pop() if opened else None
+            content = content if start is None else text[start : token.start()]
+        elif token[0][-1] == "{" and token[0] != "\\{":
+            opened.append(None if token[0] == "{" else token.end())
+    return content
+
+
+@lru_cache(maxsize=1024)
+def _parse_gold(answer: str) -> tuple[Any, ...]:
+    boxed = last_boxed(answer)
+    text = answer.strip() if boxed is None else boxed
+    # Wrapping only holds if the braces of the answer balance.
+    parsed = _parse_answer(text) if last_boxed(f"\\boxed{{{text}}}") == text else ()
+    expressions = [value for value in parsed if not isinstance(value, str)]
+    try:
+        if not expressions or not _equal(expressions, expressions):
+            raise ValueError("not an expression that equals itself")
+    except Exception as error:
+        raise ScoringError(FailureReason.INVALID_ANSWER, f"answer {answer[-100:]!r}: {error}") from error
+    return parsed
+
+
+def _parse_completion(completion: str, *, require_boxed: bool) -> tuple[Any, ...]:
+    boxed = last_boxed(completion)
+    if boxed is not None:
+        return _parse_answer(boxed)
+    if require_boxed:
+        return ()
+    return tuple(parse(completion[-MAX_ANSWER_CHARS:], _ANYWHERE, parsing_timeout=None))
+
+
+def _parse_answer(text: str) -> tuple[Any, ...]:
+    """The sympy expression of `text` and the normalised text; fewer of them, or none, if it cannot be read."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return ()
+    return tuple(parse(f"\\boxed{{{text}}}", _BOXED, parsing_timeout=None))
+
+
+def _equal(gold: Any, predicted: Any) -> bool:
+    # Texts come last in what parse() gives and first here: where they are equal, sympy has nothing to do.
+    return verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True)
+
+
+def _parse_number(text: str, *_: object, **__: object) -> sympy.Number:
+    """Stands in for sympy's parse_expr, which evals: latex2sympy reads every number with it, by sympy.Number(text)."""
+    if not _NUMBER.fullmatch(text):
+        raise sympy.SympifyError(text)
+    return sympy.Float(text) if "." in text else sympy.Integer(int(text))
+
+
+def _parse_arithmetic(text: str) -> sympy.Expr:
+    """Stands in for math-verify's parse of plain arithmetic such as 3*(4+1)/2, which evals. Nothing is computed."""
+    source = text.strip().rstrip(".").replace("×", "*").replace("÷", "/")
+    return _to_sympy(ast.parse(source, mode="eval").body)
+
+
+def _to_sympy(node: ast.expr) -> sympy.Expr:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return _parse_number(str(value))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return sympy.Mul(-1, _to_sympy(operand), evaluate=False)
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            return _OPERATORS[type(operator)](_to_sympy(left), _to_sympy(right))
+    raise ValueError(f"not arithmetic: {ast.dump(node)[:100]}")
+
+
+def _refuse_eval() -> None:
+    """Replaces the only two ways in which math-verify and what it stands on evaluate text as Python.
+
+    sympify() of a string imports parse_expr at each call, so this covers all of sympy; what sympy still compiles is its
+    own polynomial code, written from variable counts.
+    """
+    sympy_parser.parse_expr = _parse_number
+    math_verify.parser.parse_expr_cached = _parse_arithmetic
+
+
+_refuse_eval()
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+_parse_gold(r"\frac{1}{2}")  # the first parse builds the grammar's tables

@@ -1,0 +1,97 @@
+"""The scorers of one run and how they make a reward."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.common.config.reward import RewardConfig
+from services.common.errors import InvalidInput, Reason
+from services.common.tasks import gather
+from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
+from services.reward.scorers.exact import ExactScorer
+from services.reward.scorers.format import FormatScorer
+from services.reward.scorers.gsm8k import Gsm8kScorer
+from services.reward.scorers.length import LengthScorer
+from services.reward.scorers.math import MathScorer
+from services.reward.scorers.python import PythonScorer
+
+SCORERS: dict[str, type[Scorer]] = {
+    "exact": ExactScorer,
+    "gsm8k": Gsm8kScorer,
+    "math": MathScorer,
+    "format": FormatScorer,
+    "length": LengthScorer,
+    "python": PythonScorer,
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a sample has no reward, and which scorer says so."""
+
+    reason: FailureReason
+    scorer: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A reward, or the first failure in the order of the config; `components` has the scores that there are."""
+
+    reward: float = 0.0
+    components: dict[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+class ScoringRun:
+    """Scores samples by one config. Holds processes: always `close` it."""
+
+    def __init__(self, config: RewardConfig):
+        self._config = config
+        self._scorers = [SCORERS[scorer.kind](scorer, config) for scorer in config.scorers]
+
+    @property
+    def scorer(self) -> str:
+        """Name, version and weight of the scorers, e.g. `math 1/math-verify-0.9.0 x 1 + length 1 x 0.1`."""
+        parts = zip(self._config.scorers, self._scorers, strict=True)
+        return " + ".join(f"{config.component} {scorer.version} x {config.weight:g}" for config, scorer in parts)
+
+    async def open(self) -> None:
+        """Starts all scorers.
+
+        Raises:
+            InvalidInput: One cannot start; names which.
+        """
+        results = await asyncio.gather(*(scorer.open() for scorer in self._scorers), return_exceptions=True)
+        for index, (config, error) in enumerate(zip(self._config.scorers, results, strict=True)):
+            if isinstance(error, ScoringError):
+                message = f"reward.scorers.{index} ({config.component}) cannot start: {error.detail}"
+                raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field=f"reward.scorers.{index}") from error
+            if error is not None:
+                raise error
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        """Scores `items` at once, each by every scorer; the outcomes are in their order."""
+        return await gather(self._score_one(item) for item in items)
+
+    async def close(self) -> None:
+        """Ends all scorers; scores in progress fail as CRASHED."""
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers))
+
+    async def _score_one(self, item: Item) -> Outcome:
+        results = await gather(_score_or_error(scorer, item) for scorer in self._scorers)
+        reward, components, failure = 0.0, {}, None
+        for config, result in zip(self._config.scorers, results, strict=True):
+            if isinstance(result, ScoringError):
+                failure = failure or Failure(result.reason, config.component, result.detail)
+                continue
+            components[config.component] = result
+            reward += config.weight * result
+        return Outcome(0.0 if failure else reward, components, failure)
+
+
+async def _score_or_error(scorer: Scorer, item: Item) -> float | ScoringError:
+    try:
+        return await scorer.score(item)
+    except ScoringError as error:
+        return error

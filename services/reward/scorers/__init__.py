@@ -1,0 +1,1 @@
+"""Scorers, one file each. A new one also needs a config in services/common/config/reward.py and a line in run.py."""

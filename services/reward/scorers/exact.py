@@ -1,0 +1,20 @@
+"""Same text."""
+
+from services.common.config.reward import ExactConfig, RewardConfig
+from services.reward.scorers.base import Item, Scorer
+
+
+class ExactScorer(Scorer):
+    """1 if completion and answer are equal after stripping white space, else 0."""
+
+    version = "1"
+
+    def __init__(self, config: ExactConfig, run: RewardConfig):
+        self._ignore_case = config.ignore_case
+
+    async def score(self, item: Item) -> float:
+        """1.0 or 0.0."""
+        completion, answer = item.completion.strip(), item.answer.strip()
+        if self._ignore_case:
+            completion, answer = completion.casefold(), answer.casefold()
+        return float(completion == answer)

@@ -1,0 +1,19 @@
+"""Penalty for long samples."""
+
+from services.common.config.reward import LengthConfig, RewardConfig
+from services.reward.scorers.base import Item, Scorer
+
+
+class LengthScorer(Scorer):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to target_tokens, -1 from max_tokens on."""
+
+    version = "1"
+
+    def __init__(self, config: LengthConfig, run: RewardConfig):
+        self._target_tokens = config.target_tokens
+        self._max_tokens = config.max_tokens
+
+    async def score(self, item: Item) -> float:
+        """From -1.0 to 0.0."""
+        over = (item.num_tokens - self._target_tokens) / (self._max_tokens - self._target_tokens)
+        return -min(max(over, 0.0), 1.0)

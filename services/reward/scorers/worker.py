@@ -1,0 +1,33 @@
+"""Base of the scorers whose work can hang or crash: a function in a pool of killable processes."""
+
+from dataclasses import asdict
+from typing import Any
+
+from services.common.config.reward import RewardConfig
+from services.reward.pool import WorkerPool
+from services.reward.scorers.base import Item, Scorer
+
+
+class WorkerScorer(Scorer):
+    """Calls `target`, a `module:function`, in a worker with the fields of the item and `kwargs`."""
+
+    def __init__(self, target: str, kwargs: dict[str, Any], run: RewardConfig):
+        self._kwargs = kwargs
+        self._pool = WorkerPool(
+            target,
+            num_workers=run.num_workers,
+            timeout_s=run.timeout_s,
+            max_memory_bytes=int(run.max_memory_gib * 2**30),
+        )
+
+    async def open(self) -> None:
+        """Starts all workers at once; they have imported what they need when it returns."""
+        await self._pool.open()
+
+    async def score(self, item: Item) -> float:
+        """What the function answers."""
+        return await self._pool.call(asdict(item) | self._kwargs)
+
+    async def close(self) -> None:
+        """Kills the workers."""
+        await self._pool.close()

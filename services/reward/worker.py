@@ -1,0 +1,113 @@
+"""A worker process: calls one function for each line of JSON on stdin and answers with a line of JSON.
+
+    -> {"target": "package.module:function", "max_memory_bytes": 4294967296}     first line
+    <- {"source_digest": "3f2a..."}                                              ready
+    -> {"completion": "...", "answer": "...", ...}                               keyword arguments
+    <- {"score": 1.0}   or   {"reason": "ERROR", "detail": "..."}
+
+It ends with its parent in every case: on end of input, and by the kernel's signal if it is busy when the parent dies.
+"""
+
+import asyncio
+import ctypes
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import numbers
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from services.reward.scorers.base import FailureReason, ScoringError
+
+_PR_SET_PDEATHSIG = 1
+_MAX_DETAIL_CHARS = 1000
+
+
+def main() -> None:
+    """Serves until end of input."""
+    _die_with_parent()
+    requests, replies = _take_stdio()
+    start = json.loads(requests.readline() or "null")
+    if start is None:
+        return
+    _limit(start["max_memory_bytes"])
+    try:
+        function, source_digest = _load(start["target"])
+    except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
+        _reply(replies, _failure(FailureReason.ERROR, error))
+        return
+    _reply(replies, {"source_digest": source_digest})
+    with asyncio.Runner() as runner:
+        for line in requests:
+            _reply(replies, _score(function, json.loads(line), runner))
+
+
+def _take_stdio() -> tuple[TextIO, TextIO]:
+    """The pipes to the parent, moved out of reach of functions that read stdin or print."""
+    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _limit(max_memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+
+
+def _load(target: str) -> tuple[Callable[..., Any], str]:
+    """The function that `module:function` names and the hash of its module's source."""
+    module_name, _, function_name = target.partition(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, function_name)
+    if not callable(function):
+        raise TypeError(f"{target} is not a function")
+    source = Path(module.__file__).read_bytes() if module.__file__ else b""
+    return function, hashlib.sha256(source).hexdigest()[:12]
+
+
+def _score(function: Callable[..., Any], fields: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+    try:
+        result = function(**fields)
+        if inspect.isawaitable(result):
+            result = runner.run(_wait_for(result))
+        if not isinstance(result, numbers.Real) or not math.isfinite(result):
+            raise TypeError(f"a score must be a finite number, not {result!r}")
+    except ScoringError as error:
+        return _failure(error.reason, error.detail)
+    except MemoryError:
+        # What is left of this process is not to be trusted with the next sample.
+        sys.exit("worker: out of memory (reward.max_memory_gib)")
+    except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
+        return _failure(FailureReason.ERROR, error)
+    return {"score": float(result)}
+
+
+async def _wait_for(result: Any) -> Any:
+    return await result
+
+
+def _failure(reason: FailureReason, what: Exception | str) -> dict[str, Any]:
+    detail = what if isinstance(what, str) else f"{type(what).__name__}: {what}"
+    return {"reason": reason, "detail": detail[:_MAX_DETAIL_CHARS]}
+
+
+def _reply(replies: TextIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""`torchrun -m services.trainer --listen HOST:PORT`: rank 0 serves, every rank works."""
+
+import logging
+import os
+import socket
+import sys
+import threading
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+from services.common.rpc import Server, parse_address
+from services.common.serve import ServeOptions, serve_from_command_line
+from services.common.weights.group import serve_store
+from services.trainer.ranks import Ranks, follow
+from services.trainer.worker import Worker
+
+
+def _join_torchrun() -> tuple[dist.Store, int, int]:
+    if "RANK" not in os.environ:
+        sys.exit("lockstep-trainer: start it with torchrun --standalone --nproc-per-node N -m services.trainer")
+    return next(dist.rendezvous("env://"))
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+async def _run(options: ServeOptions) -> int:
+    store, rank, world_size = _join_torchrun()
+    worker = Worker(store, rank, world_size, _device())
+    if rank > 0:
+        follow(rank, store.get("lockstep/ranks").decode(), worker)
+    return await _serve(options, worker, store, world_size)
+
+
+async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world_size: int) -> int:
+    from lockstep.trainer.v1 import trainer_pb2_grpc
+
+    from services.trainer.servicer import NAME, TrainerServicer
+
+    import_module("services.trainer.fsdp.backend")  # slow to import: before anyone waits for it
+    server = Server()
+    ranks = Ranks(world_size, socket.gethostbyname(os.environ["MASTER_ADDR"]), server.fail)
+    store.set("lockstep/ranks", ranks.address)
+    threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()
+    await ranks.wait_for_all()
+    host, _ = parse_address(options.listen, field="listen")
+    weight_store = serve_store(host)
+    servicer = TrainerServicer(ranks, worker.kill_epoch, host, weight_store.port)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    await server.start(options.listen, [NAME], insecure=options.insecure)
+    code = await server.serve()
+    logging.shutdown()
+    # A rank may be inside a collective that nobody will answer; torchrun ends the others when this process ends.
+    os._exit(code)
+
+
+def _follow_on_device(address: str, worker: Worker) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    follow(0, address, worker)
+
+
+if __name__ == "__main__":
+    serve_from_command_line("trainer", _run)

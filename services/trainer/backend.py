@@ -1,0 +1,54 @@
+"""What a training strategy must do. The loop over mini-batches, the losses and the contract are not its business."""
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from services.trainer.packing import Pack
+
+
+class Role(StrEnum):
+    """Which of the deployment's models."""
+
+    POLICY = "policy"
+    REFERENCE = "reference"
+
+
+# (logprobs_N, entropy_N, pack) -> loss to be summed over all packs of all ranks, metrics to be summed likewise.
+LossFunction = Callable[[torch.Tensor, torch.Tensor, Pack], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+class Backend(Protocol):
+    """One rank's part of the models. All methods are collectives: every rank calls them in the same order."""
+
+    device: torch.device
+
+    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Log-probability and entropy, both float32 [N], of each pack's targets. No gradient."""
+
+    def accumulate(self, packs: Sequence[Pack], temperature: float, loss: LossFunction) -> dict[str, torch.Tensor]:
+        """Forward and backward of all packs; gradients add up, summed over ranks. Returns the metrics, summed too."""
+
+    def reduce(self, value: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
+        """Combines a tensor over the ranks that hold different samples."""
+
+    def step(self, lr: float) -> float:
+        """Clips the gradient and applies it; returns its 2-norm before the clip."""
+
+    def discard_gradients(self) -> None:
+        """Forgets what was accumulated."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere."""
+
+    def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
+        """The same names and order with meta tensors."""
+
+    def save(self, directory: Path) -> None:
+        """Writes policy and optimizer state into `directory`, each rank its part."""
+
+    def load(self, directory: Path) -> None:
+        """Reads what `save` wrote, on any number of ranks."""

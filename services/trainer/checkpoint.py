@@ -1,0 +1,102 @@
+"""A checkpoint is a directory with a manifest of every file's SHA-256, written last; without it there is no checkpoint.
+
+It is written beside its final place and renamed into it, so a reader finds it whole or not at all.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from services.common.errors import DataLoss, InvalidInput, NotFound
+
+_MANIFEST = "manifest.json"
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint holds besides tensors."""
+
+    version: int
+    last_batch_id: str
+    last_metrics: dict[str, float]
+
+
+def staging(path: Path) -> Path:
+    """Where the ranks write before `finish` moves it to `path`.
+
+    Raises:
+        InvalidInput: `path` exists.
+    """
+    if path.exists():
+        raise InvalidInput(f"path: {path} exists already", field="path")
+    return path.with_name(f".{path.name}.partial")
+
+
+def begin(path: Path) -> Path:
+    """Makes an empty staging directory for `path`; what an interrupted save left there is deleted."""
+    partial = staging(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def finish(path: Path, state: TrainState) -> tuple[int, str]:
+    """Writes the manifest and moves the staged files to `path`; returns their bytes and the manifest's SHA-256."""
+    partial = staging(path)
+    files = {str(file.relative_to(partial)): _describe(file) for file in _files(partial)}
+    content = json.dumps({"state": asdict(state), "files": files}, indent=1).encode()
+    (partial / _MANIFEST).write_bytes(content)
+    for file in (*_files(partial), partial):
+        _fsync(file)
+    partial.rename(path)
+    _fsync(path.parent)
+    return sum(int(file["num_bytes"]) for file in files.values()), hashlib.sha256(content).hexdigest()
+
+
+def verify(path: Path) -> TrainState:
+    """Reads the state of a checkpoint after comparing every file with the manifest.
+
+    Raises:
+        NotFound: There is no checkpoint at `path`.
+        DataLoss: A file is missing, cut short or changed; names it.
+    """
+    manifest = path / _MANIFEST
+    if not manifest.is_file():
+        raise NotFound(f"checkpoint {path}: no {_MANIFEST} there", field="path")
+    try:
+        content = json.loads(manifest.read_bytes())
+        state, files = TrainState(**content["state"]), content["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error}") from error
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise DataLoss(f"checkpoint {path}: {name} is missing")
+        if _describe(file) != expected:
+            raise DataLoss(f"checkpoint {path}: {name} is not the file that was written")
+    return state
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (file for file in sorted(directory.rglob("*")) if file.is_file())
+
+
+def _describe(file: Path) -> dict[str, int | str]:
+    hasher = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+    return {"num_bytes": file.stat().st_size, "sha256": hasher.hexdigest()}
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

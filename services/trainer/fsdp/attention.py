@@ -1,0 +1,72 @@
+"""Attention over packed sequences, for any transformers model that takes its attention from the common interface.
+
+On GPU torch's variable-length kernel. On CPU the sequences are laid out right-padded inside this function only: causal
+attention never looks at what comes later, so padding needs no mask.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+NAME = "lockstep_packed"
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sequence. query [1, H, T, D]; key, value [1, K, T, D]; result [1, T, H, D]."""
+    if attention_mask is not None or kwargs.get("sliding_window") is not None:
+        raise NotImplementedError("packed attention is causal within sequences; no mask, no sliding window")
+    cu_seqlens, max_seqlen, scale = kwargs["cu_seqlens"], kwargs["max_seqlen"], kwargs.get("scaling")
+    query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    attend = _on_gpu if query.is_cuda else _on_cpu
+    return attend(query_THD, key_TKD, value_TKD, cu_seqlens, max_seqlen, scale).unsqueeze(0), None
+
+
+def _on_gpu(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = query_THD.shape[1] // key_TKD.shape[1]
+    key_THD, value_THD = (x.repeat_interleave(groups, dim=1) for x in (key_TKD, value_TKD))
+    return varlen_attn(
+        query_THD, key_THD, value_THD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, is_causal=True, scale=scale
+    )
+
+
+def _on_cpu(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+) -> torch.Tensor:
+    lengths_B = cu_seqlens.diff()
+    inside_BL = torch.arange(max_seqlen)[None, :] < lengths_B[:, None]
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        padded = x.new_zeros(*inside_BL.shape, *x.shape[1:])
+        padded[inside_BL] = x
+        return padded.transpose(1, 2)
+
+    out_BHLD = F.scaled_dot_product_attention(
+        pad(query_THD), pad(key_TKD), pad(value_TKD), is_causal=True, scale=scale, enable_gqa=True
+    )
+    return out_BHLD.transpose(1, 2)[inside_BL]
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,92 @@
+"""The FSDP2 backend: every rank holds a shard of every weight and its own samples."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from services.common.config.trainer import TrainerConfig
+from services.trainer.backend import LossFunction, Role
+from services.trainer.fsdp.model import LogprobModel, as_checkpoint, build, checkpoint_weights
+from services.trainer.optim import make_adamw
+from services.trainer.packing import Pack
+
+
+class FsdpBackend:
+    """services.trainer.backend.Backend on torch FSDP2."""
+
+    def __init__(self, config: TrainerConfig, model_path: str, device: torch.device):
+        self.device = device
+        self._config = config
+        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._dtype = _compute_dtype(config, device)
+        self._policy = build(model_path, config, self._mesh, self._dtype)
+        self._optimizer = make_adamw(config.optim, self._policy.named_parameters())
+        self._reference = self._build_reference(model_path) if config.loss.kl_coef else None
+
+    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        model = self._policy if role is Role.POLICY else self._reference
+        assert model is not None, "the servicer refuses a role that is not held"
+        with torch.no_grad():
+            return [model(pack, temperature) for pack in packs]
+
+    def accumulate(self, packs: Sequence[Pack], temperature: float, loss: LossFunction) -> dict[str, torch.Tensor]:
+        totals: dict[str, torch.Tensor] = {}
+        for index, pack in enumerate(packs):
+            # Gradients are reduced once, with the last micro-batch.
+            self._policy.set_requires_gradient_sync(index == len(packs) - 1)
+            logprobs_N, entropy_N = self._policy(pack, temperature)
+            value, metrics = loss(logprobs_N, entropy_N, pack)
+            # FSDP averages over ranks; the loss is already divided by global counts, so undo the division.
+            (value * self._mesh.size()).backward()
+            totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
+        return {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
+
+    def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        dist.all_reduce(value, op=op)
+        return value
+
+    def step(self, lr: float) -> float:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.optim.max_grad_norm)
+        self._optimizer.step()
+        self.discard_gradients()
+        return float(norm.full_tensor())
+
+    def discard_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from checkpoint_weights(self._policy, self._dtype)
+
+    def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
+        causal_lm = self._policy.causal_lm
+        return [
+            spec
+            for name, parameter in causal_lm.named_parameters()
+            for spec in as_checkpoint(causal_lm, name, torch.empty(parameter.shape, dtype=self._dtype, device="meta"))
+        ]
+
+    def save(self, directory: Path) -> None:
+        model, optimizer = get_state_dict(self._policy, self._optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+
+    def load(self, directory: Path) -> None:
+        model, optimizer = get_state_dict(self._policy, self._optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+        set_state_dict(self._policy, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _build_reference(self, model_path: str) -> LogprobModel:
+        model = build(model_path, self._config, self._mesh, self._dtype)
+        return model.requires_grad_(False)
+
+
+def _compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    if config.compute_dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.compute_dtype)

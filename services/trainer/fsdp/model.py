@@ -1,0 +1,119 @@
+"""A Hugging Face causal model that answers with log-probabilities, sharded over the ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput
+from services.trainer.fsdp import attention
+from services.trainer.packing import Pack
+
+# Logits exist for this many entries at a time; their float32 copy and gradient are freed chunk by chunk.
+_LOGITS_PER_CHUNK = 64 << 20
+
+
+class LogprobModel(nn.Module):
+    """Wraps the model so that one sharded forward runs from tokens to log-probabilities."""
+
+    def __init__(self, causal_lm: nn.Module):
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each target and entropy at it, float32 [N]; [tokens, vocabulary] is never whole."""
+        hidden_TD = self.causal_lm.model(
+            input_ids=pack.tokens_T[None],
+            position_ids=pack.positions_T[None],
+            use_cache=False,
+            cu_seqlens=pack.cu_seqlens_B1,
+            max_seqlen=pack.max_seqlen,
+        ).last_hidden_state[0]
+        hidden_ND = hidden_TD[pack.predict_N]
+        chunk = max(1, _LOGITS_PER_CHUNK // self.causal_lm.config.vocab_size)
+        parts = [
+            checkpoint(self._score, hidden, targets, temperature, use_reentrant=False)
+            for hidden, targets in zip(hidden_ND.split(chunk), pack.targets_N.split(chunk), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _score(
+        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_NV = (self.causal_lm.lm_head(hidden_ND).float() / temperature).log_softmax(-1)
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+
+
+def build(model_path: str, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> LogprobModel:
+    """Loads `model_path` on rank 0 and shards it: float32 master weights, `dtype` in forward and backward.
+
+    Raises:
+        InvalidInput: transformers does not know the model's architecture.
+    """
+    try:
+        hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
+        with init_empty_weights(include_buffers=False):
+            empty = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"model: {model_path}: {error}", field="model") from error
+    empty.tie_weights()
+    if config.gradient_checkpointing:
+        empty.gradient_checkpointing_enable({"use_reentrant": False})
+    model = LogprobModel(empty)
+    _shard(model, config, mesh, dtype)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    _move_buffers(model, mesh.device_type)
+    full: dict[str, torch.Tensor] = {}
+    if mesh.get_rank() == 0:
+        loaded = AutoModelForCausalLM.from_pretrained(model_path, trust_remote_code=False, **kwargs)
+        full = {f"causal_lm.{name}": tensor for name, tensor in loaded.state_dict().items()}
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
+
+
+def checkpoint_weights(model: LogprobModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole weights, gathered one parameter at a time, under the names and in the parts that checkpoints use."""
+    for name, parameter in model.causal_lm.named_parameters():
+        whole = parameter.detach()
+        # Cast the shard, not the whole: half the bytes to gather.
+        whole = whole.to(dtype).full_tensor() if hasattr(whole, "full_tensor") else whole.to(dtype)
+        yield from as_checkpoint(model.causal_lm, name, whole)
+
+
+def as_checkpoint(causal_lm: nn.Module, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """transformers fuses some weights in memory (experts); its own rule takes them apart again."""
+    yield from revert_weight_conversion(causal_lm, {name: tensor}).items()
+
+
+def _shard(model: LogprobModel, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "reshard_after_forward": config.fsdp.reshard_after_forward,
+    }
+    if config.fsdp.cpu_offload and mesh.device_type != "cpu":
+        settings["offload_policy"] = CPUOffloadPolicy()
+    for layer in model.causal_lm.model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+
+
+def _move_buffers(model: nn.Module, device: str) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

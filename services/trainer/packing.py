@@ -1,0 +1,124 @@
+"""Samples to packed micro-batches: no padding, equal counts on every rank, balanced by tokens. Pure functions."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from services.common.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Some sequences end to end, as the model reads them. T tokens, B sequences, N predicted completion tokens.
+
+    The last token of a sequence predicts nothing and is left out of T. `columns` holds one value per predicted
+    token: behaviour_logprobs, advantages, weights and, where given, old_logprobs and ref_logprobs.
+
+    Example: prompt [5, 6], completion [7, 8] gives tokens [5, 6, 7], predict [1, 2], targets [7, 8].
+    """
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    cu_seqlens_B1: torch.Tensor
+    max_seqlen: int
+    predict_N: torch.Tensor
+    targets_N: torch.Tensor
+    completion_lengths: tuple[int, ...]
+    columns: dict[str, torch.Tensor]
+
+    def to(self, device: torch.device) -> "Pack":
+        """The same pack on `device`."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        columns = {name: value.to(device, non_blocking=True) for name, value in self.columns.items()}
+        return Pack(**{**vars(self), **moved, "columns": columns})
+
+    def per_sample(self, values_N: torch.Tensor) -> list[np.ndarray]:
+        """Cuts values of the predicted tokens into one array per sequence."""
+        return np.split(values_N.cpu().numpy(), np.cumsum(self.completion_lengths)[:-1])
+
+
+def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Spreads samples over ranks and packs: the result is [rank][pack] -> sample indices, ascending.
+
+    Longest first into the emptiest of as few packs as fit (LPT, Graham 1969); every rank gets the same number of packs,
+    since a sharded forward is a collective, and about the same number of tokens.
+
+    Raises:
+        InvalidInput: A sample is longer than `max_tokens`, or there are fewer samples than ranks.
+    """
+    if max(lengths) > max_tokens:
+        raise InvalidInput(
+            f"a sample of {max(lengths)} tokens does not fit trainer.max_tokens_per_microbatch {max_tokens}",
+            field="trainer.max_tokens_per_microbatch",
+        )
+    if len(lengths) < num_ranks:
+        raise InvalidInput(f"{len(lengths)} samples cannot be spread over {num_ranks} ranks", field="frame")
+    packs_per_rank = -(-sum(lengths) // (max_tokens * num_ranks))
+    while True:
+        packs = _longest_first(lengths, min(packs_per_rank * num_ranks, len(lengths)))
+        if max(tokens for tokens, _ in packs) <= max_tokens and len(packs) % num_ranks == 0:
+            break
+        packs_per_rank += 1
+    # Deal heaviest to lightest, back and forth, so that the ranks' totals stay close.
+    packs.sort(key=lambda pack: (-pack[0], pack[1]))
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for index, (_, samples) in enumerate(packs):
+        turn, place = divmod(index, num_ranks)
+        ranks[place if turn % 2 == 0 else num_ranks - 1 - place].append(samples)
+    return ranks
+
+
+def _longest_first(lengths: Sequence[int], num_packs: int) -> list[tuple[int, list[int]]]:
+    emptiest = [(0, index) for index in range(num_packs)]
+    packs: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_packs)]
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, index = heapq.heappop(emptiest)
+        heapq.heappush(emptiest, (tokens + lengths[sample], index))
+        packs[index] = (tokens + lengths[sample], sorted([*packs[index][1], sample]))
+    return packs
+
+
+def build_pack(samples: pa.Table) -> Pack:
+    """The pack of all rows of `samples` (common.batch.SAMPLE_SCHEMA), in their order. Weights are left at 1."""
+    prompts, completions = _arrays(samples, "prompt_tokens"), _arrays(samples, "tokens")
+    inputs = [np.concatenate([p, c])[:-1] for p, c in zip(prompts, completions, strict=True)]
+    lengths = np.array([len(sequence) for sequence in inputs])
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    predict = [
+        np.arange(start + len(p) - 1, start + len(p) - 1 + len(c))
+        for start, p, c in zip(cu_seqlens, prompts, completions, strict=False)
+    ]
+    counts = np.array([len(c) for c in completions])
+    columns = {
+        "behaviour_logprobs": _flat(samples, "logprobs"),
+        "advantages": np.repeat(samples["advantage"].to_numpy(), counts),
+        "completion_length": np.repeat(counts, counts).astype(np.float32),
+    }
+    if samples["ref_logprobs"].null_count == 0:
+        columns["ref_logprobs"] = _flat(samples, "ref_logprobs")
+    return Pack(
+        tokens_T=torch.from_numpy(np.concatenate(inputs).astype(np.int64)),
+        positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
+        cu_seqlens_B1=torch.from_numpy(cu_seqlens.astype(np.int32)),
+        max_seqlen=int(lengths.max()),
+        predict_N=torch.from_numpy(np.concatenate(predict)),
+        targets_N=torch.from_numpy(np.concatenate(completions).astype(np.int64)),
+        completion_lengths=tuple(counts.tolist()),
+        columns={name: torch.from_numpy(np.array(values, dtype=np.float32)) for name, values in columns.items()},
+    )
+
+
+def _arrays(samples: pa.Table, name: str) -> list[np.ndarray]:
+    return [row.values.to_numpy(zero_copy_only=False) for row in samples[name]]
+
+
+def _flat(samples: pa.Table, name: str) -> np.ndarray:
+    return np.concatenate(_arrays(samples, name))

@@ -1,0 +1,108 @@
+"""A checked batch, cut into what each rank needs of it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from services.common import batch as batches
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput
+from services.trainer.losses import Totals
+from services.trainer.packing import assign
+from services.trainer.ranks import Message
+
+_COLUMNS = ["prompt_tokens", "tokens", "logprobs", "advantage", "ref_logprobs"]
+
+
+def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
+    """Refuses what would fail, or silently train on nonsense, on the ranks.
+
+    Raises:
+        InvalidInput: A column holds an empty list, a token outside the vocabulary, lengths that differ, or a number
+            that is not finite; names the column and the first row.
+    """
+    num_tokens = _lengths(samples, "tokens")
+    _refuse(_lengths(samples, "prompt_tokens") == 0, "prompt_tokens", "is empty")
+    _refuse(num_tokens == 0, "tokens", "is empty")
+    _refuse(_lengths(samples, "logprobs") != num_tokens, "logprobs", "differs in length from tokens")
+    if samples["ref_logprobs"].null_count < samples.num_rows:
+        _refuse(_lengths(samples, "ref_logprobs") != num_tokens, "ref_logprobs", "differs in length from tokens")
+    for name in ("prompt_tokens", "tokens"):
+        largest = pc.max(pc.list_flatten(samples[name])).as_py()
+        if largest >= vocab_size:
+            raise InvalidInput(f"{name}: token {largest} is outside the vocabulary of {vocab_size}", field=name)
+    for name in ("logprobs", "advantage"):
+        values = samples[name] if name == "advantage" else pc.list_flatten(samples[name])
+        if not pc.all(pc.is_finite(values)).as_py():
+            raise InvalidInput(f"{name}: holds a number that is not finite", field=name)
+
+
+def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[Message]:
+    """Each rank's samples for `Worker.train`, in the order of its packs, and how they are packed.
+
+    Raises:
+        InvalidInput: The batch cannot be split as the config asks.
+    """
+    if config.loss.kl_coef and samples["ref_logprobs"].null_count:
+        raise InvalidInput("ref_logprobs: required, because trainer.loss.kl_coef is above 0", field="ref_logprobs")
+    minibatches: list[list[dict[str, object]]] = [[] for _ in range(num_ranks)]
+    orders: list[list[int]] = [[] for _ in range(num_ranks)]
+    for rows in _minibatch_rows(samples, config.num_minibatches):
+        part = samples.take(pa.array(rows))
+        lengths = _lengths(part, "tokens")
+        totals = Totals(int(lengths.sum()), len(rows), int(lengths.max()))
+        for rank, packs in enumerate(_assign(part, config, num_ranks)):
+            orders[rank] += [int(rows[index]) for pack in packs for index in pack]
+            minibatches[rank].append({"packs": [len(pack) for pack in packs], "totals": asdict(totals)})
+    narrow = samples.select(_COLUMNS)
+    return [
+        Message({"minibatches": minibatches[rank]}, list(batches.encode(narrow.take(pa.array(orders[rank])))))
+        for rank in range(num_ranks)
+    ]
+
+
+def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> tuple[list[Message], np.ndarray]:
+    """Each rank's samples for `Worker.forward`, and where row i of the concatenated answers belongs."""
+    narrow = samples.select(_COLUMNS)
+    parts, order = [], []
+    for packs in _assign(samples, config, num_ranks):
+        rows = [index for pack in packs for index in pack]
+        frames = list(batches.encode(narrow.take(pa.array(rows))))
+        parts.append(Message({"packs": [len(pack) for pack in packs]}, frames))
+        order += rows
+    return parts, np.argsort(order)
+
+
+def vocab_size_of(config_json: bytes) -> int:
+    """Vocabulary of the model whose config.json this is."""
+    content = json.loads(config_json)
+    return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
+
+
+def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
+    lengths = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
+    return assign(lengths.tolist(), num_ranks=num_ranks, max_tokens=config.max_tokens_per_microbatch)
+
+
+def _minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndarray]:
+    group = samples["group"].to_numpy()
+    groups = np.unique(group)
+    if len(groups) % num_minibatches:
+        raise InvalidInput(
+            f"{len(groups)} prompt groups cannot be split into trainer.num_minibatches {num_minibatches}",
+            field="trainer.num_minibatches",
+        )
+    return [np.flatnonzero(np.isin(group, part)) for part in np.split(groups, num_minibatches)]
+
+
+def _lengths(samples: pa.Table, name: str) -> np.ndarray:
+    return pc.fill_null(pc.list_value_length(samples[name]), 0).to_numpy()
+
+
+def _refuse(bad: np.ndarray, column: str, what: str) -> None:
+    if bad.any():
+        raise InvalidInput(f"{column}: row {int(bad.argmax())} {what}", field=column)

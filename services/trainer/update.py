@@ -1,0 +1,81 @@
+"""One policy update: mini-batches of packs, through any backend and any loss. The same on every rank."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import PreconditionFailed, Reason
+from services.trainer.backend import Backend, Role
+from services.trainer.losses import LOSSES, Totals
+from services.trainer.losses.terms import kl_k3
+from services.trainer.optim import learning_rate
+from services.trainer.packing import Pack
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One rank's packs of one optimizer update, and counts over all ranks."""
+
+    packs: Sequence[Pack]
+    totals: Totals
+
+
+def update(
+    backend: Backend, minibatches: Sequence[Minibatch], config: TrainerConfig, temperature: float, version: int
+) -> dict[str, float]:
+    """Applies `minibatches` to the policy of `version`; returns metrics, the same on every rank.
+
+    Raises:
+        PreconditionFailed: Engine and trainer disagree about the samples' log-probabilities; nothing is applied.
+    """
+    if len(minibatches) > 1:  # later mini-batches are compared with the policy before the first
+        _set_old_logprobs(backend, minibatches, temperature)
+    metrics: list[dict[str, float]] = []
+    for index, minibatch in enumerate(minibatches):
+        loss = functools.partial(_loss, config=config, totals=minibatch.totals)
+        sums = backend.accumulate(minibatch.packs, temperature, loss)
+        gap = _logprob_gap(backend, minibatch)
+        if index == 0 and gap["logprob_gap_mean"] > config.max_logprob_gap:
+            backend.discard_gradients()
+            raise PreconditionFailed(
+                f"engine and trainer disagree: mean |log-probability gap| {gap['logprob_gap_mean']:.4g} is above "
+                f"trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
+                reason=Reason.LOGPROB_GAP,
+                **gap,
+            )
+        lr = learning_rate(config.optim, version * len(minibatches) + index)
+        norm = backend.step(lr)
+        metrics.append({name: float(value) for name, value in sums.items()} | gap | {"grad_norm": norm, "lr": lr})
+    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+
+
+def _loss(
+    logprobs_N: torch.Tensor, entropy_N: torch.Tensor, pack: Pack, *, config: TrainerConfig, totals: Totals
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    # In the first mini-batch the policy before the batch is the policy itself: the ratio is exactly 1.
+    pack.columns.setdefault("old_logprobs", logprobs_N.detach())
+    return LOSSES[config.loss.kind](logprobs_N, entropy_N, pack.columns, totals, config.loss)
+
+
+def _set_old_logprobs(backend: Backend, minibatches: Sequence[Minibatch], temperature: float) -> None:
+    packs = [pack for minibatch in minibatches for pack in minibatch.packs]
+    for pack, (logprobs_N, _) in zip(packs, backend.forward(Role.POLICY, packs, temperature), strict=True):
+        pack.columns["old_logprobs"] = logprobs_N
+
+
+def _logprob_gap(backend: Backend, minibatch: Minibatch) -> dict[str, float]:
+    """|behaviour - trainer| log-probability and its k3 KL, over the mini-batch's tokens on all ranks."""
+    behaviour_N = torch.cat([pack.columns["behaviour_logprobs"] for pack in minibatch.packs])
+    trainer_N = torch.cat([pack.columns["old_logprobs"] for pack in minibatch.packs])
+    gap_N, kl_N = (behaviour_N - trainer_N).abs(), kl_k3(behaviour_N, trainer_N)
+    sums = backend.reduce(torch.stack([gap_N.sum(), kl_N.sum()]), dist.ReduceOp.SUM) / minibatch.totals.num_tokens
+    largest = backend.reduce(gap_N.max(), dist.ReduceOp.MAX)
+    return {
+        "logprob_gap_mean": float(sums[0]),
+        "logprob_gap_max": float(largest),
+        "logprob_gap_kl": float(sums[1]),
+    }

@@ -1,0 +1,181 @@
+"""What every trainer rank can do. Rank 0's `Ranks` calls the same method on all of them at once."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from lockstep.types.v1 import types_pb2
+
+from services.common import batch as batches
+from services.common.config.load import parse_json
+from services.common.config.trainer import TrainerConfig
+from services.common.errors import PreconditionFailed, Reason
+from services.common.model_card import read_model_card
+from services.common.weights.group import WeightGroup
+from services.common.weights.plan import Plan
+from services.trainer import checkpoint
+from services.trainer.backend import Backend, Role
+from services.trainer.export import export_hugging_face
+from services.trainer.losses import Totals
+from services.trainer.packing import build_pack
+from services.trainer.publish import send
+from services.trainer.ranks import Message
+from services.trainer.update import Minibatch, update
+
+
+class Worker:
+    """One rank: its backend, and on rank 0 its membership of the weight group."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._device = device
+        self._num_groups = 0
+        self._config: TrainerConfig | None = None
+        self._backend: Backend | None = None
+        self._plan: Plan | None = None
+        self._group: WeightGroup | None = None
+        self._model_path = ""
+
+    def open(self, *, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int) -> Message:
+        """Builds the backend, from the model directory or from a checkpoint that rank 0 has verified."""
+        self.close()
+        self._config = parse_json(TrainerConfig, config_json)
+        self._start_process_group(timedelta(seconds=self._config.collective_timeout_s))
+        torch.manual_seed(seed)
+        self._backend = _make_backend(self._config, model_path, self._device)
+        self._model_path = model_path
+        if checkpoint_path:
+            self._backend.load(Path(checkpoint_path) / "state")
+        self._plan = Plan.of(self._backend.weight_specs(), bucket_bytes=bucket_bytes)
+        return Message({}, [self._plan.message.SerializeToString()] if self._rank == 0 else [])
+
+    def close(self) -> None:
+        """Frees the models."""
+        self.leave()
+        self._backend = self._plan = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def forward(self, *, role: str, packs: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
+        """Log-probabilities and entropy of this rank's samples, in their order."""
+        held = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
+        logprobs, entropies = [], []
+        for pack, (logprobs_N, entropy_N) in zip(
+            held, self._open().forward(Role(role), held, temperature), strict=True
+        ):
+            logprobs += pack.per_sample(logprobs_N)
+            entropies += pack.per_sample(entropy_N)
+        values = pa.list_(pa.float32())
+        table = pa.table({"logprobs": pa.array(logprobs, values), "entropy": pa.array(entropies, values)})
+        return Message({}, list(batches.encode(table)))
+
+    def train(
+        self, *, minibatches: list[dict[str, object]], temperature: float, version: int, frames: Sequence[bytes]
+    ) -> Message:
+        """One policy update on this rank's samples; `minibatches` says how they are packed."""
+        samples, built, begin = batches.decode(frames), [], 0
+        for minibatch in minibatches:
+            sizes = minibatch["packs"]
+            parts = _split(samples.slice(begin, sum(sizes)), sizes)
+            built.append(Minibatch([build_pack(part).to(self._device) for part in parts], Totals(**minibatch["totals"])))
+            begin += sum(sizes)
+        return Message({"metrics": update(self._open(), built, self._config, temperature, version)})
+
+    def join(self, *, group: str) -> Message:
+        """Rank 0 enters the epoch as its member 0."""
+        self.leave()
+        if self._rank == 0:
+            message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
+            self._group = WeightGroup(message, rank=0, device=self._device)
+        return Message({"plan_digest": self._plan.digest})
+
+    def send(self, *, version: int) -> Message:
+        """Publishes. All ranks gather, rank 0 broadcasts; if that fails, the gather is still finished on all."""
+        weights = self._open().weights()
+        with torch.no_grad():
+            if self._rank != 0:
+                _exhaust(weights)
+                return Message({})
+            if self._group is None:
+                _exhaust(weights)
+                raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
+            try:
+                publication = send(self._group, self._plan, weights, version=version)
+            finally:
+                _exhaust(weights)
+        return Message(asdict(publication))
+
+    def leave(self) -> None:
+        """Leaves the epoch, if any."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def kill_epoch(self) -> None:
+        """Makes the members of the epoch in progress give up; called from another thread."""
+        group = self._group
+        if group is not None:
+            group.kill()
+
+    def save(self, *, path: str, state: dict[str, object]) -> Message:
+        """Writes a checkpoint; rank 0 completes it."""
+        final = Path(path)
+        if self._rank == 0:
+            checkpoint.begin(final)
+        dist.barrier()
+        self._open().save(checkpoint.staging(final) / "state")
+        dist.barrier()
+        if self._rank != 0:
+            return Message({})
+        num_bytes, digest = checkpoint.finish(final, checkpoint.TrainState(**state))
+        return Message({"num_bytes": num_bytes, "manifest_digest": digest})
+
+    def load(self, *, path: str) -> None:
+        """Loads a checkpoint that rank 0 has verified."""
+        self._open().load(Path(path) / "state")
+
+    def export(self, *, path: str) -> Message:
+        """Writes the policy as a Hugging Face model directory, on rank 0."""
+        weights = self._open().weights()
+        if self._rank != 0:
+            _exhaust(weights)
+            return Message({})
+        final = Path(path)
+        partial = checkpoint.begin(final)
+        num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
+        partial.rename(final)
+        return Message({"num_bytes": num_bytes})
+
+    def _open(self) -> Backend:
+        if self._backend is None:
+            raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
+        return self._backend
+
+    def _start_process_group(self, timeout: timedelta) -> None:
+        self._num_groups += 1
+        store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
+
+
+def _make_backend(config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
+    from services.trainer.fsdp.backend import FsdpBackend
+
+    return {"fsdp": FsdpBackend}[config.strategy](config, model_path, device)
+
+
+def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:
+    parts, begin = [], 0
+    for size in sizes:
+        parts.append(samples.slice(begin, size))
+        begin += size
+    return parts
+
+
+def _exhaust(weights: object) -> None:
+    for _ in weights:
+        pass

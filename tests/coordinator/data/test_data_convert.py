@@ -1,0 +1,326 @@
+"""Published datasets in the forms that they are published in, through the command line."""
+
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from services.common.config.data import DataConfig
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.data import cli, parquet
+from services.coordinator.data.convert import ConversionOptions, convert
+from services.coordinator.data.deepscaler import DEEPSCALER
+from services.coordinator.data.gsm8k import GSM8K
+from services.coordinator.data.prompts import PromptDataset
+
+SOLUTION = "She sold 48/2 = <<48/2=24>>24 thousand.\nAltogether 48+24 = <<48+24=72>>72 thousand.\n#### 72,000"
+GSM8K_ROWS = [{"question": "How many clips?", "answer": SOLUTION}] + [
+    {"question": f" What is {n} - {2 * n}?\n", "answer": f"{n} - {2 * n} = {-n}\n#### {-n}"} for n in range(1, 8)
+]
+DEEPSCALER_ROWS = [
+    {
+        "problem": f"Find $x$ if $x + {n} = \\frac{{1}}{{2}}$.",
+        "answer": f"$\\frac{{1}}{{2}} - {n}$",
+        "solution": solution,
+    }
+    for n, solution in enumerate(["Subtract.", "", None, "Subtract.", "Subtract.", "Subtract."])
+]
+
+
+@pytest.fixture
+def run():
+    """Runs `lockstep data ...` as it is mounted; errors rise."""
+    root = typer.Typer()
+    root.add_typer(cli.app(), name="data")
+
+    def invoke(*args: object) -> str:
+        result = CliRunner().invoke(root, ["data", *map(str, args)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    return invoke
+
+
+def write_gsm8k(folder: Path, form: str) -> Path:
+    for split, rows in (("train", GSM8K_ROWS), ("test", GSM8K_ROWS[:2])):
+        if form == "parquet":
+            path = folder / "main" / f"{split}-00000-of-00001.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            folder.mkdir(exist_ok=True)
+            lines = "\n".join(json.dumps(row) for row in rows)
+            (folder / f"{split}.jsonl").write_text(lines + "\n\n", encoding="utf-8")
+    return folder
+
+
+def write_deepscaler(path: Path, rows: list) -> Path:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_gsm8k(run, tmp_path, form):
+    source = write_gsm8k(tmp_path / "gsm8k", form)
+    # The socratic configuration lies beside main, and is another dataset.
+    (source / "socratic").mkdir()
+    pq.write_table(
+        pa.table({"question": ["no"], "answer": ["no"]}), source / "socratic" / "train-00000-of-00001.parquet"
+    )
+    output = run("gsm8k", "--source", source, "--out", tmp_path / "out")
+    assert f"train       8 rows  {tmp_path}/out/train.parquet\n" in output
+    assert f"test        2 rows  {tmp_path}/out/test.parquet\n" in output
+    rows = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert len(rows) == 8
+    assert rows[0] == {
+        "prompt": f"How many clips?\n\n{GSM8K.instruction}",
+        "answer": "72000",
+        "source": "gsm8k",
+        "solution": SOLUTION,
+        "index": 0,
+    }
+    assert rows[1]["prompt"].startswith("What is 1 - 2?\n\n") and rows[1]["answer"] == "-1"
+    assert [row["index"] for row in rows] == list(range(8))
+
+
+@pytest.mark.parametrize("name", ["deepscaler.json", "deepscaler.jsonl", "train-00000-of-00001.parquet"])
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_deepscaler(run, tmp_path, name, whole_folder):
+    (tmp_path / "in").mkdir()
+    path = write_deepscaler(tmp_path / "in" / name, DEEPSCALER_ROWS)
+    output = run("deepscaler", "--source", path.parent if whole_folder else path, "--out", tmp_path, "--test-size", 2)
+    assert "test        2 rows" in output and "held out of train" in output
+    train, test = (pq.read_table(tmp_path / f"{split}.parquet").to_pylist() for split in ("train", "test"))
+    assert len(train) == 4 and len(test) == 2
+    both = sorted(train + test, key=lambda row: row["index"])
+    assert both == [
+        {
+            "prompt": f"{row['problem']}\n\n{DEEPSCALER.instruction}",
+            "answer": row["answer"],
+            "source": "deepscaler",
+            "solution": row["solution"] or "",
+            "index": index,
+        }
+        for index, row in enumerate(DEEPSCALER_ROWS)
+    ]
+
+
+def test_a_converted_dataset_loads(run, tmp_path, tokenizer):
+    run("gsm8k", "--source", write_gsm8k(tmp_path / "gsm8k", "jsonl"), "--out", tmp_path, "--instruction", "")
+    config = DataConfig(train=(tmp_path / "train.parquet",), prompts_per_step=8, chat=True, shuffle=False)
+    batch = PromptDataset.load(config, tokenizer, seed=0).batch(0)
+    assert batch[0].text == tokenizer.render([{"role": "user", "content": "How many clips?"}])
+    assert batch[0].extra == {"source": "gsm8k", "solution": SOLUTION, "index": 0}
+
+
+def test_held_out_problems_are_not_in_train_whatever_the_order(tmp_path):
+    rows = [row | {"answer": str(n)} for n in range(3) for row in DEEPSCALER_ROWS * 2]
+    splits = []
+    for name, ordered in (("a.json", rows), ("b.json", rows[::-1])):
+        report = convert(
+            DEEPSCALER, str(write_deepscaler(tmp_path / name, ordered)), tmp_path, ConversionOptions(test_size=2)
+        )
+        assert report.num_held_out == report.num_rows["test"] == 2 * 6
+        train, test = (set(pq.read_table(report.files[split])["prompt"].to_pylist()) for split in ("train", "test"))
+        assert len(train) == 4 and len(test) == 2 and not train & test
+        splits.append(test)
+    assert splits[0] == splits[1]
+
+
+def test_same_bytes_every_time(tmp_path):
+    source = str(write_deepscaler(tmp_path / "x.json", DEEPSCALER_ROWS))
+    reports = [convert(DEEPSCALER, source, tmp_path / out, ConversionOptions(test_size=2)) for out in "ab"]
+    for split in ("train", "test"):
+        assert reports[0].files[split].read_bytes() == reports[1].files[split].read_bytes()
+
+
+def test_no_test_split(tmp_path):
+    source = str(write_deepscaler(tmp_path / "x.json", DEEPSCALER_ROWS))
+    report = convert(DEEPSCALER, source, tmp_path / "out", ConversionOptions(test_size=0))
+    assert dict(report.num_rows) == {"train": 6}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
+    with pytest.raises(InvalidInput, match="--test-size 6 leaves nothing to train on: the source has 6 problems"):
+        convert(DEEPSCALER, source, tmp_path, ConversionOptions(test_size=6))
+
+
+def test_bad_rows(run, tmp_path):
+    good = json.dumps(GSM8K_ROWS[0])
+    lines = [
+        good,
+        '{"question": "cut',
+        json.dumps({"question": "x", "answer": "no mark"}),
+        json.dumps({"question": "x", "answer": "#### "}),
+        json.dumps({"question": None, "answer": "#### 1"}),
+        json.dumps({"problem": "x", "answer": "#### 1"}),
+        json.dumps(["x"]),
+        json.dumps({"question": "x", "answer": 3}),
+        json.dumps({"question": " ", "answer": "#### 1"}),
+    ]
+    source = tmp_path / "train.jsonl"
+    source.write_text("\n".join(lines))
+    options = ("--source", source, "--out", tmp_path / "out", "--test-size", 0)
+    with pytest.raises(InvalidInput) as caught:
+        run("gsm8k", *options)
+    message = caught.value.message
+    assert message.startswith(f"{source} has 8 of 9 rows that are bad: {source} line 2: not JSON")
+    assert f"{source} line 3: answer does not end with #### and the result" in message
+    assert f"{source} line 5: question is null, not text" in message
+    assert message.endswith("; and 3 more. Mend them, or drop them with --bad-rows drop")
+    assert not (tmp_path / "out").exists()
+
+    output = run("gsm8k", *options, "--bad-rows", "drop")
+    assert "train       1 rows" in output and "dropped 8 bad rows:" in output
+    report = convert(GSM8K, str(source), tmp_path, ConversionOptions(bad_rows="drop", test_size=0))
+    reasons = [line.removeprefix(f"{source} ") for line in report.dropped]
+    assert {"line 6: no column question, only problem, answer", "line 7: a list, not an object"} <= set(reasons)
+    assert {"line 8: answer is int, not text", "line 9: question is empty"} <= set(reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.json", "[1, 2", "is not JSON"),
+        ("x.csv", "question,answer", r"must be \.parquet, \.json or \.jsonl"),
+        ("x.parquet", "no", "is not a readable Parquet file"),
+        ("x.jsonl", "", "has no rows for train"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidInput, match=message):
+        convert(GSM8K, str(tmp_path / name), tmp_path / "out", ConversionOptions(test_size=0))
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_sources(tmp_path):
+    with pytest.raises(NotFound, match="none/x/y does not exist, and is not the id of a dataset on the hub"):
+        convert(GSM8K, str(tmp_path / "none" / "x" / "y"), tmp_path, ConversionOptions())
+    (tmp_path / "readme.md").touch()
+    with pytest.raises(NotFound, match=r"has no file main/train-\*\.parquet or .* for gsm8k; it holds readme\.md"):
+        convert(GSM8K, str(tmp_path), tmp_path, ConversionOptions())
+
+
+def test_a_failed_write_leaves_the_old_files(tmp_path):
+    """The second file cannot be written: the first is not replaced either, and nothing is left lying about."""
+    old = pa.table({"prompt": ["old"]})
+    parquet.write_tables({tmp_path / "train.parquet": old, tmp_path / "test.parquet": old})
+    (tmp_path / "blocked").touch()
+    with pytest.raises(OSError, match="blocked"):
+        parquet.write_tables(
+            {tmp_path / "train.parquet": pa.table({"prompt": ["new"]}), tmp_path / "blocked" / "x": old}
+        )
+    assert pq.read_table(tmp_path / "train.parquet") == old
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blocked", "test.parquet", "train.parquet"]
+
+
+def test_arithmetic(run, tmp_path):
+    for out in "ab":
+        output = run("arithmetic", "--out", tmp_path / out, "--num-train", 200, "--num-test", 20, "--seed", 5)
+    assert "train     200 rows" in output
+    rows = {split: pq.read_table(tmp_path / "a" / f"{split}.parquet").to_pylist() for split in ("train", "test")}
+    assert [len(rows["train"]), len(rows["test"])] == [200, 20]
+    assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
+    assert (tmp_path / "a" / "train.parquet").read_bytes() == (tmp_path / "b" / "train.parquet").read_bytes()
+    run("arithmetic", "--out", tmp_path / "b", "--num-train", 200, "--num-test", 20, "--seed", 6)
+    assert (tmp_path / "a" / "train.parquet").read_bytes() != (tmp_path / "b" / "train.parquet").read_bytes()
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub's HTTP interface as a download of one dataset takes."""
+
+    files: dict[str, bytes] = {}  # noqa: RUF012
+    sha = "0123456789abcdef0123456789abcdef01234567"
+
+    def do_GET(self) -> None:
+        prefix = "/api/datasets/openai/gsm8k"
+        path = self.path.split("?")[0]
+        if path.startswith(f"{prefix}/revision/"):
+            siblings = [{"rfilename": name} for name in self.files]
+            self._answer(json.dumps({"id": "openai/gsm8k", "sha": self.sha, "siblings": siblings}).encode())
+        elif path.startswith(f"{prefix}/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": name}
+                for name, content in self.files.items()
+            ]
+            self._answer(json.dumps(tree).encode())
+        else:
+            name = path.partition(f"/resolve/{self.sha}/")[2]
+            self._answer(self.files.get(name))
+
+    do_HEAD = do_GET
+
+    def _answer(self, content: bytes | None) -> None:
+        if content is None:
+            self.send_response(404)
+            # What the hub says of a repository that does not exist or that is not yours to see.
+            self.send_header("X-Error-Code", "RepoNotFound")
+            content = b""
+        else:
+            self.send_response(200)
+        self.send_header("ETag", f'"{hash(content) & 0xFFFFFFFF:x}"')
+        self.send_header("X-Repo-Commit", self.sha)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    folder = write_gsm8k(tmp_path / "published", "parquet")
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.parquet")}
+    handler = type("Hub", (_Hub,), {"files": files | {"socratic/train-00000-of-00001.parquet": b"", "README.md": b"x"}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def convert_from_hub(endpoint: str, source: str, tmp_path: Path) -> subprocess.CompletedProcess:
+    """In a process of its own: the hub client reads its settings once, when it is imported."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
+        "from services.coordinator.data.convert import ConversionOptions, convert\n"
+        "from services.coordinator.data.gsm8k import GSM8K\n"
+        "try:\n    print(dict(convert(GSM8K, sys.argv[1], Path(sys.argv[2]), ConversionOptions()).num_rows))\n"
+        "except LockstepError as error:\n    print(type(error).__name__, error)\n"
+    )
+    env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", code, source, str(tmp_path / "out")]
+    return subprocess.run(command, env=env, cwd=Path.cwd(), capture_output=True, text=True, timeout=120, check=True)
+
+
+def test_from_the_hub(hub, tmp_path):
+    assert convert_from_hub(hub, "openai/gsm8k", tmp_path).stdout == "{'train': 8, 'test': 2}\n"
+    downloaded = {path.name for path in (tmp_path / "hf").rglob("*") if path.is_symlink()}
+    assert downloaded == {"train-00000-of-00001.parquet", "test-00000-of-00001.parquet"}
+
+
+def test_no_such_dataset_on_the_hub(hub, tmp_path):
+    out = convert_from_hub(hub, "openai/gsm9k", tmp_path).stdout
+    assert out == "NotFound openai/gsm9k is no path here and no dataset that the Hugging Face hub shows you\n"
+
+
+def test_hub_out_of_reach(tmp_path):
+    out = convert_from_hub("http://127.0.0.1:9", "openai/gsm8k", tmp_path).stdout
+    assert out.startswith("Unavailable openai/gsm8k is no path here, and the Hugging Face hub cannot be reached (")
+    assert out.endswith("): give --source a local copy\n") and out.count("\n") == 1

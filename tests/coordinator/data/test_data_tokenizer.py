@@ -1,0 +1,221 @@
+"""The tokenizer gives what transformers gives, and says what is wrong with a model directory."""
+
+import datetime
+import json
+import unicodedata
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.data.chat_template import ChatTemplate, TemplateRefusal
+from services.coordinator.data.tokenizer import Tokenizer
+
+# What templates of well-known models use: macros, dates, tojson, break, generation marks and refusals.
+EVERYTHING = """{{- bos_token }}
+{%- macro header(role) -%}<|im_start|>{{ role }}
+{% endmacro -%}
+{%- set date = strftime_now("%d %b %Y") %}
+{{- "Today: " + date + " " + {"a<b": [1, "é"]} | tojson }}
+{{- "\\n" + {"z": 1, "a": 2} | tojson(indent=2, sort_keys=true) }}
+{% for message in messages %}
+    {% if message.role not in ("system", "user", "assistant") %}
+        {{- raise_exception("unknown role " + message.role) }}
+    {% endif %}
+    {% if loop.index > 5 %}{% break %}{% endif %}
+    {{- header(message.role) }}
+    {% if message.role == "assistant" %}
+        {%- generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+    {% else %}
+        {{- message.content | trim }}{{ eos_token }}
+    {% endif %}
+{% endfor %}
+{% if tools is not none %}tools{% endif %}
+{%- if add_generation_prompt %}{{ header("assistant") }}{% endif %}"""
+
+CHATS = [
+    [{"role": "user", "content": "What is 12 + 30?"}],
+    [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "Zoë sold 48 clips 🎉"}],
+    [
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "<|im_end|> + 1"},
+    ],
+]
+
+
+@pytest.fixture(scope="session")
+def load_transformers():
+    from transformers import AutoTokenizer
+
+    return lambda directory: AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+
+
+@pytest.mark.parametrize("template", [None, EVERYTHING], ids=["chatml", "everything"])
+@pytest.mark.parametrize("chat", CHATS, ids=["user", "system", "turns"])
+def test_templates_as_transformers(make_model, load_transformers, template, chat):
+    directory = make_model() if template is None else make_model(chat_template=template)
+    theirs = load_transformers(directory)
+    ours = Tokenizer.load(directory, date=datetime.date.today())
+    text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert ours.render(chat) == text
+    ids = theirs.apply_chat_template(chat, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert ours.encode(ours.render(chat)) == ids
+
+
+def test_template_variables_as_transformers(make_model, load_transformers):
+    directory = make_model()
+    theirs = load_transformers(directory)
+    ours = Tokenizer.load(directory)
+    text = theirs.apply_chat_template(CHATS[0], tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert "<think>" in text
+    assert ours.render(CHATS[0], enable_thinking=False) == text
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=60) | st.sampled_from(["a<|im_end|>b", " <|im_start|> x", "it 's . don 't 2024"]))
+def test_encode_and_decode_as_transformers(pair, text):
+    ours, theirs = pair
+    for add in (False, True):
+        ids = theirs.encode(text, add_special_tokens=add)
+        assert ours.encode(text, add_special_tokens=add) == ids
+        assert ours.encode_batch([text], add_special_tokens=add) == [ids]
+    for skip in (False, True):
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.decode(ours.encode(text), skip_special_tokens=False) == unicodedata.normalize("NFC", text)
+
+
+@pytest.fixture
+def pair(make_model, load_transformers):
+    directory = make_model()
+    return Tokenizer.load(directory), load_transformers(directory)
+
+
+def test_bos_only_where_asked(tokenizer):
+    assert tokenizer.encode("clips", add_special_tokens=True) == [0, *tokenizer.encode("clips")]
+    assert 0 not in tokenizer.encode("clips")
+
+
+def test_tokens_that_only_the_config_knows(make_model, load_transformers):
+    tokenizer = json.loads((make_model() / "tokenizer.json").read_text())
+    next_id = len(tokenizer["model"]["vocab"])
+    config = json.loads((make_model() / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {
+        str(next_id): {"content": "<tool>", "special": False, "normalized": False},
+        str(next_id + 1): {"content": "<|pad|>", "special": True, "normalized": False},
+    }
+    directory = make_model(tokenizer_config=config)
+    ours, theirs = Tokenizer.load(directory), load_transformers(directory)
+    ids = theirs.encode("a<tool>b<|pad|>", add_special_tokens=False)
+    assert next_id in ids and next_id + 1 in ids
+    assert ours.encode("a<tool>b<|pad|>") == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a<tool>b"
+    assert ours.vocab_size == len(theirs) == next_id + 2
+
+
+def test_added_token_with_two_ids_is_an_error(make_model):
+    directory = make_model(
+        tokenizer_config={"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
+    )
+    with pytest.raises(InvalidInput, match=r"'<\|im_end\|>' the id 9, tokenizer.json gives it 2"):
+        Tokenizer.load(directory)
+
+
+def test_leftover_truncation_and_padding_are_off(make_model):
+    content = json.loads((make_model() / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    tokenizer = Tokenizer.load(make_model(tokenizer=content))
+    text = "How many clips did Natalia sell altogether in April and May?"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+    assert tokenizer.encode_batch(["a", text]) == [tokenizer.encode("a"), tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (0, 2)),
+        ({"generation_config": None, "config": None}, (2,)),
+        ({"generation_config": {"eos_token_id": 1}, "config": {"eos_token_id": [0]}}, (0, 1, 2)),
+        ({"tokenizer_config": {}, "config": {"eos_token_id": 1}, "generation_config": {}}, (1,)),
+        ({"tokenizer_config": {"eos_token": None}, "generation_config": {"eos_token_id": None}}, (2,)),
+    ],
+)
+def test_eos_is_the_union(make_model, files, expected):
+    assert Tokenizer.load(make_model(**files)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer": None}, "tokenizer.json does not exist"),
+        ({"tokenizer": "{}"}, "tokenizer.json is not a tokenizer"),
+        ({"tokenizer_config": "{"}, "tokenizer_config.json is not JSON"),
+        ({"config": "[]"}, "config.json must hold an object, not a list"),
+        ({"tokenizer_config": {"eos_token": "</s>"}}, "eos_token '</s>' is not in tokenizer.json"),
+        ({"tokenizer_config": {}, "generation_config": None, "config": None}, "no eos token in"),
+        ({"chat_template": "{% if %}"}, "not valid Jinja, line 1"),
+    ],
+)
+def test_a_damaged_directory_is_named(make_model, files, message):
+    with pytest.raises((InvalidInput, NotFound), match=message):
+        Tokenizer.load(make_model(**files))
+
+
+def test_where_the_template_comes_from(make_model, tmp_path):
+    config = {"eos_token": "<|im_end|>", "chat_template": "inline {{ messages[0].content }}"}
+    chat = [{"role": "user", "content": "x"}]
+    assert Tokenizer.load(make_model(None, tokenizer_config=config)).render(chat) == "inline x"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    directory = make_model(None, tokenizer_config=config | {"chat_template": named})
+    assert Tokenizer.load(directory).render(chat) == "default"
+    with pytest.raises(InvalidInput, match=r"chat templates \['tool_use'\] and no default"):
+        Tokenizer.load(make_model(None, tokenizer_config=config | {"chat_template": named[:1]}))
+    assert Tokenizer.load(make_model("file", tokenizer_config=config)).render(chat) == "file"
+    (tmp_path / "own.jinja").write_text("own")
+    assert Tokenizer.load(directory, chat_template=tmp_path / "own.jinja").render(chat) == "own"
+    with pytest.raises(NotFound, match=r"none\.jinja does not exist"):
+        Tokenizer.load(directory, chat_template=tmp_path / "none.jinja")
+
+
+def test_messages_need_a_template(make_model):
+    tokenizer = Tokenizer.load(make_model(None))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidInput, match=r"set data\.chat_template"):
+        tokenizer.render(CHATS[0])
+
+
+def test_the_date_is_never_the_clocks(make_model):
+    directory = make_model(chat_template='{{ strftime_now("%Y-%m-%d") }}')
+    with pytest.raises(InvalidInput, match=r"set data\.template_date") as caught:
+        Tokenizer.load(directory).render(CHATS[0])
+    assert not isinstance(caught.value, TemplateRefusal)
+    assert Tokenizer.load(directory, date=datetime.date(2024, 7, 26)).render(CHATS[0]) == "2024-07-26"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].none.x }}", "has no attribute 'none'"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ("{{ messages.append(1) }}", "access to attribute 'append'"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_refusals(template, message):
+    with pytest.raises(TemplateRefusal, match=message):
+        ChatTemplate(template, {}).render(CHATS[0])
+
+
+def test_a_misspelt_template_variable_is_an_error(tokenizer):
+    with pytest.raises(InvalidInput, match=r"no variable enable_thinkng; it has .*enable_thinking"):
+        tokenizer.render(CHATS[0], enable_thinkng=False)

@@ -1,0 +1,85 @@
+"""Real scorers in real worker processes."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.config.reward import RewardConfig
+from services.reward.run import ScoringRun
+from services.reward.scorers.base import Item
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers can import reward_functions."""
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+@pytest.fixture(scope="session")
+def make_item() -> Callable[..., Item]:
+    def make(completion: str, answer: str = "", **fields: object) -> Item:
+        defaults = {"prompt": "p", "extra": {}, "num_tokens": 7, "finish_reason": "stop"}
+        return Item(completion=completion, answer=answer, **{**defaults, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def open_run() -> Callable[..., contextlib.AbstractAsyncContextManager[ScoringRun]]:
+    @contextlib.asynccontextmanager
+    async def opened(*scorers: dict, **settings: object) -> AsyncIterator[ScoringRun]:
+        run = ScoringRun(RewardConfig.model_validate({"scorers": scorers, **settings}))
+        try:
+            await run.open()
+            yield run
+        finally:
+            await run.close()
+
+    return opened
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture(scope="session")
+def gone() -> Callable[..., object]:
+    async def wait(pids: list[int], *, within_s: float) -> bool:
+        """Whether all processes end within `within_s`. pidfds report the end, so nothing is polled."""
+        loop, ended = asyncio.get_running_loop(), []
+        for pid in pids:
+            if not is_running(pid):
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                descriptor, event = os.pidfd_open(pid), asyncio.Event()
+                loop.add_reader(descriptor, event.set)
+                ended.append((descriptor, event))
+        try:
+            async with asyncio.timeout(within_s):
+                await asyncio.gather(*(event.wait() for _, event in ended))
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            for descriptor, _ in ended:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def children() -> Callable[[int], list[int]]:
+    def of(pid: int) -> list[int]:
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+    return of

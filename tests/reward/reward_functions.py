@@ -1,0 +1,55 @@
+"""Scorers of a user, good and bad; workers import this file by name."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def with_bonus(*, completion, answer, extra, num_tokens, finish_reason, prompt, bonus=0.0):
+    print("functions may print", file=sys.stdout)  # noqa: T201
+    fields = (prompt, extra, num_tokens, finish_reason)
+    return float(completion == answer and fields == ("p", {"level": 3}, 7, "stop")) + bonus
+
+
+async def slowly(*, completion, **_):
+    await asyncio.sleep(0.01)
+    return len(completion)
+
+
+def raises(**_):
+    raise KeyError("column")
+
+
+def not_a_number(**_):
+    return float("nan")
+
+
+def text(**_):
+    return "1.0"
+
+
+def hangs(**_):
+    while True:
+        pass
+
+
+def exits(**_):
+    os._exit(3)
+
+
+def takes_memory(**_):
+    return len(bytearray(8 << 30))
+
+
+def leaves_child(*, extra, **_):
+    child = subprocess.Popen(["sleep", "60"])
+    Path(extra["pid_file"]).write_text(str(child.pid))
+    time.sleep(60)
+
+
+def by_completion(*, completion, **_):
+    """Hangs or answers, as the sample says."""
+    return hangs() if completion == "hang" else float(completion)

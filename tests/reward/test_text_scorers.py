@@ -1,0 +1,82 @@
+"""Scorers that need no worker, and the regular expression that does."""
+
+import pytest
+
+from services.reward.scorers.base import FailureReason
+
+
+async def score(open_run, item, **scorer):
+    async with open_run(scorer) as run:
+        (outcome,) = await run.score([item])
+    assert outcome.failure is None
+    return outcome.reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "ignore_case", "expected"),
+    [("Paris", "Paris", False, 1), (" Paris\n", "Paris", False, 1), ("paris", "Paris", False, 0),
+     ("paris", "Paris", True, 1), ("Paris.", "Paris", True, 0), ("", "Paris", False, 0)],
+)  # fmt: skip
+async def test_exact(open_run, make_item, completion, answer, ignore_case, expected):
+    assert await score(open_run, make_item(completion, answer), kind="exact", ignore_case=ignore_case) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("6 * 7 = 42\n#### 42", "#### 42", 1),
+        ("#### 41 no, #### 42", "42", 1),
+        ("#### 42 no, #### 41", "42", 0),
+        ("#### $1,234.50 in total", "1234.5", 1),
+        ("#### -$5", "-5", 1),
+        ("#### $-5", "-5", 1),
+        ("#### \N{MINUS SIGN}5", "-5", 1),
+        ("#### 0 apples of 9", "He eats 9 of 9.\n#### 0", 1),
+        ("#### none; 42", "42", 1),
+        ("42\n#### none", "42", 0),
+        ("So she has 1,000,000.", "1000000", 1),
+        ("between 3-5", "5", 1),
+        ("it is 7-2", "-2", 0),
+        ("it is -2", "-2", 1),
+        ("1,2,3", "3", 1),
+        ("1,2,3", "123", 0),
+        ("12,3456", "123456", 0),
+        ("half is .5", "0.50", 1),
+        ("42.0 %", "42", 1),
+        ("no number", "42", 0),
+        ("٤٢", "42", 0),
+        ("", "42", 0),
+        ("9" * 5000, "9" * 5000, 1),
+    ],
+)
+async def test_gsm8k(open_run, make_item, completion, answer, expected):
+    assert await score(open_run, make_item(completion, answer), kind="gsm8k") == expected
+
+
+async def test_gsm8k_may_require_the_marker(open_run, make_item):
+    assert await score(open_run, make_item("it is 42", "42"), kind="gsm8k", require_marker=True) == 0
+    assert await score(open_run, make_item("#### 42", "42"), kind="gsm8k", require_marker=True) == 1
+
+
+@pytest.mark.parametrize("answer", ["", "#### none", "unknown"])
+async def test_gsm8k_answer_without_a_number_is_a_failure_not_a_zero(open_run, make_item, answer):
+    async with open_run({"kind": "gsm8k"}) as run:
+        (outcome,) = await run.score([make_item("42", answer)])
+    assert outcome.failure.reason is FailureReason.INVALID_ANSWER
+    assert outcome.components == {}
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (100, 0), (125, -0.25), (200, -1), (9999, -1)])
+async def test_length(open_run, make_item, num_tokens, expected):
+    item = make_item("", num_tokens=num_tokens)
+    assert await score(open_run, item, kind="length", target_tokens=100, max_tokens=200) == expected
+
+
+async def test_format_matches_the_whole_completion_and_outlives_a_pattern_that_explodes(open_run, make_item):
+    scorer = {"kind": "format", "pattern": r"<think>(x+x+)+y.*</think>\s*[0-9]+"}
+    async with open_run(scorer, timeout_s=0.5, num_workers=1) as run:
+        texts = ["<think>xxy\nwell</think> 4", "<think>xxy</think> 4 ", "<think>" + "x" * 50, "<think>xxy</think>5"]
+        outcomes = await run.score([make_item(text) for text in texts])
+    assert [outcome.reward for outcome in outcomes] == [1, 0, 0, 1]
+    assert outcomes[2].failure.reason is FailureReason.TIMEOUT
+    assert [outcome.failure is None for outcome in outcomes] == [True, True, False, True]
