@@ -1,20 +1,22 @@
-"""`python -m services.reward --listen HOST:PORT`: starts with an address; the config comes with OpenRun."""
-
-from lockstep.reward.v1 import reward_pb2_grpc
+"""`python -m services.reward --listen HOST:PORT`: scores completions; the config comes with OpenRun."""
 
 from services.common.rpc import Server
 from services.common.serve import ServeOptions, serve_from_command_line
-from services.reward.servicer import NAME, RewardServicer
 
 
 async def run(options: ServeOptions) -> int:
     """Serves until a signal."""
+    from lockstep.reward.v1 import reward_pb2_grpc
+
+    from services.reward.servicer import NAME, RewardServicer
+
     server, servicer = Server(), RewardServicer()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     await server.start(options.listen, [NAME], insecure=options.insecure)
-    code = await server.serve()
-    await servicer.close()
-    return code
+    try:
+        return await server.serve()
+    finally:
+        await servicer.close()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ class Worker:
         for minibatch in minibatches:
             sizes = minibatch["packs"]
             parts = _split(samples.slice(begin, sum(sizes)), sizes)
-            built.append(Minibatch([build_pack(part).to(self._device) for part in parts], Totals(**minibatch["totals"])))
+            packs = [build_pack(part).to(self._device) for part in parts]
+            built.append(Minibatch(packs, Totals(**minibatch["totals"])))
             begin += sum(sizes)
         return Message({"metrics": update(self._open(), built, self._config, temperature, version)})
 

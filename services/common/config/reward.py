@@ -121,7 +121,7 @@ class RewardConfig(Strict):
     max_memory_gib: float = Field(default=4.0, gt=0.1)
     """Address space of one worker, in GiB; a scorer that imports CUDA libraries needs far more than it uses."""
     on_failure: Literal["zero", "drop_group", "fail"] = "drop_group"
-    """A sample without a score: its reward is 0, its prompt group is replaced by another, or the run stops."""
+    """A sample without a score: its reward is 0, its prompt group is left out of the batch, or the run stops."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

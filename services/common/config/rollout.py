@@ -10,8 +10,8 @@ from services.common.config.base import Strict
 class SamplingConfig(Strict):
     """How completions are drawn."""
 
-    temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature; the trainer divides its logits by the same."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Softmax temperature; the trainer divides its logits by the same, so 0 (greedy) is for evaluation only."""
     max_tokens: int = Field(default=1024, ge=1)
     """Most tokens of one completion, the stop token included."""
     top_p: float = 1.0

@@ -150,6 +150,12 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
+    def _samples_vary(self) -> Self:
+        if not self.rollout.sampling.temperature > 0:
+            raise ValueError("rollout.sampling.temperature must be above 0: greedy samples of a prompt are equal")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_data(self) -> Self:
         if self.evaluation.eval_freq and not self.data.eval:
             raise ValueError("evaluation.eval_freq is set but data.eval names no file")

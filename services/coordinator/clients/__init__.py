@@ -1,0 +1,1 @@
+"""The three services as the loop sees them."""

@@ -1,0 +1,68 @@
+"""The reward service, and what a sample without a score means for its group."""
+
+import json
+import logging
+
+from lockstep.reward.v1 import reward_pb2 as pb
+from lockstep.reward.v1 import reward_pb2_grpc
+
+from services.common.config.run import Config
+from services.common.errors import LockstepError, Reason
+from services.common.rpc import Client
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.groups import SampledGroup, ScoredGroup
+
+log = logging.getLogger(__name__)
+
+
+class Reward:
+    """Scores groups. Tokens are decoded here, for the scorers only."""
+
+    def __init__(self, address: str, config: Config):
+        self._client = Client(address, reward_pb2_grpc.RewardServiceStub)
+        self._config, self._timeouts = config.reward, config.timeouts
+        self.num_failures = 0
+
+    async def open(self, run_id: str) -> None:
+        """Starts the scorers."""
+        request = pb.OpenRunRequest(run_id=run_id, config_json=self._config.model_dump_json())
+        await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+
+    async def score(self, group: SampledGroup, tokenizer: Tokenizer) -> ScoredGroup | None:
+        """The group with its scores, or None if `reward.on_failure` drops it.
+
+        Raises:
+            LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
+        """
+        request = pb.ScoreRequest(
+            prompt_id=group.prompt.prompt_id,
+            prompt=group.prompt.text,
+            answer=group.prompt.answer,
+            extra_json=json.dumps(group.prompt.extra),
+            candidates=[
+                pb.Candidate(
+                    text=tokenizer.decode(completion.tokens),
+                    num_tokens=len(completion.tokens),
+                    finish_reason=completion.finish_reason,
+                )
+                for completion in group.completions
+            ],
+        )
+        answer = await self._client.call("Score", request, timeout_s=self._timeouts.score_s)
+        failed = [score.failure for score in answer.scores if score.HasField("failure")]
+        if failed and not self._tolerate(failed[0], group.prompt.prompt_id):
+            return None
+        self.num_failures += len(failed)
+        return ScoredGroup(**vars(group), scores=answer.scores, scorer=answer.scorer)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._client.close()
+
+    def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
+        reason = pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")
+        message = f"prompt {prompt_id}: scorer {failure.scorer}: {reason}: {failure.message}"
+        if self._config.on_failure == "fail":
+            raise LockstepError(message, reason=Reason.REWARD_FAILED)
+        log.warning("%s (reward.on_failure: %s)", message, self._config.on_failure)
+        return self._config.on_failure == "zero"

@@ -1,0 +1,92 @@
+"""The trainer deployment."""
+
+from collections.abc import AsyncIterator
+
+import pyarrow as pa
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1 import trainer_pb2_grpc
+from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
+
+from services.common import batch as batches
+from services.common.config.run import Config
+from services.common.rpc import Client
+
+
+class Trainer:
+    """Opens a run, trains on batches, publishes weights, saves."""
+
+    def __init__(self, address: str, config: Config):
+        self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub)
+        self._config, self._timeouts = config, config.timeouts
+        self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
+
+    async def open(self, run_id: str, checkpoint: str) -> int:
+        """Loads the model or `checkpoint` (a path, or empty); returns the version that the trainer now holds."""
+        request = pb.OpenRunRequest(
+            run_id=run_id,
+            config_json=self._config.trainer.model_dump_json(),
+            model_path=self._config.model,
+            checkpoint_path=checkpoint,
+            seed=self._config.seed,
+            bucket_bytes=self._config.weights.bucket_bytes,
+        )
+        self.opened = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+        return self.opened.version
+
+    async def train(self, batch: pa.Table, batch_id: str, stamp: PolicyStamp) -> tuple[int, dict[str, float]]:
+        """One policy update on `batch`, which must be drawn from `stamp`; the new version and metrics.
+
+        Safe to repeat: the trainer applies a batch id once.
+        """
+        header = pb.TrainHeader(expected_stamp=stamp, batch_id=batch_id, temperature=self._temperature)
+
+        async def requests() -> AsyncIterator[pb.TrainRequest]:
+            yield pb.TrainRequest(header=header)
+            for frame in batches.encode(batch):
+                yield pb.TrainRequest(frame=frame)
+
+        answer = await self._client.call("Train", requests(), timeout_s=self._timeouts.train_s)
+        return answer.version, dict(answer.metrics)
+
+    async def add_reference(self, batch: pa.Table) -> pa.Table:
+        """`batch` with the reference model's log-probabilities, which the KL term of the loss needs."""
+        header = pb.ForwardHeader(role=pb.ROLE_REFERENCE, temperature=self._temperature)
+
+        async def requests() -> AsyncIterator[pb.ForwardRequest]:
+            yield pb.ForwardRequest(header=header)
+            for frame in batches.encode(batch):
+                yield pb.ForwardRequest(frame=frame)
+
+        answers = self._client.stream("Forward", requests(), timeout_s=self._timeouts.train_s)
+        scored = batches.decode([answer.frame async for answer in answers])
+        index = batch.schema.get_field_index("ref_logprobs")
+        return batch.set_column(index, batch.schema.field(index), scored["logprobs"])
+
+    async def join(self, group: WeightGroup) -> None:
+        """Enters the weight group as its member 0."""
+        request = pb.JoinWeightGroupRequest(group=group)
+        await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)
+
+    async def send(self, epoch: int, version: int) -> PolicyStamp:
+        """Broadcasts the policy; the stamp of what was sent."""
+        request = pb.SendWeightsRequest(epoch=epoch, version=version)
+        return (await self._client.call("SendWeights", request, timeout_s=self._timeouts.publish_s)).stamp
+
+    async def save(self, path: str) -> str:
+        """Writes a checkpoint; the SHA-256 of its manifest."""
+        request = pb.SaveCheckpointRequest(path=path)
+        answer = await self._client.call("SaveCheckpoint", request, timeout_s=self._timeouts.checkpoint_s)
+        return answer.manifest_digest
+
+    async def export(self, path: str) -> None:
+        """Writes the policy as a Hugging Face model directory."""
+        request = pb.ExportHuggingFaceRequest(path=path)
+        await self._client.call("ExportHuggingFace", request, timeout_s=self._timeouts.checkpoint_s)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._client.close()
+
+    @property
+    def _temperature(self) -> float:
+        return self._config.rollout.sampling.temperature

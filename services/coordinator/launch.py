@@ -1,0 +1,140 @@
+"""Starts the services that were given no address, on this host, and ends all that it started."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.common.config.run import Config
+from services.common.errors import Reason, Unavailable
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_GRACE_S = 10.0
+_MAX_RESTARTS = 3
+_LOG_LINES = 15
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the services are; what is empty is started here."""
+
+    rollout: tuple[str, ...] = ()
+    reward: str = ""
+    trainer: str = ""
+
+
+@dataclass
+class Child:
+    """One started service, leader of a session of its own."""
+
+    name: str
+    command: Sequence[str]
+    log_path: Path
+    restarts_left: int = 0
+    process: asyncio.subprocess.Process | None = field(default=None)
+
+    async def start(self) -> None:
+        """Starts it, its output appended to its log."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        log.info("started %s as process %d", self.name, self.process.pid)
+
+    async def watch(self) -> None:
+        """Waits for its end; starts it again while it may be.
+
+        Raises:
+            Unavailable: SERVICE_DIED, with the end of its log.
+        """
+        while True:
+            assert self.process is not None
+            code = await self.process.wait()
+            if self.restarts_left == 0:
+                tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+                raise Unavailable(
+                    f"{self.name} ended with exit code {code}; the end of {self.log_path}:\n{tail}",
+                    reason=Reason.SERVICE_DIED,
+                )
+            self.restarts_left -= 1
+            log.warning("%s ended with exit code %d; starting it again", self.name, code)
+            self._signal(signal.SIGKILL)  # what it left in its session
+            await self.start()
+
+    async def end(self) -> None:
+        """Asks it to end, then ends it and all of its session."""
+        if self.process is None:
+            return
+        if self.process.returncode is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), _GRACE_S)
+        self._signal(signal.SIGKILL)
+        await self.process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # nobody is left in the session
+            os.killpg(self.process.pid, number)
+
+
+class Fleet:
+    """The started services."""
+
+    def __init__(self, addresses: Addresses, children: Sequence[Child]):
+        self.addresses, self._children = addresses, children
+
+    async def watch(self) -> None:
+        """Never returns; raises when a service that the run cannot do without has ended."""
+        async with asyncio.TaskGroup() as group:
+            for child in self._children:
+                group.create_task(child.watch())
+            await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def launch(config: Config, given: Addresses) -> AsyncIterator[Fleet]:
+    """Services for `config`: those of `given`, the rest started here and ended on the way out, however that is."""
+    children: list[Child] = []
+    logs = config.run_dir / "logs"
+    rollout, reward, trainer = list(given.rollout), given.reward, given.trainer
+    with contextlib.ExitStack() as ports:
+        if not reward:
+            reward = _reserve(ports)
+            children.append(_child("reward", ["-m", "services.reward"], reward, logs))
+        if not trainer:
+            trainer = _reserve(ports)
+            module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.num_ranks)]
+            children.append(_child("trainer", [*module, "-m", "services.trainer"], trainer, logs))
+        if not rollout:
+            rollout = [_reserve(ports) for _ in range(config.rollout.num_replicas)]
+            for index, address in enumerate(rollout):
+                child = _child(f"rollout-{index}", ["-m", "services.rollout"], address, logs)
+                child.restarts_left = _MAX_RESTARTS
+                children.append(child)
+    try:
+        for child in children:
+            await child.start()
+        yield Fleet(Addresses(tuple(rollout), reward, trainer), children)
+    finally:
+        await asyncio.gather(*(child.end() for child in children))
+
+
+def _child(name: str, module: Sequence[str], address: str, logs: Path) -> Child:
+    options = ["--listen", address, "--exit-with", str(os.getpid())]
+    return Child(name, [sys.executable, *module, *options], logs / f"{name}.log")
+
+
+def _reserve(ports: contextlib.ExitStack) -> str:
+    """A free port, held until all are chosen so that no two are the same."""
+    holder = ports.enter_context(socket.socket())
+    holder.bind((_HOST, 0))
+    return f"{_HOST}:{holder.getsockname()[1]}"

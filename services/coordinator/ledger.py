@@ -1,0 +1,56 @@
+"""Every decision of a run with the hashes of its inputs, in the order they were made: SQLite, synced to disk."""
+
+import json
+import sqlite3
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class Kind(StrEnum):
+    """What was decided."""
+
+    OPENED = "opened"  # run id and config, each time a coordinator opens the run
+    EPOCH = "epoch"  # weight-group epoch and its number of replicas
+    PUBLISHED = "published"  # stamp that is served
+    COLLECTED = "collected"  # Parquet file of a step, its SHA-256, the stamp that its samples were drawn from
+    FINISHED = "finished"  # metrics of a step
+    EVALUATED = "evaluated"  # metrics of an evaluation
+    SAVED = "saved"  # checkpoint path and manifest digest
+    DELETED = "deleted"  # checkpoint path
+
+
+class Ledger:
+    """Append-only. One coordinator at a time: the database is locked while it is open."""
+
+    def __init__(self, path: Path):
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS decisions "
+            "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, version INTEGER, body TEXT NOT NULL)"
+        )
+        self._db.execute("CREATE INDEX IF NOT EXISTS by_kind ON decisions (kind, version)")
+
+    def record(self, kind: Kind, version: int | None = None, **body: Any) -> int:
+        """Appends a decision and waits for the disk; its sequence number."""
+        row = (time.time(), kind.value, version, json.dumps(body))
+        cursor = self._db.execute("INSERT INTO decisions (time, kind, version, body) VALUES (?, ?, ?, ?)", row)
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def all(self, kind: Kind) -> list[dict[str, Any]]:
+        """Decisions of a kind, oldest first, each with its `version`."""
+        rows = self._db.execute("SELECT version, body FROM decisions WHERE kind = ? ORDER BY seq", (kind.value,))
+        return [{"version": version, **json.loads(body)} for version, body in rows]
+
+    def last(self, kind: Kind, version: int | None = None) -> dict[str, Any] | None:
+        """The newest decision of a kind, of a version if one is given."""
+        found = [row for row in self.all(kind) if version is None or row["version"] == version]
+        return found[-1] if found else None
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._db.close()

@@ -1,0 +1,126 @@
+"""Where a run's numbers go: the terminal, metrics.jsonl, TensorBoard."""
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from tensorboardX import SummaryWriter
+
+_ROWS = 12
+
+
+class Reporter(Protocol):
+    """Hears of every phase, step and evaluation."""
+
+    def phase(self, name: str, version: int) -> None:
+        """The run does something else now."""
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        """A step is finished; `version` counts them from 1."""
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        """The weights of `version` were evaluated."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class JsonLines:
+    """One JSON object per step or evaluation. Derived from the ledger: a resumed run drops what it will do again."""
+
+    def __init__(self, path: Path, version: int):
+        kept = []
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= version]
+        self._file = path.open("w", buffering=1)
+        self._file.writelines(f"{line}\n" for line in kept)
+
+    def phase(self, name: str, version: int) -> None: ...
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": version, **metrics}) + "\n")
+
+    evaluation = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files that TensorBoard reads."""
+
+    def __init__(self, directory: Path, version: int):
+        self._writer = SummaryWriter(str(directory), purge_step=version + 1)
+
+    def phase(self, name: str, version: int) -> None: ...
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, version)
+
+    evaluation = step
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Terminal:
+    """A live table of the last steps; one line per step where the output is no terminal."""
+
+    def __init__(self, console: Console, num_steps: int):
+        self._console, self._num_steps = console, num_steps
+        self._rows: list[tuple[str, ...]] = []
+        self._eval = ""
+        self._phase = ""
+        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4, transient=False)
+        if console.is_terminal:
+            self._live.start()
+        else:
+            console.print("  ".join(f"{name:>9}" for name in _COLUMNS), style="bold")
+
+    def phase(self, name: str, version: int) -> None:
+        self._phase = f"step {version + 1} of {self._num_steps}: {name}" if version < self._num_steps else name
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        row = tuple(format_value(metrics) for format_value in _COLUMNS.values())
+        row = (str(version), self._eval, *row[2:])
+        self._eval = ""
+        self._rows = [*self._rows[1 - _ROWS :], row]
+        if not self._console.is_terminal:
+            self._console.print("  ".join(f"{cell:>9}" for cell in row))
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
+        self._eval = " ".join(f"{value:.3f}" for value in rewards)
+        self._console.print(f"held-out reward of version {version}: {self._eval}")
+
+    def close(self) -> None:
+        self._phase = ""
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def _table(self) -> Table:
+        table = Table(caption=self._phase, caption_justify="left", expand=False)
+        for name in _COLUMNS:
+            table.add_column(name, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return table
+
+
+_COLUMNS = {
+    "step": lambda m: "",
+    "held-out": lambda m: "",
+    "reward": lambda m: f"{m['reward/mean']:.3f}",
+    "mixed": lambda m: f"{m['reward/mixed_groups']:.2f}",
+    "tokens": lambda m: f"{m['batch/tokens']:.0f}",
+    "entropy": lambda m: f"{m['train/entropy']:.3f}",
+    "grad norm": lambda m: f"{m['train/grad_norm']:.3f}",
+    "gap max": lambda m: f"{m['train/logprob_gap_max']:.1e}",
+    "generate": lambda m: f"{m['time/generating_s']:.2f} s",
+    "train": lambda m: f"{m['time/training_s']:.2f} s",
+    "publish": lambda m: f"{m['time/publishing_s']:.2f} s",
+}

@@ -1,0 +1,92 @@
+"""Where a run begins: fresh, at the newest verified checkpoint, or at a given one. Never silently fresh."""
+
+import hashlib
+import json
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.config.run import Config
+from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
+from services.coordinator.ledger import Kind, Ledger
+
+LEDGER = "ledger.sqlite"
+CHECKPOINTS = "checkpoints"
+# May differ from the config that the run began with.
+_MAY_CHANGE = {"resume", "runs_dir", "num_steps", "checkpoint", "evaluation", "timeouts", "weights"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Identity of the run, its ledger, and the checkpoint to load (empty for the model directory)."""
+
+    run_id: str
+    ledger: Ledger
+    checkpoint: str
+
+
+def open_run(config: Config) -> Start:
+    """Opens or makes the run's directory as `config.resume` says.
+
+    Raises:
+        InvalidInput: The directory holds a run and `resume` is never, or that run had another config.
+        NotFound: `resume` is must or a path and there is nothing to resume from.
+        DataLoss: The ledger names a checkpoint that is gone.
+    """
+    ledger_path = config.run_dir / LEDGER
+    exists = ledger_path.exists()
+    if exists and config.resume == "never":
+        raise InvalidInput(
+            f"resume: {config.run_dir} holds a run already; set resume=auto to go on, or another name", field="resume"
+        )
+    checkpoint = ""
+    if config.resume not in ("auto", "never", "must"):
+        checkpoint = _given(config.resume)
+    elif not exists and config.resume == "must":
+        raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(ledger_path)
+    opened = ledger.last(Kind.OPENED)
+    run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
+    if opened:
+        _require_same(config, json.loads(opened["config"]))
+    if not checkpoint and config.resume != "never":
+        checkpoint = _newest(ledger, config)
+    ledger.record(Kind.OPENED, run_id=run_id, config=config.model_dump_json(), checkpoint=checkpoint)
+    return Start(run_id, ledger, checkpoint)
+
+
+def _given(path: str) -> str:
+    directory = Path(path)
+    if not (directory / "manifest.json").is_file():
+        raise NotFound(
+            f"resume: {path} is no checkpoint (no manifest.json there); give auto, never, must or a checkpoint's path",
+            field="resume",
+        )
+    return str(directory.absolute())
+
+
+def _newest(ledger: Ledger, config: Config) -> str:
+    deleted = {row["path"] for row in ledger.all(Kind.DELETED)}
+    saved = [row for row in ledger.all(Kind.SAVED) if row["path"] not in deleted]
+    if not saved:
+        if config.resume == "must":
+            raise NotFound(f"resume: must, but {config.run_dir} has no checkpoint yet", field="resume")
+        return ""
+    newest = saved[-1]
+    manifest = Path(newest["path"]) / "manifest.json"
+    if not manifest.is_file():
+        raise DataLoss(f"resume: the ledger has checkpoint {newest['path']}, but its manifest.json is gone")
+    if hashlib.sha256(manifest.read_bytes()).hexdigest() != newest["manifest_digest"]:
+        raise DataLoss(f"resume: {manifest} is not the file that was saved")
+    return newest["path"]
+
+
+def _require_same(config: Config, before: dict[str, object]) -> None:
+    now = json.loads(config.model_dump_json())
+    changed = sorted(key for key in now if key not in _MAY_CHANGE and now[key] != before.get(key))
+    if changed:
+        raise PreconditionFailed(
+            f"{config.run_dir} was begun with another {', '.join(changed)} (see its config.json); "
+            "use that again, or another name"
+        )

@@ -1,0 +1,177 @@
+"""One run: its files, its decisions, its clock. What the loop asks for by name."""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.config.run import Config
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.ledger import Kind
+from services.coordinator.metrics import batch_metrics
+from services.coordinator.reporters import Reporter
+from services.coordinator.resume import CHECKPOINTS, Start
+
+
+class Phase(StrEnum):
+    """What the loop is doing."""
+
+    OPENING = "opening"
+    GENERATING = "generating"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    CHECKPOINTING = "checkpointing"
+    EVALUATING = "evaluating"
+
+
+class Run:
+    """Keeps what happened and says what is due."""
+
+    def __init__(self, config: Config, start: Start):
+        self.config, self.run_id, self.resume_from = config, start.run_id, start.checkpoint
+        self.stopping = False
+        self.version = 0
+        self.reporters: Sequence[Reporter] = ()
+        self._ledger = start.ledger
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._step_began = time.perf_counter()
+        (config.run_dir / "batches").mkdir(exist_ok=True)
+        (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps to make in all."""
+        return self.config.num_steps
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Times what the loop does and tells the reporters."""
+        for reporter in self.reporters:
+            reporter.phase(phase.value, self.version)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - begin
+
+    def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
+        """The services hold `version`; what was recorded beyond it will be done again."""
+        self.version, self.reporters = version, reporters
+        self._restart_clock()
+
+    def batch_id(self, stamp: PolicyStamp) -> str:
+        """Names the batch that is drawn from `stamp`, the same after a restart."""
+        return f"{self.run_id}/{stamp.version}"
+
+    def next_epoch(self, num_replicas: int) -> int:
+        """A weight-group epoch above all before it."""
+        return self._ledger.record(Kind.EPOCH, num_replicas=num_replicas)
+
+    def record_published(self, stamp: PolicyStamp) -> None:
+        """`stamp` is served."""
+        self._ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest)
+
+    def record_batch(self, batch: pa.Table, stamp: PolicyStamp, dataset_digest: str) -> pa.Table:
+        """Keeps a step's batch on disk before it is trained on."""
+        path = self._batch_path(stamp.version)
+        with path.open("wb") as file:
+            pq.write_table(batch, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        self._ledger.record(
+            Kind.COLLECTED, stamp.version, digest=stamp.digest, sha256=_sha256(path), dataset=dataset_digest
+        )
+        return batch
+
+    def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
+        """The batch that was drawn from exactly `stamp` before a restart, if there is one, whole."""
+        recorded, path = self._ledger.last(Kind.COLLECTED, stamp.version), self._batch_path(stamp.version)
+        if not recorded or recorded["digest"] != stamp.digest or not path.is_file():
+            return None
+        return pq.read_table(path) if _sha256(path) == recorded["sha256"] else None
+
+    def checkpoint_due(self, version: int) -> bool:
+        """Whether `version` is to be saved."""
+        return _due(version, self.config.checkpoint.save_freq, self.num_steps)
+
+    async def save_checkpoint(self, trainer: Trainer, version: int) -> None:
+        """Saves, records, and deletes what is older than max_ckpts_to_keep."""
+        path = str((self.config.run_dir / CHECKPOINTS / f"step-{version:06d}").absolute())
+        saved = [row["path"] for row in self._ledger.all(Kind.SAVED)]
+        if path in saved and Path(path).exists():  # a resumed run comes by again
+            return
+        digest = await trainer.save(path)
+        self._ledger.record(Kind.SAVED, version, path=path, manifest_digest=digest)
+        deleted = {row["path"] for row in self._ledger.all(Kind.DELETED)}
+        kept = [old for old in dict.fromkeys([*saved, path]) if old not in deleted]
+        for old in kept[: -self.config.checkpoint.max_ckpts_to_keep]:
+            self._ledger.record(Kind.DELETED, path=old)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def eval_due(self, version: int) -> bool:
+        """Whether `version` is to be evaluated."""
+        settings = self.config.evaluation
+        if version == 0:
+            return settings.eval_before_train and bool(self.config.data.eval)
+        return _due(version, settings.eval_freq, self.num_steps)
+
+    def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
+        """Keeps the samples of an evaluation for whoever wants to read them."""
+        directory = self.config.run_dir / "evaluations"
+        directory.mkdir(exist_ok=True)
+        pq.write_table(samples, directory / f"{name}-step-{stamp.version:06d}.parquet", compression="zstd")
+
+    def finish_evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        """Keeps and reports the numbers of an evaluation."""
+        self._ledger.record(Kind.EVALUATED, version, **metrics)
+        for reporter in self.reporters:
+            reporter.evaluation(version, metrics)
+
+    def finish_step(self, version: int, trained: dict[str, float], batch: pa.Table) -> None:
+        """Keeps and reports the numbers of a step; the next one begins."""
+        metrics = batch_metrics(batch) | {f"train/{name}": value for name, value in trained.items()} | self._times()
+        metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
+        self._ledger.record(Kind.FINISHED, version, **metrics)
+        self.version = version
+        for reporter in self.reporters:
+            reporter.step(version, metrics)
+        self._restart_clock()
+
+    def evaluations(self) -> list[dict[str, float]]:
+        """All evaluations so far, oldest first."""
+        return self._ledger.all(Kind.EVALUATED)
+
+    def close(self) -> None:
+        """Ends the reporters and closes the ledger."""
+        for reporter in self.reporters:
+            reporter.close()
+        self._ledger.close()
+
+    def _times(self) -> dict[str, float]:
+        step_s = time.perf_counter() - self._step_began
+        times = {f"time/{phase.value}_s": seconds for phase, seconds in self._seconds.items() if seconds}
+        outside = 1 - sum(self._seconds.values()) / step_s
+        return times | {"time/step_s": step_s, "time/outside_share": outside}
+
+    def _restart_clock(self) -> None:
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._step_began = time.perf_counter()
+
+    def _batch_path(self, version: int) -> Path:
+        return self.config.run_dir / "batches" / f"step-{version:06d}.parquet"
+
+
+def _due(version: int, freq: int, num_steps: int) -> bool:
+    return freq > 0 and (version % freq == 0 or version == num_steps)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
