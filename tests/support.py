@@ -1,0 +1,132 @@
+"""Small real models, real service processes and batches for the tests."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.batch import SAMPLE_SCHEMA
+
+VOCAB = 64
+EOS = 1
+# vLLM's CPU attention wants a head size that is a multiple of 32.
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    # Wide enough that greedy choices are not ties.
+    "initializer_range": 0.1,
+}
+
+
+def make_model(directory: Path, kind: str) -> Path:
+    """Writes a random Qwen3 model, `untied`, `tied` or `moe`, with a character tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "moe":
+        experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, tie_word_embeddings=False))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=kind == "tied"))
+    model.save_pretrained(directory)
+    _write_tokenizer(directory)
+    return directory
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {"<pad>": 0, "<eos>": EOS}
+    for character in "0123456789+-= ":
+        vocab[character] = len(vocab)
+    for index in range(len(vocab), VOCAB):
+        vocab[chr(0x4E00 + index)] = index
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken("<pad>", special=True), AddedToken("<eos>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: int = 0) -> pa.Table:
+    """Random samples of uneven length with advantages; behaviour log-probabilities are those of a uniform policy."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for group in range(num_groups):
+        prompt = random.integers(2, VOCAB, random.integers(3, 9)).tolist()
+        for sample in range(group_size):
+            tokens = random.integers(2, VOCAB, random.integers(2, 17)).tolist()
+            rows.append(
+                {
+                    "prompt_id": f"p{group}",
+                    "group": group,
+                    "sample": sample,
+                    "prompt_tokens": prompt,
+                    "tokens": tokens,
+                    "logprobs": [-float(np.log(VOCAB))] * len(tokens),
+                    "reward": 0.0,
+                    "components": [],
+                    "advantage": float(random.normal()),
+                    "finish_reason": "stop",
+                    "policy_version": stamp.version,
+                    "policy_digest": stamp.digest,
+                    "scorer": "test",
+                    "seed": sample,
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def service_command(service: str, address: str, *, num_ranks: int = 1) -> list[str]:
+    """How an operator starts `service`."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return [
+        sys.executable,
+        *(launcher if service == "trainer" else []),
+        "-m",
+        f"services.{service}",
+        "--listen",
+        address,
+    ]
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ended, by its pid, with the block."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
