@@ -13,7 +13,8 @@ $(VENV)/.installed: requirements/cpu.txt pyproject.toml deploy/setup.sh
 	touch $@
 
 run: setup
-	$(BIN)/lockstep quickstart
+	$(BIN)/lockstep data arithmetic --out data/arithmetic
+	$(BIN)/lockstep run deploy/runs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: setup lint
 	$(BIN)/python -m pytest

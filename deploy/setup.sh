@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with everything that `make run` and `make test` need on a CPU: Linux, x86-64, Python 3.11.
+set -euo pipefail
+
+PYTHON=${PYTHON:-python3.11}
+VENV=${VENV:-.venv}
+PYTORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+command -v "$PYTHON" >/dev/null || { echo "setup: $PYTHON not found; install Python 3.11 or run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
+  echo "setup: $PYTHON is $("$PYTHON" --version), but the lock in requirements/cpu.txt is for Python 3.11" >&2; exit 1; }
+
+"$PYTHON" -m venv "$VENV"
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+# A CPU build of torch is not on PyPI; some sites mirror it, everybody else gets it from PyTorch's own index.
+pip install --quiet --no-deps -r requirements/cpu-torch.txt ||
+  pip install --quiet --no-deps --index-url "$PYTORCH_CPU_INDEX" -r requirements/cpu-torch.txt
+# The lock is complete. --no-deps because torchvision, torchaudio, torchcodec and triton are left out on purpose:
+# vLLM declares them, and text models on CPU never load them.
+pip install --quiet --no-deps -r requirements/cpu.txt
+pip install --quiet --no-deps --no-build-isolation --editable .
