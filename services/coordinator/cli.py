@@ -66,13 +66,17 @@ def _summarise(evaluations: list[dict[str, float]], version: int, run_dir: Path,
             if name != "version":
                 table.add_row(name.removeprefix("eval/"), f"{first[name]:.3f}", f"{last.get(name, float('nan')):.3f}")
         _console.print(table)
-    _console.print(f"{version} steps done. Files of this run, in {run_dir}:")
-    _console.print("  metrics.jsonl, tensorboard/   numbers of every step")
-    _console.print("  batches/, evaluations/        every sample with its tokens, rewards and policy stamp, as Parquet")
-    _console.print("  ledger.sqlite, logs/          every decision with hashes of its inputs; output of each service")
+    lines = [
+        f"{version} steps done. Files of this run, in {run_dir}:",
+        "  metrics.jsonl, tensorboard/  numbers of every step",
+        "  batches/, evaluations/       every sample with tokens, rewards and policy stamp, as Parquet",
+        "  ledger.sqlite, logs/         every decision with hashes of its inputs; what each service wrote",
+    ]
     if export_path:
-        _console.print(f"  model/                        the trained model, for transformers or vLLM: {export_path}")
-    _console.print(f"Next: tensorboard --logdir {run_dir}/tensorboard; your own model and data: README.md")
+        lines.append("  model/                       the trained model, for transformers or vLLM")
+    lines.append("Next: plot it with `tensorboard --logdir`, or train your own model on your own data: README.md")
+    for line in lines:
+        _console.print(line, soft_wrap=True, highlight=False)
 
 
 def main() -> None:

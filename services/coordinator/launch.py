@@ -13,6 +13,7 @@ from pathlib import Path
 
 from services.common.config.run import Config
 from services.common.errors import Reason, Unavailable
+from services.common.tasks import gather
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +95,7 @@ class Fleet:
 
     async def watch(self) -> None:
         """Never returns; raises when a service that the run cannot do without has ended."""
-        async with asyncio.TaskGroup() as group:
-            for child in self._children:
-                group.create_task(child.watch())
-            await asyncio.Event().wait()
+        await gather([*(child.watch() for child in self._children), asyncio.Event().wait()])
 
 
 @contextlib.asynccontextmanager

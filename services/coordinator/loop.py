@@ -31,7 +31,7 @@ async def train(run: Run, parts: Parts, version: int) -> None:
     trainer, publisher = parts.trainer, parts.publisher
     with run.phase(Phase.PUBLISHING):
         stamp = await publisher.publish(version)
-    if run.eval_due(version):
+    if run.eval_due(version) and not run.evaluated(version):
         await evaluate(run, parts.collector, parts.eval_data, stamp)
 
     while version < run.num_steps and not run.stopping:
@@ -41,12 +41,12 @@ async def train(run: Run, parts: Parts, version: int) -> None:
             version, metrics = await trainer.train(batch, run.batch_id(stamp), stamp)
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
+        run.finish_step(version, metrics, batch)
         if run.checkpoint_due(version):
             with run.phase(Phase.CHECKPOINTING):
                 await run.save_checkpoint(trainer, version)
         if run.eval_due(version):
             await evaluate(run, parts.collector, parts.eval_data, stamp)
-        run.finish_step(version, metrics, batch)
 
 
 async def collect(run: Run, parts: Parts, stamp: PolicyStamp) -> pa.Table:

@@ -72,30 +72,29 @@ class Terminal:
 
     def __init__(self, console: Console, num_steps: int):
         self._console, self._num_steps = console, num_steps
-        self._rows: list[tuple[str, ...]] = []
-        self._eval = ""
+        self._rows: list[list[str]] = []
         self._phase = ""
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4, transient=False)
         if console.is_terminal:
             self._live.start()
         else:
-            console.print("  ".join(f"{name:>9}" for name in _COLUMNS), style="bold")
+            console.print("  ".join(f"{name:>9}" for name in _NAMES), style="bold", soft_wrap=True)
 
     def phase(self, name: str, version: int) -> None:
         self._phase = f"step {version + 1} of {self._num_steps}: {name}" if version < self._num_steps else name
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
-        row = tuple(format_value(metrics) for format_value in _COLUMNS.values())
-        row = (str(version), self._eval, *row[2:])
-        self._eval = ""
+        row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
         self._rows = [*self._rows[1 - _ROWS :], row]
         if not self._console.is_terminal:
-            self._console.print("  ".join(f"{cell:>9}" for cell in row))
+            self._console.print("  ".join(f"{cell:>9}" for cell in row), soft_wrap=True)
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
-        self._eval = " ".join(f"{value:.3f}" for value in rewards)
-        self._console.print(f"held-out reward of version {version}: {self._eval}")
+        shown = " ".join(f"{value:.3f}" for value in rewards)
+        if self._rows:
+            self._rows[-1][1] = shown
+        self._console.print(f"held-out reward after step {version}: {shown}")
 
     def close(self) -> None:
         self._phase = ""
@@ -104,7 +103,7 @@ class Terminal:
 
     def _table(self) -> Table:
         table = Table(caption=self._phase, caption_justify="left", expand=False)
-        for name in _COLUMNS:
+        for name in _NAMES:
             table.add_column(name, justify="right")
         for row in self._rows:
             table.add_row(*row)
@@ -112,8 +111,6 @@ class Terminal:
 
 
 _COLUMNS = {
-    "step": lambda m: "",
-    "held-out": lambda m: "",
     "reward": lambda m: f"{m['reward/mean']:.3f}",
     "mixed": lambda m: f"{m['reward/mixed_groups']:.2f}",
     "tokens": lambda m: f"{m['batch/tokens']:.0f}",
@@ -124,3 +121,4 @@ _COLUMNS = {
     "train": lambda m: f"{m['time/training_s']:.2f} s",
     "publish": lambda m: f"{m['time/publishing_s']:.2f} s",
 }
+_NAMES = ("step", "held-out", *_COLUMNS)

@@ -123,6 +123,10 @@ class Run:
             return settings.eval_before_train and bool(self.config.data.eval)
         return _due(version, settings.eval_freq, self.num_steps)
 
+    def evaluated(self, version: int) -> bool:
+        """Whether `version` was evaluated before a restart."""
+        return self._ledger.last(Kind.EVALUATED, version) is not None
+
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
         """Keeps the samples of an evaluation for whoever wants to read them."""
         directory = self.config.run_dir / "evaluations"

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from services.common.config.run import Config
+from services.common.errors import Unavailable
 from services.common.model_card import read_model_card, write_model_card
 from services.common.tasks import gather
 from services.coordinator.clients.reward import Reward
@@ -27,6 +28,8 @@ from services.coordinator.resume import Start, open_run
 from services.coordinator.run import Phase, Run
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -114,21 +117,17 @@ async def _export(run: Run, trainer: Trainer) -> Path | None:
 
 async def _unless_service_dies(work: Coroutine[Any, Any, Outcome], fleet: Fleet) -> Outcome:
     """Awaits `work`, but raises as soon as a started service ends: its callers might wait for it much longer."""
-    tasks = {asyncio.create_task(work), asyncio.create_task(fleet.watch())}
+    working, watching = asyncio.create_task(work), asyncio.create_task(fleet.watch())
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return _first_result(done)
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done() and not working.cancelled() and isinstance(working.exception(), Unavailable):
+            # The call noticed first; the service's own end, with its log, says more.
+            await asyncio.wait({watching}, timeout=_LAST_WORDS_S)
+        return (watching if watching.done() else working).result()
     finally:
-        for task in tasks:
+        for task in (working, watching):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _first_result(done: set[asyncio.Task[Any]]) -> Any:
-    try:
-        return next(iter(done)).result()
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _stop_on_signal(run: Run, console: Console) -> None:
