@@ -103,6 +103,7 @@ class Engine:
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # the request alone says what ends a sample; vLLM would add config.json's eos_token_id
             seed=seed,
             logprobs=0,
             flat_logprobs=True,

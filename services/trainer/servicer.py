@@ -71,7 +71,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Forward(
         self, requests: AsyncIterator[pb.ForwardRequest], context: Any
     ) -> AsyncIterator[pb.ForwardResponse]:
-        header, samples = await _receive(requests)
+        header, samples = await receive(requests)
         config = self._open_config()
         if header.role == pb.ROLE_REFERENCE and not config.loss.kl_coef:
             raise InvalidInput("role: no reference model is held, because trainer.loss.kl_coef is 0", field="role")
@@ -87,7 +87,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         begin = time.perf_counter()
-        header, samples = await _receive(requests, schema=batches.SAMPLE_SCHEMA)
+        header, samples = await receive(requests, schema=batches.SAMPLE_SCHEMA)
         config = self._open_config()
         async with self._changing:
             if header.batch_id and header.batch_id == self._state.last_batch_id:
@@ -215,7 +215,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return vocab_size_of(self._opened.model_card.files["config.json"])
 
 
-async def _receive(requests: AsyncIterator[Any], schema: pa.Schema = batches.SAMPLE_SCHEMA) -> tuple[Any, pa.Table]:
+async def receive(requests: AsyncIterator[Any], schema: pa.Schema = batches.SAMPLE_SCHEMA) -> tuple[Any, pa.Table]:
     header, frames = None, []
     async for request in requests:
         part = request.WhichOneof("part")

@@ -1,0 +1,48 @@
+"""How every benchmark keeps what it measured: date, machine, versions, command, raw samples, medians."""
+
+import datetime
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequence[str], **settings: Any) -> None:
+    """Writes `results/<name>.json` and shows medians; `samples` maps `quantity [unit]` to its raw values."""
+    medians = {quantity: statistics.median(values) for quantity, values in samples.items()}
+    result = {
+        "benchmark": name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "hardware": {"machine": platform.machine(), "cpu": _cpu(), "cores": len(_cores())},
+        "versions": {"python": platform.python_version(), **{library: version(library) for library in libraries}},
+        "settings": settings,
+        "medians": medians,
+        "samples": {quantity: list(values) for quantity, values in samples.items()},
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    table = Table("quantity", "median", "samples", title=f"{name}: {path.relative_to(Path.cwd())}")
+    for quantity, median in medians.items():
+        table.add_row(quantity, f"{median:.4g}", str(len(samples[quantity])))
+    Console().print(table)
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _cores() -> set[int]:
+    import os
+
+    return os.sched_getaffinity(0)
