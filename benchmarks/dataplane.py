@@ -77,9 +77,8 @@ def _serve(port_to: Connection) -> None:
 
 
 async def _send(port: int, batch: pa.Table) -> list[float]:
-    config = Config(
-        model="unused", data={"train": "unused", "prompts_per_step": 1}, reward={"scorers": [{"kind": "exact"}]}
-    )
+    data, reward = {"train": "unused", "prompts_per_step": 1}, {"scorers": [{"kind": "exact"}]}
+    config = Config(model="unused", data=data, reward=reward)
     trainer, seconds = Trainer(f"127.0.0.1:{port}", config), []
     for index in range(_REPEATS):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Where a step of the quickstart goes: real services, and the share that is none of generate and score, train, publish."""
+"""Where a step of the quickstart goes, and the share that is none of generate and score, train, publish."""
 
 import asyncio
 import json

@@ -16,7 +16,7 @@ DOMAIN = "lockstep"
 
 
 class Reason(StrEnum):
-    """What went wrong, one word per case; documented in docs/operations.md."""
+    """What went wrong, one word per case."""
 
     INVALID_CONFIG = "INVALID_CONFIG"
     INVALID_INPUT = "INVALID_INPUT"

@@ -1,6 +1,6 @@
 """gRPC as every service uses it: one way to serve, one way to connect, a deadline on every call.
 
-Loopback only, until TLS is configured (docs/security): a plaintext port on another interface is refused.
+Plaintext is for loopback: a port on another interface is refused unless the operator asks for it.
 """
 
 import asyncio
