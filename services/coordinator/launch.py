@@ -14,6 +14,7 @@ from pathlib import Path
 from services.common.config.run import Config
 from services.common.errors import Reason, Unavailable
 from services.common.tasks import gather
+from services.coordinator.devices import num_gpus, split_gpus
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,21 @@ class Child:
     command: Sequence[str]
     log_path: Path
     restarts_left: int = 0
+    gpus: str | None = None
     process: asyncio.subprocess.Process | None = field(default=None)
 
     async def start(self) -> None:
         """Starts it, its output appended to its log."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        env = os.environ | ({} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus})
         with self.log_path.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=env,
             )
         log.info("started %s as process %d", self.name, self.process.pid)
 
@@ -101,34 +109,33 @@ class Fleet:
 @contextlib.asynccontextmanager
 async def launch(config: Config, given: Addresses) -> AsyncIterator[Fleet]:
     """Services for `config`: those of `given`, the rest started here and ended on the way out, however that is."""
+    gpus = split_gpus(config, available=num_gpus(), start_trainer=not given.trainer, start_rollout=not given.rollout)
     children: list[Child] = []
-    logs = config.run_dir / "logs"
-    rollout, reward, trainer = list(given.rollout), given.reward, given.trainer
     with contextlib.ExitStack() as ports:
-        if not reward:
-            reward = _reserve(ports)
-            children.append(_child("reward", ["-m", "services.reward"], reward, logs))
-        if not trainer:
-            trainer = _reserve(ports)
-            module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.num_ranks)]
-            children.append(_child("trainer", [*module, "-m", "services.trainer"], trainer, logs))
-        if not rollout:
-            rollout = [_reserve(ports) for _ in range(config.rollout.num_replicas)]
-            for index, address in enumerate(rollout):
-                child = _child(f"rollout-{index}", ["-m", "services.rollout"], address, logs)
-                child.restarts_left = _MAX_RESTARTS
-                children.append(child)
+
+        def add(name: str, *module: str, restarts: int = 0) -> str:
+            address = _reserve(ports)
+            command = [sys.executable, *module, "--listen", address, "--exit-with", str(os.getpid())]
+            log_path = config.run_dir / "logs" / f"{name}.log"
+            children.append(Child(name, command, log_path, restarts, gpus.get(name)))
+            return address
+
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.num_ranks))
+        addresses = Addresses(
+            reward=given.reward or add("reward", "-m", "services.reward"),
+            trainer=given.trainer or add("trainer", *torchrun, "-m", "services.trainer"),
+            rollout=given.rollout
+            or tuple(
+                add(f"rollout-{index}", "-m", "services.rollout", restarts=_MAX_RESTARTS)
+                for index in range(config.rollout.num_replicas)
+            ),
+        )
     try:
         for child in children:
             await child.start()
-        yield Fleet(Addresses(tuple(rollout), reward, trainer), children)
+        yield Fleet(addresses, children)
     finally:
         await asyncio.gather(*(child.end() for child in children))
-
-
-def _child(name: str, module: Sequence[str], address: str, logs: Path) -> Child:
-    options = ["--listen", address, "--exit-with", str(os.getpid())]
-    return Child(name, [sys.executable, *module, *options], logs / f"{name}.log")
 
 
 def _reserve(ports: contextlib.ExitStack) -> str:
