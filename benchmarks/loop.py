@@ -1,7 +1,11 @@
-"""Where a step of the quickstart goes, and the share that is none of generate and score, train, publish."""
+"""Where a step of the quickstart goes, and the share that is none of generate and score, train, publish.
+
+`python -m benchmarks.loop [NAME] [key=value ...]` keeps the result as NAME; on a GPU host, services take one each.
+"""
 
 import asyncio
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,20 +17,34 @@ from services.common.config.run import Config
 from services.coordinator.launch import Addresses
 from services.coordinator.session import run_session
 
-_STEPS, _WARM_UP = 30, 3
-_KEPT = ("time/step_s", "time/generating_s", "time/training_s", "time/publishing_s", "time/outside_share")
+_CONFIG = "deploy/runs/quickstart.yaml"
+_WARM_UP = 3
+_KEPT = {
+    "time/step_s": "step [s]",
+    "time/generating_s": "generate and score [s]",
+    "time/training_s": "train [s]",
+    "time/publishing_s": "publish [s]",
+    "time/outside_share": "outside these [share of step]",
+    "train/logprob_gap_mean": "engine-trainer gap, mean [nats]",
+    "train/logprob_gap_max": "engine-trainer gap, max [nats]",
+    "reward/mean": "training reward",
+}
 
 
 def main() -> None:
     """Runs, measures and keeps the result."""
+    name, *overrides = sys.argv[1:] or ["loop"]
     with tempfile.TemporaryDirectory() as directory:
-        overrides = [f"num_steps={_STEPS}", f"runs_dir={directory}", "evaluation.eval_freq=0", "checkpoint.save_freq=0"]
-        config = load(Config, ["deploy/runs/quickstart.yaml", *overrides, "evaluation.eval_before_train=false"])
-        asyncio.run(run_session(config, Addresses(), Console()))
-        lines = (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][_WARM_UP:]
-    samples = {name.removeprefix("time/"): [step[name] for step in steps] for name in _KEPT}
-    keep("loop", samples, libraries=("torch", "grpcio"), config="deploy/runs/quickstart.yaml", num_steps=_STEPS)
+        fixed = ["num_steps=30", "checkpoint.save_freq=0", "evaluation.eval_freq=30"]
+        config = load(Config, [_CONFIG, *fixed, *overrides, f"runs_dir={directory}"])
+        outcome = asyncio.run(run_session(config, Addresses(), Console()))
+        lines = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "time/step_s" in line]
+    samples = {label: [step[key] for step in steps[_WARM_UP:]] for key, label in _KEPT.items()}
+    samples["training reward"] = [step["reward/mean"] for step in steps]
+    for evaluation in outcome.evaluations:
+        samples[f"held-out reward after {evaluation['version']} steps"] = [evaluation["eval/held-out/reward"]]
+    keep(name, samples, libraries=("torch", "grpcio", "transformers"), config=_CONFIG, overrides=overrides)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 import datetime
 import json
+import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -22,8 +25,13 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
     result = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "hardware": {"machine": platform.machine(), "cpu": _cpu(), "cores": len(_cores())},
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "hardware": {
+            "machine": platform.machine(),
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "gpus": _gpus(),
+        },
         "versions": {"python": platform.python_version(), **{library: version(library) for library in libraries}},
         "settings": settings,
         "medians": medians,
@@ -37,12 +45,18 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
     Console().print(table)
 
 
+def _hardware() -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    return {"machine": platform.machine(), "cpu": _cpu(), "cores": cores, "gpus": _gpus()}
+
+
 def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def _cores() -> set[int]:
-    import os
-
-    return os.sched_getaffinity(0)
+def _gpus() -> list[str]:
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()

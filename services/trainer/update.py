@@ -1,6 +1,7 @@
 """One policy update: mini-batches of packs, through any backend and any loss. The same on every rank."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,26 +32,22 @@ def update(
 
     Raises:
         PreconditionFailed: Engine and trainer disagree about the samples' log-probabilities; nothing is applied.
+        FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
     """
     if len(minibatches) > 1:  # later mini-batches are compared with the policy before the first
         _set_old_logprobs(backend, minibatches, temperature)
+    gap: dict[str, float] = {}
     metrics: list[dict[str, float]] = []
     for index, minibatch in enumerate(minibatches):
         loss = functools.partial(_loss, config=config, totals=minibatch.totals)
         sums = backend.accumulate(minibatch.packs, temperature, loss)
-        gap = _logprob_gap(backend, minibatch)
-        if index == 0 and gap["logprob_gap_mean"] > config.max_logprob_gap:
-            backend.discard_gradients()
-            raise PreconditionFailed(
-                f"engine and trainer disagree: mean |log-probability gap| {gap['logprob_gap_mean']:.4g} is above "
-                f"trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
-                reason=Reason.LOGPROB_GAP,
-                **gap,
-            )
+        gap = gap or _require_agreement(backend, minibatches, config)
         lr = learning_rate(config.optim, version * len(minibatches) + index)
         norm = backend.step(lr)
-        metrics.append({name: float(value) for name, value in sums.items()} | gap | {"grad_norm": norm, "lr": lr})
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient of mini-batch {index} has norm {norm}; resume from a checkpoint")
+        metrics.append({name: float(value) for name, value in sums.items()} | {"grad_norm": norm, "lr": lr})
+    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]} | gap
 
 
 def _loss(
@@ -67,12 +64,28 @@ def _set_old_logprobs(backend: Backend, minibatches: Sequence[Minibatch], temper
         pack.columns["old_logprobs"] = logprobs_N
 
 
-def _logprob_gap(backend: Backend, minibatch: Minibatch) -> dict[str, float]:
-    """|behaviour - trainer| log-probability and its k3 KL, over the mini-batch's tokens on all ranks."""
-    behaviour_N = torch.cat([pack.columns["behaviour_logprobs"] for pack in minibatch.packs])
-    trainer_N = torch.cat([pack.columns["old_logprobs"] for pack in minibatch.packs])
+def _require_agreement(backend: Backend, minibatches: Sequence[Minibatch], config: TrainerConfig) -> dict[str, float]:
+    """The gap of the whole batch, once every pack has old_logprobs and before anything is applied."""
+    gap = _logprob_gap(backend, minibatches)
+    if not gap["logprob_gap_mean"] <= config.max_logprob_gap:  # also if it is not a number
+        backend.discard_gradients()
+        raise PreconditionFailed(
+            f"engine and trainer disagree: mean |log-probability gap| {gap['logprob_gap_mean']:.4g} is above "
+            f"trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
+            reason=Reason.LOGPROB_GAP,
+            **gap,
+        )
+    return gap
+
+
+def _logprob_gap(backend: Backend, minibatches: Sequence[Minibatch]) -> dict[str, float]:
+    """|behaviour - trainer| log-probability and its k3 KL, over the batch's tokens on all ranks."""
+    packs = [pack for minibatch in minibatches for pack in minibatch.packs]
+    num_tokens = sum(minibatch.totals.num_tokens for minibatch in minibatches)
+    behaviour_N = torch.cat([pack.columns["behaviour_logprobs"] for pack in packs])
+    trainer_N = torch.cat([pack.columns["old_logprobs"] for pack in packs])
     gap_N, kl_N = (behaviour_N - trainer_N).abs(), kl_k3(behaviour_N, trainer_N)
-    sums = backend.reduce(torch.stack([gap_N.sum(), kl_N.sum()]), dist.ReduceOp.SUM) / minibatch.totals.num_tokens
+    sums = backend.reduce(torch.stack([gap_N.sum(), kl_N.sum()]), dist.ReduceOp.SUM) / num_tokens
     largest = backend.reduce(gap_N.max(), dist.ReduceOp.MAX)
     return {
         "logprob_gap_mean": float(sums[0]),

@@ -42,8 +42,9 @@ def _on_gpu(
 
     groups = query_THD.shape[1] // key_TKD.shape[1]
     key_THD, value_THD = (x.repeat_interleave(groups, dim=1) for x in (key_TKD, value_TKD))
+    causal = (-1, 0)
     return varlen_attn(
-        query_THD, key_THD, value_THD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, is_causal=True, scale=scale
+        query_THD, key_THD, value_THD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=causal, scale=scale
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,13 +74,21 @@ class FsdpBackend:
         ]
 
     def save(self, directory: Path) -> None:
-        model, optimizer = get_state_dict(self._policy, self._optimizer)
+        model, optimizer = self._state()
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
-        model, optimizer = get_state_dict(self._policy, self._optimizer)
+        model, optimizer = self._state()
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
         set_state_dict(self._policy, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        is_fresh = not self._optimizer.state
+        state = get_state_dict(self._policy, self._optimizer)
+        if is_fresh:  # torch made the state by an update with zero gradients, which Adam's bias correction counts
+            for moments in self._optimizer.state.values():
+                moments["step"].zero_()
+        return state
 
     def _build_reference(self, model_path: str) -> LogprobModel:
         model = build(model_path, self._config, self._mesh, self._dtype)
