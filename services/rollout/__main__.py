@@ -10,7 +10,12 @@ def _configure_vllm() -> None:
     """vLLM reads these at import. On CPU: one thread without pinning, nothing compiled, no extra process."""
     import torch
 
-    settings = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    settings = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # asking for CUDA above rules out fork
+    }
     if torch.cuda.is_available():
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     else:

@@ -13,6 +13,7 @@ import torch
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, ModelCard, SamplingParams
 from vllm import SamplingParams as EngineSampling
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -75,9 +76,10 @@ class Engine:
         write_model_card(card, Path(directory.name))
         try:
             arguments = AsyncEngineArgs(**engine_arguments(config, directory.name, seed))
-        except TypeError as error:
-            raise InvalidInput(f"rollout.engine: {error}", field="rollout.engine") from error
-        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+            llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        except (TypeError, ValueError) as error:  # vLLM's words for an argument that it does not know or accept
+            message = " ".join(str(error).split())
+            raise InvalidInput(f"rollout: vLLM refuses its arguments: {message}", field="rollout.engine") from error
         return cls(llm, directory, on_death)
 
     @property
@@ -90,33 +92,28 @@ class Engine:
         """One completion of one prompt.
 
         Raises:
-            InvalidInput: The prompt does not fit the engine's context.
+            InvalidInput: The prompt does not fit the engine's context or vocabulary, or vLLM refuses the sampling.
             PreconditionFailed: The weights changed while it was sampled, so it was aborted.
             Unavailable: The engine died.
         """
-        limit = self._llm.model_config.max_model_len
+        limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
         if not 0 < len(prompt_tokens) < limit:
             raise InvalidInput(
                 f"prompts: a prompt of {len(prompt_tokens)} tokens does not fit max_model_len {limit}", field="prompts"
             )
-        params = EngineSampling(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # the request alone says what ends a sample; vLLM would add config.json's eos_token_id
-            seed=seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        if max(prompt_tokens) >= vocab_size:  # without a tokenizer vLLM does not look, and its engine dies of it
+            raise InvalidInput(
+                f"prompts: token {max(prompt_tokens)} is outside the vocabulary of {vocab_size}", field="prompts"
+            )
         prompt = {"type": "token", "prompt_token_ids": list(prompt_tokens)}
         self.samples_in_flight += 1
         try:
-            async for output in self._llm.generate(prompt, params, uuid.uuid4().hex):
+            async for output in self._llm.generate(prompt, _engine_sampling(sampling, seed), uuid.uuid4().hex):
                 result = output.outputs[0]
         except EngineDeadError as error:
             raise Unavailable("the engine died", reason=Reason.ENGINE_DEAD) from error
+        except (ValueError, VLLMValidationError) as error:
+            raise InvalidInput(f"sampling: {error}", field="sampling") from error
         finally:
             self.samples_in_flight -= 1
         if result.finish_reason not in _FINISH:
@@ -169,3 +166,17 @@ class Engine:
             with contextlib.suppress(ValueError):
                 self._loop.remove_reader(sentinel)
         self._sentinels = []
+
+
+def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
+    return EngineSampling(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the request alone says what ends a sample; vLLM would add config.json's eos_token_id
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
