@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.logging import RichHandler
 
 from services.common.config.run import Config
 from services.common.errors import Unavailable
@@ -53,7 +54,7 @@ async def run_session(config: Config, given: Addresses, console: Console) -> Out
         dataset = _load_data(config, Path(config.model))
     start = open_run(config)
     run = Run(config, start)
-    _log_to_file(config.run_dir / "logs" / "coordinator.log")
+    _log(config.run_dir / "logs" / "coordinator.log", console)
     try:
         async with launch(config, given) as fleet:
             return await _unless_service_dies(_drive(run, start, fleet, dataset, console), fleet)
@@ -145,9 +146,10 @@ def _stop_on_signal(run: Run, console: Console) -> None:
         loop.add_signal_handler(number, stop)
 
 
-def _log_to_file(path: Path) -> None:
+def _log(path: Path, console: Console) -> None:
+    """Everything to `path`, warnings to the terminal too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().setLevel(logging.INFO)
+    to_file = logging.FileHandler(path)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    to_terminal = RichHandler(logging.WARNING, console, show_path=False, rich_tracebacks=False)
+    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)
