@@ -9,8 +9,8 @@ PROTOS := $(sort $(shell find protos -name '*.proto'))
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: requirements/cpu.txt pyproject.toml deploy/setup.sh
-	PYTHON=$(PYTHON) VENV=$(VENV) bash deploy/setup.sh
-	touch $@
+	@PYTHON=$(PYTHON) VENV=$(VENV) bash deploy/setup.sh
+	@touch $@
 
 run: setup
 	$(BIN)/lockstep data arithmetic --out data/arithmetic

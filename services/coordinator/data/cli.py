@@ -47,11 +47,11 @@ def _converter(format: Format) -> Callable[..., None]:
 
 def _arithmetic(
     out: _Out,
-    num_train: Annotated[int, typer.Option(min=1, help="Rows of train.parquet.")] = 20_000,
-    num_test: Annotated[int, typer.Option(min=1, help="Rows of test.parquet.")] = 500,
+    num_train: Annotated[int, typer.Option(min=1, help="Rows of train.parquet.")] = 10_000,
+    num_test: Annotated[int, typer.Option(min=1, help="Rows of test.parquet.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
 ) -> None:
-    """Additions and subtractions up to 999: the quickstart's task."""
+    """Additions and subtractions up to 99: the quickstart's task."""
     rows = {"train": problems("train", num_train, seed), "test": problems("test", num_test, seed)}
     files = write_splits({split: pa.Table.from_pylist(part, _ARITHMETIC_SCHEMA) for split, part in rows.items()}, out)
     num_rows = {split: len(part) for split, part in rows.items()}
