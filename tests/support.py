@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +133,34 @@ def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Every living process below `pid`, with its command line."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found |= {child: command} | descendants(child)
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that `pid` has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def still_there(pids: Iterable[int], *, after_s: float) -> list[int]:
+    """Those of `pids` that have not ended after `after_s`; returns as soon as all have."""
+    deadline, left = time.monotonic() + after_s, []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    left.append(pid)
+            finally:
+                os.close(descriptor)
+    return left

@@ -50,7 +50,9 @@ def decode(frames: Iterable[bytes], *, schema: pa.Schema | None = None) -> pa.Ta
     try:
         tables = [pa.ipc.open_stream(pa.py_buffer(frame)).read_all() for frame in frames]
         table = pa.concat_tables(tables) if tables else None
-    except pa.ArrowInvalid as error:
+        if table is not None:
+            table.validate(full=True)  # an offset outside its buffer would otherwise be followed
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"frame: not an Arrow stream of samples: {error}", field="frame") from error
     if table is None or table.num_rows == 0:
         raise InvalidInput("frame: the batch holds no sample", field="frame")

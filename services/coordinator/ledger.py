@@ -1,11 +1,14 @@
 """Every decision of a run with the hashes of its inputs, in the order they were made: SQLite, synced to disk."""
 
+import fcntl
 import json
 import sqlite3
 import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from services.common.errors import PreconditionFailed
 
 
 class Kind(StrEnum):
@@ -22,9 +25,21 @@ class Kind(StrEnum):
 
 
 class Ledger:
-    """Append-only. One coordinator at a time: the database is locked while it is open."""
+    """Append-only. One coordinator at a time: a lock file is held while it is open.
+
+    Raises:
+        PreconditionFailed: Another coordinator has the run open.
+    """
 
     def __init__(self, path: Path):
+        self._lock = path.with_suffix(".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise PreconditionFailed(
+                f"{path.parent} is open in another coordinator; end that, or use another name"
+            ) from error
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
@@ -52,5 +67,6 @@ class Ledger:
         return found[-1] if found else None
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file and lets another coordinator open it."""
         self._db.close()
+        self._lock.close()

@@ -24,7 +24,8 @@ class Publisher:
     def __init__(self, trainer: Trainer, rollout: Rollout, run: Run):
         self._trainer, self._rollout, self._run = trainer, rollout, run
         self._epoch = 0
-        self._members: Sequence[Replica] = ()
+        # Each with the opening that it joined with: a replica that came back is another member.
+        self._members: Sequence[tuple[Replica, int]] = ()
 
     async def publish(self, version: int) -> PolicyStamp:
         """Makes every living replica serve the trainer's weights; the stamp that they serve.
@@ -41,7 +42,7 @@ class Publisher:
             if not living:
                 raise Unavailable("no rollout replica is left to publish to", reason=Reason.NO_REPLICA)
             try:
-                if list(self._members) != living:
+                if list(self._members) != [(replica, replica.num_opens) for replica in living]:
                     await self._form_group(living)
                 stamp = await self._send(version)
                 self._run.record_published(stamp)
@@ -70,17 +71,18 @@ class Publisher:
         for replica in replicas:
             joins.append(replica.join(group, base_rank, opened.plan))
             base_rank += replica.num_workers
-        await gather(joins)
-        self._members = tuple(replicas)
+        if len(plans := set(await gather(joins))) != 1:
+            raise PreconditionFailed(f"the members built different plans: {plans}", reason=Reason.PLAN_MISMATCH)
+        self._members = [(replica, replica.num_opens) for replica in replicas]
 
     async def _send(self, version: int) -> PolicyStamp:
         stamp, *digests = await gather(
             [
                 self._trainer.send(self._epoch, version),
-                *(replica.receive(self._epoch, version) for replica in self._members),
+                *(replica.receive(self._epoch, version) for replica, _ in self._members),
             ]
         )
         if set(digests) != {stamp.digest}:
             raise PreconditionFailed(f"sent {stamp.digest}, received {digests}", reason=Reason.DIGEST_MISMATCH)
-        await gather(replica.commit(stamp) for replica in self._members)
+        await gather(replica.commit(stamp) for replica, _ in self._members)
         return stamp

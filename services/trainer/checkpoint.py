@@ -38,10 +38,17 @@ def staging(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Makes an empty staging directory for `path`; what an interrupted save left there is deleted."""
-    partial = staging(path)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Makes an empty staging directory for `path`; what an interrupted save left there is deleted.
+
+    Raises:
+        InvalidInput: `path` exists, or cannot be made.
+    """
+    try:
+        partial = staging(path)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise InvalidInput(f"path: {path} cannot be made: {error}", field="path") from error
     return partial
 
 

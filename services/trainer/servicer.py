@@ -1,11 +1,12 @@
 """TrainerService: holds the on-policy contract. Nothing is computed before every stamp has been compared."""
 
 import asyncio
+import functools
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import torch
@@ -27,7 +28,19 @@ from services.trainer.shards import check_samples, forward_parts, train_parts, v
 
 NAME = "lockstep.trainer.v1.TrainerService"
 
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
+
 _ROLES = {pb.ROLE_POLICY: "policy", pb.ROLE_REFERENCE: "reference"}
+
+
+def _to_the_end(method: Method) -> Method:
+    """Goes on when the caller gives up: so do the ranks, and what they did must be recorded before the next call."""
+
+    @functools.wraps(method)
+    async def call(*args: Any) -> Any:
+        return await asyncio.shield(method(*args))
+
+    return call
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -49,6 +62,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         info = service_info("trainer", state, run=self._run, libraries=("torch", "transformers"))
         return pb.GetInfoResponse(info=info, stamp=self._held(), num_ranks=self._ranks.num_ranks)
 
+    @_to_the_end
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         config = parse_json(TrainerConfig, request.config_json)
         asked = (request.run_id, hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest())
@@ -61,6 +75,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         answer.version, answer.last_batch_id = self._state.version, self._state.last_batch_id
         return answer
 
+    @_to_the_end
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         async with self._changing:
             self._opened = self._config = None
@@ -88,12 +103,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         begin = time.perf_counter()
         header, samples = await receive(requests, schema=batches.SAMPLE_SCHEMA)
+        return await self._train(header, samples, begin)
+
+    @_to_the_end
+    async def _train(self, header: pb.TrainHeader, samples: pa.Table, begin: float) -> pb.TrainResponse:
+        received_s = time.perf_counter() - begin
         config = self._open_config()
         async with self._changing:
             if header.batch_id and header.batch_id == self._state.last_batch_id:
                 return self._replay(header)
             self._check_contract(header, samples)
-            received_s = time.perf_counter() - begin
             parts = train_parts(samples, config, self._ranks.num_ranks)
             answers = await self._ranks.call(
                 "train", parts, temperature=header.temperature, version=self._state.version
@@ -116,24 +135,28 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def SendWeights(self, request: pb.SendWeightsRequest, context: Any) -> pb.SendWeightsResponse:
         self._open_config()
-        if request.epoch != self._epoch:
-            raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
-        if request.version != self._state.version:
-            raise PreconditionFailed(
-                f"asked to send version {request.version}, held is {self._state.version}", reason=Reason.STALE_STAMP
-            )
-        answers = await self._killing_epoch_on_cancel("send", version=request.version)
-        sent = answers[0].body
-        self._digest = sent["digest"]
+        async with self._changing:
+            if request.epoch != self._epoch:
+                raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
+            if request.version != self._state.version:
+                raise PreconditionFailed(
+                    f"asked to send version {request.version}, held is {self._state.version}",
+                    reason=Reason.STALE_STAMP,
+                )
+            answers = await self._killing_epoch_on_cancel("send", version=request.version)
+            sent = answers[0].body
+            self._digest = sent["digest"]
         return pb.SendWeightsResponse(stamp=self._held(), num_bytes=sent["num_bytes"], duration_s=sent["duration_s"])
 
+    @_to_the_end
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         self._open_config()
-        checkpoint.staging(Path(request.path))
         async with self._changing:
+            checkpoint.begin(Path(request.path))
             answers = await self._ranks.call("save", path=request.path, state=vars(self._state))
         return pb.SaveCheckpointResponse(**answers[0].body)
 
+    @_to_the_end
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Any) -> pb.LoadCheckpointResponse:
         self._open_config()
         async with self._changing:
@@ -142,12 +165,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._state, self._digest = state, ""
         return pb.LoadCheckpointResponse(version=state.version)
 
+    @_to_the_end
     async def ExportHuggingFace(
         self, request: pb.ExportHuggingFaceRequest, context: Any
     ) -> pb.ExportHuggingFaceResponse:
         self._open_config()
-        checkpoint.staging(Path(request.path))
         async with self._changing:
+            checkpoint.begin(Path(request.path))
             answers = await self._ranks.call("export", path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
 
@@ -231,5 +255,5 @@ async def receive(requests: AsyncIterator[Any], schema: pa.Schema = batches.SAMP
 
 
 def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise InvalidInput(f"temperature: must be above 0, not {temperature:g}", field="temperature")
+    if not 0 < temperature < float("inf"):
+        raise InvalidInput(f"temperature: must be above 0 and finite, not {temperature:g}", field="temperature")

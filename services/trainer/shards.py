@@ -22,23 +22,24 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
     """Refuses what would fail, or silently train on nonsense, on the ranks.
 
     Raises:
-        InvalidInput: A column holds an empty list, a token outside the vocabulary, lengths that differ, or a number
-            that is not finite; names the column and the first row.
+        InvalidInput: A column holds an empty list, a token outside the vocabulary, lengths that differ, or a value
+            that is missing or not finite; names the column and the first row.
     """
     num_tokens = _lengths(samples, "tokens")
     _refuse(_lengths(samples, "prompt_tokens") == 0, "prompt_tokens", "is empty")
     _refuse(num_tokens == 0, "tokens", "is empty")
     _refuse(_lengths(samples, "logprobs") != num_tokens, "logprobs", "differs in length from tokens")
-    if samples["ref_logprobs"].null_count < samples.num_rows:
+    has_reference = samples["ref_logprobs"].null_count < samples.num_rows
+    if has_reference:
         _refuse(_lengths(samples, "ref_logprobs") != num_tokens, "ref_logprobs", "differs in length from tokens")
-    for name in ("prompt_tokens", "tokens"):
-        largest = pc.max(pc.list_flatten(samples[name])).as_py()
-        if largest >= vocab_size:
-            raise InvalidInput(f"{name}: token {largest} is outside the vocabulary of {vocab_size}", field=name)
-    for name in ("logprobs", "advantage"):
+    for name in _COLUMNS if has_reference else _COLUMNS[:-1]:
         values = samples[name] if name == "advantage" else pc.list_flatten(samples[name])
-        if not pc.all(pc.is_finite(values)).as_py():
+        if values.null_count:
+            raise InvalidInput(f"{name}: holds a missing value", field=name)
+        if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
             raise InvalidInput(f"{name}: holds a number that is not finite", field=name)
+        if pa.types.is_integer(values.type) and (largest := pc.max(values).as_py()) >= vocab_size:
+            raise InvalidInput(f"{name}: token {largest} is outside the vocabulary of {vocab_size}", field=name)
 
 
 def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[Message]:

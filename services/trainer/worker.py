@@ -123,11 +123,8 @@ class Worker:
             group.kill()
 
     def save(self, *, path: str, state: dict[str, object]) -> Message:
-        """Writes a checkpoint; rank 0 completes it."""
+        """Writes a checkpoint into its staging directory, which is there; rank 0 completes it."""
         final = Path(path)
-        if self._rank == 0:
-            checkpoint.begin(final)
-        dist.barrier()
         self._open().save(checkpoint.staging(final) / "state")
         dist.barrier()
         if self._rank != 0:
@@ -140,13 +137,13 @@ class Worker:
         self._open().load(Path(path) / "state")
 
     def export(self, *, path: str) -> Message:
-        """Writes the policy as a Hugging Face model directory, on rank 0."""
+        """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`."""
         weights = self._open().weights()
         if self._rank != 0:
             _exhaust(weights)
             return Message({})
         final = Path(path)
-        partial = checkpoint.begin(final)
+        partial = checkpoint.staging(final)
         num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
         partial.rename(final)
         return Message({"num_bytes": num_bytes})

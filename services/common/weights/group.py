@@ -58,15 +58,23 @@ class WeightGroup:
         self._timeout_s, self._backend = group.timeout_s, group.backend
         self._pg: dist.ProcessGroup | None = None
         timeout = timedelta(seconds=group.timeout_s)
-        # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
-        client = dist.TCPStore(
-            group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
-        self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
-        self._store.set(f"member/{rank}", b"1")
+        try:
+            # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
+            client = dist.TCPStore(
+                group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
+            )
+            self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
+            self._store.set(f"member/{rank}", b"1")
+        except RuntimeError as error:
+            raise Aborted(
+                f"epoch {group.epoch}, member {rank}: the trainer's store cannot be reached: {error}", epoch=group.epoch
+            ) from error
         members = [f"member/{r}" for r in range(group.world_size)]
         self._wait_until(lambda: self._store.check(members), "all members to join")
-        self._pg = self._make_backend(group.store_host, timeout)
+        try:
+            self._pg = self._make_backend(group.store_host, timeout)
+        except RuntimeError as error:  # a member died after it had said that it is there
+            self._give_up(f"the members could not connect: {error}", cause=error)
         # Proves that every member is in before any weight moves.
         count = torch.ones(1, device=device)
         self._wait(self._pg.allreduce([count]))

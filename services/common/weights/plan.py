@@ -67,7 +67,7 @@ def pack(plan: Plan, tensors: NamedTensors, device: torch.device) -> Iterator[tu
     """Fills one new buffer (uint8 [num_bytes]) after the other from `tensors`, which must come in the plan's order.
 
     Raises:
-        InternalError: A tensor is not the one that the plan has at its place.
+        InternalError: A tensor is not the one that the plan has at its place, or comes after its end.
     """
     source = iter(tensors)
     for bucket in plan.buckets:
@@ -83,6 +83,8 @@ def pack(plan: Plan, tensors: NamedTensors, device: torch.device) -> Iterator[tu
             flat[slot.offset : end].view(slot.dtype).copy_(tensor.detach().reshape(-1))
             flat[end : end + -end % ALIGN_BYTES] = 0
         yield bucket, flat
+    for name, _ in source:
+        raise InternalError(f"export order changed: the plan ends before {name}")
 
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

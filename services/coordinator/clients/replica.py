@@ -32,6 +32,7 @@ class Replica:
         self.address = address
         self.state = ReplicaState.DEAD
         self.num_workers = self.max_samples = 0
+        self.num_opens = 0
         self.samples_in_flight = self.tokens_in_flight = 0
         self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
         self._timeouts = timeouts
@@ -43,6 +44,7 @@ class Replica:
         )
         answer = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
         self.num_workers, self.max_samples = answer.num_workers, answer.max_samples
+        self.num_opens += 1
         self.state = ReplicaState.STALE
 
     async def is_alive(self) -> bool:
@@ -73,10 +75,10 @@ class Replica:
             raise InternalError(f"replica {self.address} answered prompt {prompt.prompt_id} incompletely")
         return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)
 
-    async def join(self, group: WeightGroup, base_rank: int, plan: WeightPlan) -> None:
-        """Enters the weight group with all workers."""
+    async def join(self, group: WeightGroup, base_rank: int, plan: WeightPlan) -> str:
+        """Enters the weight group with all workers; the digest of the plan as they built it."""
         request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
-        await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)
+        return (await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)).plan_digest
 
     async def receive(self, epoch: int, version: int) -> str:
         """Receives one publication; its digest. Until it is committed the replica is STALE."""

@@ -62,10 +62,10 @@ class Trainer:
         index = batch.schema.get_field_index("ref_logprobs")
         return batch.set_column(index, batch.schema.field(index), scored["logprobs"])
 
-    async def join(self, group: WeightGroup) -> None:
-        """Enters the weight group as its member 0."""
+    async def join(self, group: WeightGroup) -> str:
+        """Enters the weight group as its member 0; the digest of the plan as the trainer built it."""
         request = pb.JoinWeightGroupRequest(group=group)
-        await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)
+        return (await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)).plan_digest
 
     async def send(self, epoch: int, version: int) -> PolicyStamp:
         """Broadcasts the policy; the stamp of what was sent."""

@@ -1,0 +1,66 @@
+"""The model card: small files only, and never code."""
+
+import json
+from pathlib import Path
+
+import pytest
+from lockstep.types.v1.types_pb2 import ModelCard
+
+from services.common.errors import InvalidInput, NotFound
+from services.common.model_card import read_model_card, write_model_card
+
+
+def directory_with(path: Path, **files: str) -> Path:
+    path.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_text(content)
+    return path
+
+
+def test_card_holds_the_small_files_and_nothing_else(tmp_path: Path) -> None:
+    source = directory_with(
+        tmp_path / "in",
+        config__json='{"a": 1}',
+        tokenizer__json="{}",
+        chat_template__jinja="{{ x }}",
+        model__safetensors="weights",
+        modeling_evil__py="import os",
+    )
+    card = read_model_card(source)
+    assert set(card.files) == {"config.json", "tokenizer.json", "chat_template.jinja"}
+    target = directory_with(tmp_path / "out")
+    write_model_card(card, target)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == dict(card.files)
+
+
+def test_missing_model_is_not_found(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", directory_with(tmp_path / "empty"), Path("org/name-on-a-hub")):
+        with pytest.raises(NotFound) as caught:
+            read_model_card(path)
+        assert caught.value.metadata["field"] == "model"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [json.dumps({"auto_map": {"AutoConfig": "evil.Config"}}), "no json", "[]", "3"])
+def test_code_and_nonsense_are_refused_on_both_ends(tmp_path: Path, name: str, content: str) -> None:
+    source = directory_with(tmp_path / "in", config__json="{}")
+    (source / name).write_text(content)
+    with pytest.raises(InvalidInput) as caught:
+        read_model_card(source)
+    assert caught.value.metadata["field"] == "model"
+    card = ModelCard(files={"config.json": b"{}", name: content.encode()})
+    with pytest.raises(InvalidInput):
+        write_model_card(card, directory_with(tmp_path / "out"))
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["../escape", "/etc/passwd", "sub/config.json", "modeling_evil.py", "config.json/..", "", "."]
+)
+def test_file_that_no_card_has_is_refused(tmp_path: Path, name: str) -> None:
+    target = directory_with(tmp_path / "out")
+    card = ModelCard(files={"config.json": b"{}", "tokenizer.json": b"{}", name: b"x"})
+    with pytest.raises(InvalidInput, match="unexpected file"):
+        write_model_card(card, target)
+    assert not list(target.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,208 @@
+"""The `lockstep` command as a user runs it, watched from outside through its files and processes."""
+
+import functools
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, chdir, closing, contextmanager
+from pathlib import Path
+
+import yaml
+
+from tests.support import descendants, free_port, make_model, running, service_command, still_there
+
+LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
+NUM_STEPS = 6
+# Differ between runs of the same numbers.
+_CLOCK = re.compile(r"time/.*|train/.*_s")
+# A scorer that the test can hold: every sample is the digit share of its text, once the file `hold` is gone.
+_GATE = """
+import pathlib, time
+
+def score(*, completion, **_):
+    while pathlib.Path("hold").exists():
+        time.sleep(0.01)
+    return sum(c.isdigit() for c in completion) / max(1, len(completion))
+"""
+
+
+def invoke(*arguments: object, cwd: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    command = [LOCKSTEP, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+def make_workspace(directory: Path, **overrides: object) -> Path:
+    """A directory with model, data, scorer and run.yaml: steps of a second or two, a group of 4 at once."""
+    make_model(directory / "model", "untied")
+    made = invoke("data", "arithmetic", "--out", "data", "--num-train", 64, "--num-test", 8, cwd=directory)
+    assert made.returncode == 0, made.stderr
+    (directory / "gate.py").write_text(_GATE)
+    config = {
+        "name": "run",
+        "model": "model",
+        "num_steps": NUM_STEPS,
+        "data": {
+            "train": "data/train.parquet",
+            "eval": {"test": "data/test.parquet"},
+            "prompts_per_step": 8,
+            "max_prompt_tokens": 16,
+        },
+        "rollout": {
+            "num_replicas": 2,
+            "completions_per_prompt": 4,
+            "max_model_len": 96,
+            "max_samples": 4,
+            "sampling": {"max_tokens": 64},
+        },
+        "trainer": {"num_ranks": 2, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
+        "reward": {
+            "scorers": [{"kind": "python", "path": "gate:score"}],
+            "timeout_s": 300,
+            "num_workers": 1,
+            "on_failure": "fail",
+        },
+        "evaluation": {"eval_freq": 2, "max_tokens": 8},
+        "checkpoint": {"save_freq": 2},
+    }
+    (directory / "run.yaml").write_text(yaml.safe_dump(config | overrides))
+    return directory
+
+
+class LockstepRun:
+    """`lockstep run run.yaml ...` in a workspace."""
+
+    def __init__(self, workspace: Path, *arguments: str):
+        self.workspace, self.directory = workspace, workspace / "runs" / "run"
+        self._output = workspace / "output"
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [LOCKSTEP, "run", "run.yaml", *arguments],
+                cwd=workspace,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> "LockstepRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        below = list(self.below())
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pid in still_there(below, after_s=0 if not below else 20):
+            os.kill(pid, signal.SIGKILL)
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    @property
+    def log(self) -> str:
+        path = self.directory / "logs" / "coordinator.log"
+        return path.read_text() if path.exists() else ""
+
+    def ledger(self, kind: str) -> list[dict]:
+        """Decisions of a kind so far; `body` is flattened into the row."""
+        path = self.directory / "ledger.sqlite"
+        if not path.exists():
+            return []
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as database:
+            try:
+                rows = database.execute(
+                    "SELECT seq, version, body FROM decisions WHERE kind = ? ORDER BY seq", (kind,)
+                ).fetchall()
+            except sqlite3.OperationalError:  # the table is about to be made
+                return []
+        return [{"seq": seq, "version": version, **json.loads(body)} for seq, version, body in rows]
+
+    def has(self, kind: str, version: int) -> bool:
+        return any(row["version"] == version for row in self.ledger(kind))
+
+    def until(self, condition: Callable[[], object], what: str, *, timeout_s: float = 120) -> None:
+        """Waits until `condition` holds; fails if the run ends first."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}:\n{self.output}\n{self.log}"
+            time.sleep(0.02)
+
+    def below(self) -> dict[int, str]:
+        """All processes that the run has started, with their command lines."""
+        return descendants(self.process.pid)
+
+    def services(self, service: str) -> dict[str, int]:
+        """Address to pid of the started services of a kind."""
+        found = {}
+        for pid, command in self.below().items():
+            match = re.search(rf"-m services\.{service} --listen (\S+)", command)
+            if match:
+                found.setdefault(match[1], pid)
+        return found
+
+    def hold(self) -> None:
+        """Lets no sample be scored until `release`."""
+        (self.workspace / "hold").touch()
+
+    def release(self) -> None:
+        (self.workspace / "hold").unlink()
+
+    def wait(self, timeout_s: float = 180) -> int:
+        """Waits for the end; the exit code."""
+        return self.process.wait(timeout_s)
+
+
+def numbers(workspace: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what the clock says."""
+    lines = (workspace / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if not _CLOCK.fullmatch(name)} for line in lines]
+
+
+def weights(workspace: Path) -> dict[str, bytes]:
+    """The exported weights, by file."""
+    directory = workspace / "runs" / "run" / "model"
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+
+
+def assert_gone(pids: Iterable[int], *, within_s: float) -> None:
+    pids = list(pids)
+    assert pids
+    assert not still_there(pids, after_s=within_s)
+
+
+@functools.cache
+def reference(base: Path) -> Path:
+    """Workspace, below pytest's `base`, of a run that nothing disturbed, with services given by address."""
+    workspace = base / "reference"
+    workspace.mkdir()
+    make_workspace(workspace)
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "reward", "rollout-0", "rollout-1")}
+    with running_services(addresses, workspace) as processes:
+        options = [f"--{name.partition('-')[0]}={address}" for name, address in addresses.items()]
+        with LockstepRun(workspace, *options) as run:
+            assert run.wait() == 0, run.output
+            assert not run.below()
+        assert all(process.poll() is None for process in processes), "a service that was only borrowed has ended"
+    return workspace
+
+
+@contextmanager
+def running_services(addresses: dict[str, str], workspace: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The services of `addresses`, started as an operator does, in `workspace`."""
+    with ExitStack() as stack:
+        processes = []
+        with chdir(workspace):
+            for name, address in addresses.items():
+                command = service_command(name.partition("-")[0], address, num_ranks=2)
+                processes.append(stack.enter_context(running(command, workspace / f"{name}.log")))
+        yield processes

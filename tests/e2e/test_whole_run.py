@@ -1,0 +1,76 @@
+"""A run from end to end with services given by address: what it leaves, and that every number hangs together."""
+
+import hashlib
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.lockstep_command import NUM_STEPS, numbers, reference
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference(tmp_path_factory.getbasetemp())
+
+
+def ledger(workspace: Path) -> list[tuple[str, int, dict]]:
+    with closing(sqlite3.connect(workspace / "runs" / "run" / "ledger.sqlite")) as database:
+        rows = database.execute("SELECT kind, version, body FROM decisions ORDER BY seq")
+        return [(kind, version, json.loads(body)) for kind, version, body in rows]
+
+
+def test_every_step_is_on_policy_and_recorded_once(workspace: Path):
+    rows = ledger(workspace)
+    published = {version: body["digest"] for kind, version, body in rows if kind == "published"}
+    assert sorted(published) == list(range(NUM_STEPS + 1))
+    assert len(set(published.values())) == NUM_STEPS + 1
+    assert [version for kind, version, _ in rows if kind == "finished"] == list(range(1, NUM_STEPS + 1))
+    assert [body["num_replicas"] for kind, _, body in rows if kind == "epoch"] == [2]
+    for kind, version, body in rows:
+        if kind != "collected":
+            continue
+        path = workspace / "runs" / "run" / "batches" / f"step-{version:06d}.parquet"
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == body["sha256"]
+        table = pq.read_table(path)
+        assert set(table["policy_version"].to_pylist()) == {version}
+        assert set(table["policy_digest"].to_pylist()) == {published[version]}
+        assert len(set(zip(table["prompt_id"].to_pylist(), table["sample"].to_pylist(), strict=True))) == 8 * 4
+        assert len(set(table["seed"].to_pylist())) == 8 * 4
+        for tokens, logprobs in zip(table["tokens"].to_pylist(), table["logprobs"].to_pylist(), strict=True):
+            assert 0 < len(tokens) == len(logprobs)
+
+
+def test_numbers_of_every_step(workspace: Path):
+    lines = numbers(workspace)
+    steps = [line for line in lines if "reward/mean" in line]
+    evaluations = [line for line in lines if "eval/test/reward" in line]
+    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    assert [line["step"] for line in evaluations] == [0, 2, 4, 6]
+    # float32 in engine and trainer, as in tests/rollout.
+    assert max(line["train/logprob_gap_max"] for line in steps) <= 1e-4
+    for line in steps:
+        batch = pq.read_table(workspace / "runs" / "run" / "batches" / f"step-{line['step'] - 1:06d}.parquet")
+        assert line["reward/mean"] == pytest.approx(np.mean(batch["reward"].to_numpy()), abs=1e-12)
+        assert line["batch/tokens"] == sum(len(tokens) for tokens in batch["tokens"].to_pylist())
+
+
+def test_the_newest_checkpoints_and_the_model_are_kept(workspace: Path):
+    directory = workspace / "runs" / "run"
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == [
+        "step-000002",
+        "step-000004",
+        "step-000006",
+    ]
+    trained = AutoModelForCausalLM.from_pretrained(directory / "model")
+    before = AutoModelForCausalLM.from_pretrained(workspace / "model")
+    changed = [not a.equal(b) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
+    assert all(changed)
+    assert sorted(path.name for path in (directory / "evaluations").iterdir()) == [
+        f"test-step-{version:06d}.parquet" for version in (0, 2, 4, 6)
+    ]

@@ -1,0 +1,73 @@
+"""A coordinator that is killed, stopped and interrupted: nothing is left running, and the run goes on exactly."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.lockstep_command import LockstepRun, assert_gone, make_workspace, numbers, weights
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # One replica instead of two: the numbers must not depend on it.
+    directory = make_workspace(tmp_path_factory.mktemp("coordinator"))
+    text = (directory / "run.yaml").read_text()
+    assert "num_replicas: 2" in text
+    (directory / "run.yaml").write_text(text.replace("num_replicas: 2", "num_replicas: 1"))
+    return directory
+
+
+def test_a_killed_coordinator_takes_its_services_with_it(workspace: Path):
+    with LockstepRun(workspace) as run:
+        run.until(lambda: run.has("published", 3), "version 3 to be served")
+        assert run.has("saved", 2)
+        below = run.below()
+        assert len(below) >= 7  # torchrun, 2 ranks, rollout and its engine, reward and its worker
+        run.process.kill()
+        assert_gone(below, within_s=15)
+
+
+def test_one_interrupt_ends_the_run_after_its_step(workspace: Path):
+    with LockstepRun(workspace, "resume=must") as run:
+        before = len(run.ledger("published"))
+        run.until(lambda: len(run.ledger("published")) >= before + 2, "the first step")
+        below = run.below()
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(60) == 0, run.output
+        assert "stopping after this step" in run.output
+        assert "Traceback" not in run.output
+        assert_gone(below, within_s=1)
+        # Resumed from the checkpoint of version 2; the step that was interrupted is whole.
+        assert run.ledger("opened")[-1]["checkpoint"].endswith("step-000002")
+        versions = [row["version"] for row in run.ledger("published")[before:]]
+        assert versions in ([2, 3, 4], [2, 3, 4, 5])
+        assert run.ledger("finished")[-1]["version"] == versions[-1]
+
+
+def test_a_second_interrupt_ends_it_at_once(workspace: Path):
+    with LockstepRun(workspace) as run:
+        run.hold()  # the step would never end
+        version = run.ledger("saved")[-1]["version"]
+        sessions = len(run.ledger("opened"))
+        run.until(lambda: len(run.ledger("opened")) > sessions, "the run to be opened")
+        published = len(run.ledger("published"))
+        run.until(lambda: len(run.ledger("published")) > published, f"version {version} to be served")
+        below = run.below()
+        run.process.send_signal(signal.SIGINT)
+        run.until(lambda: "stopping after this step" in run.output, "the first interrupt to be noticed")
+        began = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(30) == 130, run.output
+        assert time.monotonic() - began < 15  # a service has 10 s to end
+        assert "Traceback" not in run.output
+        assert_gone(below, within_s=1)
+        run.release()
+
+
+def test_it_ends_with_the_numbers_and_the_model_of_an_undisturbed_run(workspace: Path, undisturbed: Path):
+    with LockstepRun(workspace, "resume=must") as run:
+        assert run.wait() == 0, run.output
+    assert numbers(workspace) == numbers(undisturbed)
+    assert weights(workspace) == weights(undisturbed) != {}

@@ -1,0 +1,140 @@
+"""Replicas that die while they generate and while they receive: the run goes on with the same numbers."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.rollout.v1 import rollout_pb2_grpc
+
+from services.common.rpc import Client
+from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, weights
+from tests.support import descendants
+
+
+def info(address: str) -> pb.GetInfoResponse:
+    async def ask() -> pb.GetInfoResponse:
+        client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
+        try:
+            return await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def engine_of(service: int) -> int:
+    (engine,) = [pid for pid, command in descendants(service).items() if "resource_tracker" not in command]
+    return engine
+
+
+def all_idle(addresses: list[str]) -> bool:
+    """Whether nothing is in the engines, twice in a row: a next group would be there at once."""
+    for _ in range(2):
+        if any(info(address).samples_in_flight for address in addresses):
+            return False
+        time.sleep(0.3)
+    return True
+
+
+def kill_while_generating(run: LockstepRun, address: str, version: int) -> None:
+    """Kills the replica in the generation from `version`, and lets the step end only when it is back."""
+    run.until(lambda: run.has("published", version), f"version {version} to be served")
+    run.until(lambda: info(address).samples_in_flight, "samples in the replica")
+    os.kill(run.services("rollout")[address], signal.SIGKILL)
+    run.until(lambda: f"replica {address} is out" in run.log, "the loss to be noticed", timeout_s=15)
+    run.until(lambda: f"replica {address} is back" in run.log, "the replica to be back")
+    assert not run.has("collected", version)
+
+
+def kill_while_receiving(run: LockstepRun, victim: str, survivor: str, version: int) -> None:
+    """Stops the victim's engine before it receives `version` + 1, and kills it while the survivor waits for it."""
+    run.until(lambda: run.has("published", version), f"version {version} to be served")
+    run.until(lambda: all_idle([victim, survivor]), "all groups to be generated")
+    service = run.services("rollout")[victim]
+    os.kill(engine_of(service), signal.SIGSTOP)
+    run.release()
+    run.until(lambda: not info(survivor).HasField("stamp"), "the survivor to receive")
+    os.kill(service, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LockstepRun, str, str]:
+    workspace = make_workspace(tmp_path_factory.mktemp("replicas"))
+    with LockstepRun(workspace) as run:
+        run.until(lambda: run.has("published", 0), "the first publication")
+        first, second = run.services("rollout")
+        run.until(lambda: run.has("collected", 0), "the first batch")
+        run.hold()
+        kill_while_generating(run, first, version=1)
+        refused = invoke("run", "run.yaml", cwd=workspace)
+        run.release()
+        run.until(lambda: run.has("published", 2), "the next publication")
+        served_again = info(first)
+        run.until(lambda: run.has("collected", 2), "the batch after it")
+        run.hold()
+        kill_while_receiving(run, second, first, version=3)
+        began = time.monotonic()
+        run.until(lambda: run.has("published", 4), "the publication without the killed replica")
+        took_s = time.monotonic() - began
+        below = list(run.below())
+        assert run.wait() == 0, run.output
+        assert run.process.returncode == 0
+    return run, refused, served_again, took_s, below
+
+
+def test_the_restarted_replica_is_in_the_next_publication(disturbed):
+    run, _, served_again, _, _ = disturbed
+    (published,) = [row for row in run.ledger("published") if row["version"] == 2]
+    assert (served_again.stamp.version, served_again.stamp.digest) == (2, published["digest"])
+
+
+def test_the_weight_group_follows_its_members(disturbed):
+    run, *_ = disturbed
+    epochs = run.ledger("epoch")
+    first_published = {row["version"]: row["seq"] for row in reversed(run.ledger("published"))}
+    before = {v: [e["num_replicas"] for e in epochs if e["seq"] < seq] for v, seq in first_published.items()}
+    assert before[1] == [2]
+    assert before[2] == [2, 2]  # both again, one of them a new process
+    assert before[4] == [2, 2, 1]
+    assert set(first_published) == set(range(7))
+
+
+def test_nobody_waits_for_the_dead(disturbed):
+    # weights.timeout_s is 60: the survivor was told, it did not time out.
+    assert disturbed[3] < 15
+
+
+def test_no_sample_is_lost_or_drawn_twice(disturbed, undisturbed: Path):
+    run, *_ = disturbed
+    for version in range(6):
+        name = Path("runs") / "run" / "batches" / f"step-{version:06d}.parquet"
+        ours, theirs = pq.read_table(run.workspace / name), pq.read_table(undisturbed / name)
+        assert len(set(zip(ours["prompt_id"].to_pylist(), ours["sample"].to_pylist(), strict=True))) == 8 * 4
+        assert ours.num_rows == 8 * 4
+        # Seeds follow from step, prompt and sample alone, so a group that was sent again is the same group.
+        assert ours.equals(theirs)
+
+
+def test_the_numbers_and_the_model_are_those_of_an_undisturbed_run(disturbed, undisturbed: Path):
+    run, *_ = disturbed
+    assert numbers(run.workspace) == numbers(undisturbed)
+    assert weights(run.workspace) == weights(undisturbed) != {}
+
+
+def test_a_second_coordinator_is_refused(disturbed):
+    _, refused, *_ = disturbed
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "run" in refused.stderr
+    assert "another" in refused.stderr
+
+
+def test_nothing_is_left_behind(disturbed):
+    from tests.support import still_there
+
+    assert not still_there(disturbed[4], after_s=1)

@@ -1,0 +1,71 @@
+"""Service processes that all rollout tests share: an engine start costs more than the tests."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.trainer.v1 import trainer_pb2_grpc
+
+from services.common.rpc import Client
+from tests.rollout.rollout_stack import PlayedTrainer, Replica, Stack
+from tests.support import free_port, make_model, running, service_command
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make_model(tmp_path_factory.mktemp(kind), kind)
+        return made[kind]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], contextlib.AbstractAsyncContextManager]:
+    @contextlib.asynccontextmanager
+    async def started() -> AsyncIterator[tuple[Replica, object]]:
+        address = f"127.0.0.1:{free_port()}"
+        log = tmp_path_factory.mktemp("rollout") / "log"
+        client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
+        with running(service_command("rollout", address), log) as process:
+            yield Replica(client, process.pid), process
+            await client.close()
+
+    return started
+
+
+@pytest_asyncio.fixture(scope="session")
+async def replicas(start_replica: Callable) -> AsyncIterator[list[Replica]]:
+    async with start_replica() as (first, _), start_replica() as (second, _):
+        yield [first, second]
+
+
+@pytest_asyncio.fixture(scope="session")
+async def stack(replicas: list[Replica], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    address = f"127.0.0.1:{free_port()}"
+    log = tmp_path_factory.mktemp("trainer") / "log"
+    with running(service_command("trainer", address, num_ranks=2), log):
+        client = Client(address, trainer_pb2_grpc.TrainerServiceStub)
+        yield Stack(client, replicas)
+        await client.close()
+
+
+@pytest.fixture(scope="session")
+def played_trainer(replicas: list[Replica], model: Callable[[str], Path]) -> PlayedTrainer:
+    return PlayedTrainer(model("untied"), replicas[0], "played")
+
+
+@pytest_asyncio.fixture
+async def played(played_trainer: PlayedTrainer, model: Callable[[str], Path]) -> PlayedTrainer:
+    """The test as trainer of the first replica. Costs an engine start if another run was open there."""
+    await played_trainer.replica.open(model("untied"), played_trainer.run_id)
+    return played_trainer

@@ -1,0 +1,214 @@
+"""Real services for the rollout tests, and the test itself in the trainer's place."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.trainer.v1 import trainer_pb2
+from lockstep.types.v1.types_pb2 import Completion, PolicyStamp, SamplingParams, WeightGroup, WeightPlan
+from transformers import AutoModelForCausalLM
+
+from services.common.model_card import read_model_card
+from services.common.rpc import Client
+from services.common.weights import group as weight_group
+from services.common.weights.plan import Plan
+from services.trainer.publish import Publication, send
+
+MAX_MODEL_LEN = 512
+# Several buckets for each layer of the tiny models, so that a publication can end in the middle of one.
+BUCKET_BYTES = 32 << 10
+PROMPTS = [[2 + (7 * i + 3 * j) % 60 for j in range(3 + i)] for i in range(8)]
+
+_run_numbers = itertools.count()
+
+
+def greedy_by_transformers(
+    model: torch.nn.Module, max_tokens: int, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> list[list[int]]:
+    """What `model` continues `prompts` with, one at a time so that nothing is padded."""
+    answers = []
+    for prompt in prompts:
+        tokens_BT = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0)
+        answers.append(tokens_BT[0, len(prompt) :].tolist())
+    return answers
+
+
+def load_model(directory: Path) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # the requests name no stop token either
+    return model
+
+
+@dataclass
+class Replica:
+    """One rollout process."""
+
+    client: Client
+    pid: int
+
+    async def open(self, model: Path, run_id: str, **config: object) -> pb.OpenRunResponse:
+        config_json = json.dumps({"max_model_len": MAX_MODEL_LEN} | config)
+        request = pb.OpenRunRequest(run_id=run_id, config_json=config_json, model_card=read_model_card(model))
+        return await self.client.call("OpenRun", request, timeout_s=120, wait_for_ready=True)
+
+    async def info(self) -> pb.GetInfoResponse:
+        return await self.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
+
+    async def join(self, group: WeightGroup, plan: WeightPlan, base_rank: int = 1) -> pb.JoinWeightGroupResponse:
+        request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
+        return await self.client.call("JoinWeightGroup", request, timeout_s=60)
+
+    async def receive(self, epoch: int, version: int) -> pb.ReceiveWeightsResponse:
+        request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
+        return await self.client.call("ReceiveWeights", request, timeout_s=60)
+
+    async def commit(self, stamp: PolicyStamp) -> None:
+        await self.client.call("CommitWeights", pb.CommitWeightsRequest(stamp=stamp), timeout_s=60)
+
+    async def generate(
+        self,
+        stamp: PolicyStamp,
+        prompts: Sequence[Sequence[int]] = PROMPTS,
+        *,
+        seeds: Sequence[int] = (0,),
+        **sampling: object,
+    ) -> list[pb.GenerateResponse]:
+        """The finished groups in the order of `prompts`."""
+        request = pb.GenerateRequest(
+            expected_stamp=stamp,
+            prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
+            sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | sampling),
+        )
+        answers = [answer async for answer in self.client.stream("Generate", request, timeout_s=120)]
+        assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
+        return sorted(answers, key=lambda answer: int(answer.prompt_id))
+
+    async def greedy(self, stamp: PolicyStamp, max_tokens: int = 24) -> list[list[int]]:
+        answers = await self.generate(stamp, max_tokens=max_tokens)
+        return [list(answer.completions[0].tokens) for answer in answers]
+
+    async def until_sampling(self) -> None:
+        """Returns when the engine has something to do."""
+        async with asyncio.timeout(10):
+            while not (await self.info()).samples_in_flight:
+                await asyncio.sleep(0.01)
+
+
+def completions(answers: Sequence[pb.GenerateResponse]) -> list[Completion]:
+    return [completion for answer in answers for completion in answer.completions]
+
+
+@dataclass
+class Stack:
+    """A trainer and replicas that can be opened again and again."""
+
+    trainer: Client
+    replicas: list[Replica]
+    opened: trainer_pb2.OpenRunResponse = field(default_factory=trainer_pb2.OpenRunResponse)
+    run_id: str = ""
+    epoch: int = 0
+
+    async def open(self, model: Path, trainer_config: dict[str, object]) -> None:
+        self.run_id = f"stack-{next(_run_numbers)}"
+        request = trainer_pb2.OpenRunRequest(
+            run_id=self.run_id,
+            config_json=json.dumps(trainer_config),
+            model_path=str(model),
+            bucket_bytes=BUCKET_BYTES,
+        )
+        self.opened, *_ = await asyncio.gather(
+            self.trainer.call("OpenRun", request, timeout_s=120, wait_for_ready=True),
+            *(replica.open(model, self.run_id) for replica in self.replicas),
+        )
+
+    async def publish(self, version: int) -> PolicyStamp:
+        """All of section 8 of the protocol, with the digests of both ends compared."""
+        self.epoch += 1
+        group = WeightGroup(
+            run_id=self.run_id,
+            epoch=self.epoch,
+            store_host=self.opened.store_host,
+            store_port=self.opened.store_port,
+            world_size=1 + len(self.replicas),
+            backend=self.opened.weight_backend,
+            timeout_s=30,
+        )
+        joined = await asyncio.gather(
+            self.trainer.call("JoinWeightGroup", trainer_pb2.JoinWeightGroupRequest(group=group), timeout_s=60),
+            *(replica.join(group, self.opened.plan, rank) for rank, replica in enumerate(self.replicas, 1)),
+        )
+        assert len({answer.plan_digest for answer in joined}) == 1
+        request = trainer_pb2.SendWeightsRequest(epoch=self.epoch, version=version)
+        sent, *received = await asyncio.gather(
+            self.trainer.call("SendWeights", request, timeout_s=60),
+            *(replica.receive(self.epoch, version) for replica in self.replicas),
+        )
+        assert {answer.digest for answer in received} == {sent.stamp.digest}
+        assert {answer.num_bytes for answer in received} == {sent.num_bytes}
+        await asyncio.gather(*(replica.commit(sent.stamp) for replica in self.replicas))
+        return sent.stamp
+
+
+class PlayedTrainer:
+    """Member 0 of the weight group in this process, with weights of its own that differ for every version."""
+
+    def __init__(self, directory: Path, replica: Replica, run_id: str):
+        self.model, self.replica, self.run_id = load_model(directory), replica, run_id
+        self.epoch = 0
+        self._store = weight_group.serve_store("127.0.0.1")
+        self.plan = Plan.of(self.weights(), bucket_bytes=BUCKET_BYTES)
+        assert len(self.plan.buckets) > 6
+
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor.detach()) for name, tensor in self.model.named_parameters()]
+
+    def draw(self, seed: int) -> None:
+        """Other weights, far enough from the last ones to change every greedy answer."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, tensor in self.model.named_parameters():
+                if "norm" not in name:
+                    tensor.normal_(0, 0.1, generator=generator)
+
+    def describe_group(self, epoch: int, timeout_s: float) -> WeightGroup:
+        return WeightGroup(
+            run_id=self.run_id,
+            epoch=epoch,
+            store_host="127.0.0.1",
+            store_port=self._store.port,
+            world_size=2,
+            backend="gloo",
+            timeout_s=timeout_s,
+        )
+
+    async def join(self, *, timeout_s: float = 30.0) -> weight_group.WeightGroup:
+        self.epoch += 1
+        message = self.describe_group(self.epoch, timeout_s)
+        group, answer = await asyncio.gather(
+            asyncio.to_thread(weight_group.WeightGroup, message, rank=0, device=torch.device("cpu")),
+            self.replica.join(message, self.plan.message),
+        )
+        assert answer.plan_digest == self.plan.digest
+        return group
+
+    async def send(self, group: object, version: int) -> Publication:
+        return await asyncio.to_thread(send, group, self.plan, self.weights(), version=version)
+
+    async def publish(self, version: int) -> PolicyStamp:
+        """A publication in which nothing goes wrong."""
+        group = await self.join()
+        sent, received = await asyncio.gather(self.send(group, version), self.replica.receive(self.epoch, version))
+        assert received.digest == sent.digest
+        stamp = PolicyStamp(version=version, digest=sent.digest)
+        await self.replica.commit(stamp)
+        group.abort()
+        return stamp
+
+    async def assert_exact(self, stamp: PolicyStamp) -> None:
+        """The replica answers as transformers does with the weights that were sent."""
+        assert await self.replica.greedy(stamp) == greedy_by_transformers(self.model, 24)

@@ -1,0 +1,81 @@
+"""Generate: bad requests, cancelling, and requests before a run is open."""
+
+import asyncio
+import contextlib
+
+import pytest
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
+
+from services.common.errors import InvalidInput
+from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
+from tests.support import VOCAB, cpu_seconds, descendants
+
+
+async def publish(played: PlayedTrainer, version: int) -> PolicyStamp:
+    played.draw(seed=version)
+    return await played.publish(version)
+
+
+@pytest.mark.parametrize("length", [0, MAX_MODEL_LEN, MAX_MODEL_LEN + 1])
+async def test_a_prompt_that_does_not_fit_is_named(played: PlayedTrainer, length: int):
+    stamp = await publish(played, 101)
+    with pytest.raises(InvalidInput, match=f"prompt of {length} tokens.*{MAX_MODEL_LEN}") as raised:
+        await played.replica.generate(stamp, [PROMPTS[0], [3] * length])
+    assert raised.value.metadata["field"] == "prompts"
+    assert "\n" not in raised.value.message
+    # The good prompt of the same call is aborted with it, and the engine goes on.
+    await played.assert_exact(stamp)
+    assert (await played.replica.info()).samples_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"), [({"max_tokens": 0}, "max_tokens"), ({"temperature": -1.0}, "temperature")]
+)
+async def test_impossible_sampling_is_the_callers_mistake(played: PlayedTrainer, sampling: dict, field: str):
+    stamp = await publish(played, 102)
+    with pytest.raises(InvalidInput, match=field):
+        await played.replica.generate(stamp, **sampling)
+    await played.assert_exact(stamp)
+
+
+async def test_a_token_outside_the_vocabulary_is_the_callers_mistake(played: PlayedTrainer):
+    stamp = await publish(played, 105)
+    with pytest.raises(InvalidInput, match="vocab"):
+        await played.replica.generate(stamp, [[3, VOCAB + 5, 4]])
+    await played.assert_exact(stamp)
+
+
+async def test_the_longest_prompt_has_room_for_one_token(played: PlayedTrainer):
+    stamp = await publish(played, 103)
+    (answer,) = await played.replica.generate(stamp, [[3] * (MAX_MODEL_LEN - 1)], max_tokens=9)
+    assert len(answer.completions[0].tokens) == 1
+
+
+async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
+    stamp = await publish(played, 104)
+    (engine,) = [pid for pid, command in descendants(played.replica.pid).items() if "resource_tracker" not in command]
+    request = pb.GenerateRequest(
+        expected_stamp=stamp,
+        prompts=[pb.Prompt(prompt_id=str(i), tokens=[3 + i], seeds=range(8)) for i in range(30)],
+        sampling=SamplingParams(temperature=1.0, max_tokens=MAX_MODEL_LEN - 1),  # half a minute of work
+    )
+
+    async def consume() -> None:
+        async with contextlib.aclosing(played.replica.client.stream("Generate", request, timeout_s=120)) as answers:
+            async for _ in answers:
+                raise AssertionError("a group finished before the call was cancelled")
+
+    call = asyncio.create_task(consume())
+    await played.replica.until_sampling()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    async with asyncio.timeout(3):
+        while (await played.replica.info()).samples_in_flight:
+            await asyncio.sleep(0.05)
+    await played.assert_exact(stamp)
+    # Not only forgotten by the service: the engine's process rests.
+    used_before = cpu_seconds(engine)
+    await asyncio.sleep(1)
+    assert cpu_seconds(engine) - used_before < 0.3

@@ -1,0 +1,90 @@
+"""How a replica ends, and what cannot start: processes of its own, since they do not survive."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
+from tests.rollout.rollout_stack import PlayedTrainer, Replica
+from tests.support import descendants, still_there
+
+
+@pytest_asyncio.fixture(scope="module")
+async def mortals(start_replica: Callable) -> AsyncIterator[list[tuple[Replica, object]]]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(start_replica()) for _ in range(2)]
+
+
+@pytest_asyncio.fixture(scope="module")
+async def opened(mortals: list, model: Callable) -> list[tuple[Replica, object]]:
+    await asyncio.gather(*(replica.open(model("untied"), "mortal") for replica, _ in mortals))
+    return mortals
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"engine": {"no_such_option": 1}}, "no_such_option"),
+        ({"engine": {"dtype": "float7"}}, "float7"),
+        ({"max_model_len": 100_000}, "max_model_len"),
+        ({"engine": {"max_num_batched_tokens": "many"}}, "max_num_batched_tokens"),
+        ({"no_such_key": 1}, "no_such_key"),
+        ({"max_samples": 0}, "max_samples"),
+    ],
+)
+async def test_an_engine_that_cannot_be_made_is_the_callers_mistake(mortals: list, model: Callable, config, names):
+    replica, _ = mortals[0]
+    with pytest.raises(InvalidInput, match=names) as raised:
+        await replica.open(model("untied"), "bad", **config)
+    assert "\n" not in raised.value.message
+    assert "Traceback" not in raised.value.message
+    info = await replica.info()
+    assert (info.info.state, info.num_workers) == ("idle", 0)
+    with pytest.raises(PreconditionFailed) as refused:
+        await replica.receive(1, 0)
+    assert refused.value.reason is Reason.RUN_NOT_OPEN
+
+
+async def test_dummy_weights_are_never_served(opened: list):
+    replica, _ = opened[0]
+    for stamp in (PolicyStamp(version=0, digest="0" * 32), PolicyStamp()):
+        with pytest.raises(PreconditionFailed) as raised:
+            await replica.greedy(stamp)
+        assert raised.value.reason is Reason.NOT_SERVING
+    with pytest.raises(PreconditionFailed) as refused:  # nothing was received either
+        await replica.commit(PolicyStamp(version=0, digest="0" * 32))
+    assert refused.value.reason is Reason.DIGEST_MISMATCH
+
+
+async def test_a_killed_service_leaves_no_engine(opened: list):
+    replica, process = opened[0]
+    below = descendants(replica.pid)
+    assert below
+    process.kill()
+    process.wait()
+    assert not still_there(below, after_s=5)
+
+
+async def test_a_killed_engine_ends_its_service_with_a_word(opened: list, model: Callable):
+    replica, process = opened[1]
+    played = PlayedTrainer(model("untied"), replica, "mortal")
+    stamp = await played.publish(0)
+    below = descendants(replica.pid)
+    (engine,) = [pid for pid, command in below.items() if "resource_tracker" not in command]
+    generating = asyncio.create_task(replica.generate(stamp, seeds=range(32), temperature=1.0, max_tokens=480))
+    await replica.until_sampling()
+    began = time.perf_counter()
+    os.kill(engine, signal.SIGKILL)
+    with pytest.raises(Unavailable) as raised:
+        await generating
+    assert raised.value.reason is Reason.ENGINE_DEAD
+    assert await asyncio.to_thread(process.wait, 10) == 1
+    assert time.perf_counter() - began < 10
+    assert not still_there(below, after_s=1)

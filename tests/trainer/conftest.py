@@ -1,0 +1,69 @@
+"""One trainer deployment and one run of the FSDP scenarios, shared by all tests."""
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch.distributed as dist
+
+from tests.support import make_model
+from tests.trainer import fsdp_lab
+from tests.trainer.deployment import Deployment, deployed
+from tests.trainer.fsdp_lab import KINDS, Lab
+
+
+@pytest.fixture(scope="session")
+def trainer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`models/<kind>`: the tiny models."""
+    directory = tmp_path_factory.mktemp("trainer")
+    for kind in KINDS:
+        make_model(directory / "models" / kind, kind)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def lab(trainer_files: Path) -> Iterator[Lab]:
+    """A world of one rank, in this process."""
+    lab = Lab(dist.HashStore(), 0, 1, trainer_files / "models")
+    yield lab
+    lab.worker.close()
+
+
+@pytest.fixture(scope="session")
+def worlds(trainer_files: Path, lab: Lab) -> dict[int, Path]:
+    """Results of every scenario of fsdp_lab by world size."""
+    results = {world: trainer_files / f"world{world}" for world in (1, 2)}
+    for directory in results.values():
+        directory.mkdir()
+    ranks = [
+        subprocess.Popen([sys.executable, "-m", "tests.trainer.fsdp_lab", str(rank), "2", str(results[2])])
+        for rank in range(2)
+    ]
+    try:
+        fsdp_lab.run_all(lab, results[1])
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return results
+
+
+@pytest.fixture(scope="session")
+async def deployment(trainer_files: Path) -> AsyncIterator[Deployment]:
+    """A trainer service of two ranks, as an operator starts it."""
+    async with deployed("services.trainer", trainer_files) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+async def trainer(deployment: Deployment) -> Deployment:
+    """The deployment with a new run open and its weights published."""
+    await deployment.open()
+    await deployment.publish()
+    return deployment

@@ -1,0 +1,112 @@
+"""A running trainer service and its one caller."""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1 import trainer_pb2_grpc
+from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
+
+from services.common import batch as batches
+from services.common.rpc import Client
+from tests.support import free_port, make_batch, running
+from tests.trainer.fsdp_lab import config
+
+# Far above what any of these calls takes here, so that a hang is a failure and not a stuck suite.
+TIMEOUT_S = 60.0
+_numbers = itertools.count(1)
+
+
+async def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterator[Any]:
+    """A header, unless it is None, then frames."""
+    if header is not None:
+        yield message(header=header)
+    for frame in frames:
+        yield message(frame=frame)
+
+
+class Deployment:
+    """Keeps the stamp that was published last, and the store's address."""
+
+    def __init__(self, address: str, models: Path, pid: int):
+        self.client = Client(address, trainer_pb2_grpc.TrainerServiceStub)
+        self.address, self.models, self.pid = address, models, pid
+        self.stamp = PolicyStamp()
+        self.opened = pb.OpenRunResponse()
+        self.epoch = 0
+
+    async def call(self, method: str, request: Any) -> Any:
+        return await self.client.call(method, request, timeout_s=TIMEOUT_S)
+
+    async def open(self, kind: str = "untied", checkpoint: str = "", **changes: Any) -> pb.OpenRunResponse:
+        """A new run, on a new copy of the model."""
+        request = pb.OpenRunRequest(
+            run_id=f"run{next(_numbers)}",
+            config_json=config(changes).model_dump_json(),
+            model_path=str(self.models / kind),
+            checkpoint_path=checkpoint,
+            bucket_bytes=1 << 16,
+        )
+        self.opened = await self.call("OpenRun", request)
+        return self.opened
+
+    async def join(self, *, epoch: int | None = None, world_size: int = 1, timeout_s: float = 10.0) -> None:
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        group = WeightGroup(
+            run_id="r",
+            epoch=self.epoch,
+            store_host=self.opened.store_host,
+            store_port=self.opened.store_port,
+            world_size=world_size,
+            backend=self.opened.weight_backend,
+            timeout_s=timeout_s,
+        )
+        await self.call("JoinWeightGroup", pb.JoinWeightGroupRequest(group=group))
+
+    async def publish(self) -> PolicyStamp:
+        """Publishes to a group that has no other member; returns the stamp."""
+        await self.join()
+        request = pb.SendWeightsRequest(epoch=self.epoch, version=(await self.held()).version)
+        self.stamp = (await self.call("SendWeights", request)).stamp
+        return self.stamp
+
+    async def held(self) -> PolicyStamp:
+        return (await self.call("GetInfo", pb.GetInfoRequest())).stamp
+
+    async def train(
+        self, batch: pa.Table | Sequence[bytes], *, stamp: PolicyStamp | None = None, batch_id: str = "", **header: Any
+    ) -> pb.TrainResponse:
+        head = pb.TrainHeader(
+            expected_stamp=stamp or self.stamp, batch_id=batch_id or f"batch{next(_numbers)}", temperature=1.0
+        )
+        for name, value in header.items():
+            setattr(head, name, value)
+        frames = list(batches.encode(batch)) if isinstance(batch, pa.Table) else batch
+        return await self.call("Train", messages(pb.TrainRequest, head, frames))
+
+    async def forward(self, batch: pa.Table, role: int = pb.ROLE_POLICY) -> pa.Table:
+        header = pb.ForwardHeader(role=role, temperature=1.0)
+        requests = messages(pb.ForwardRequest, header, list(batches.encode(batch)))
+        answers = self.client.stream("Forward", requests, timeout_s=TIMEOUT_S)
+        return batches.decode([answer.frame async for answer in answers])
+
+    def batch(self, stamp: PolicyStamp | None = None, *, seed: int = 0) -> pa.Table:
+        return make_batch(4, 3, stamp or self.stamp, seed=seed)
+
+
+@contextlib.asynccontextmanager
+async def deployed(module: str, files: Path) -> AsyncIterator[Deployment]:
+    """`module` under torchrun with two ranks."""
+    address = f"127.0.0.1:{free_port()}"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, "-m", module, "--listen", address]
+    with running(command, files / f"{module}.log") as process:
+        deployment = Deployment(address, files / "models", process.pid)
+        await deployment.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=120, wait_for_ready=True)
+        yield deployment
+        await deployment.client.close()

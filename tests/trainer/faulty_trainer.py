@@ -1,0 +1,25 @@
+"""A trainer whose rank 1 fails in the middle of an update that is asked for with FAULTY_TEMPERATURE."""
+
+import os
+from typing import Any
+
+import torch
+
+from services.common.serve import serve_from_command_line
+from services.trainer import __main__ as entry
+from services.trainer.fsdp.backend import FsdpBackend
+
+FAULTY_TEMPERATURE = 13.0
+_accumulate = FsdpBackend.accumulate
+
+
+def _fails_on_rank_1(self: FsdpBackend, packs: Any, temperature: float, loss: Any) -> dict[str, torch.Tensor]:
+    if os.environ["RANK"] == "1" and temperature == FAULTY_TEMPERATURE:
+        raise ZeroDivisionError("injected on purpose")
+    return _accumulate(self, packs, temperature, loss)  # rank 0 waits here, in a collective
+
+
+FsdpBackend.accumulate = _fails_on_rank_1
+
+if __name__ == "__main__":
+    serve_from_command_line("trainer", entry._run)

@@ -1,0 +1,220 @@
+"""Commands to all ranks, over real ZeroMQ, with workers that do as the test says; and callers that give up."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1 import trainer_pb2_grpc
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common import batch as batches
+from services.common.errors import DeadlineExceeded, InternalError, PreconditionFailed, Reason
+from services.common.rpc import Client, Server
+from services.trainer import ranks as ranks_module
+from services.trainer.ranks import Message, Ranks, follow
+from services.trainer.servicer import NAME, TrainerServicer
+from tests.support import make_batch
+from tests.trainer.deployment import messages
+
+DIGEST = "0" * 32
+
+
+class FakeWorker:
+    """Stands for the torch side, which is slow and cannot be stopped at a chosen moment."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.calls: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def echo(self, *, value: Any, own: Any = None, frames: list[bytes] = ()) -> Message:
+        return Message({"rank": self.rank, "value": value, "own": own}, [*frames, b"from the rank"])
+
+    def refuse(self) -> None:
+        if self.rank == 1:
+            raise PreconditionFailed("not now", reason=Reason.NOT_JOINED, field="f")
+
+    def refuse_while_another_hangs(self) -> None:
+        self.refuse()
+        self.gate.wait()
+
+    def crash(self) -> None:
+        if self.rank == 1:
+            raise ZeroDivisionError("boom")
+        self.gate.wait()
+
+    def open(self, **_: Any) -> Message:
+        return Message({}, [b""])
+
+    def train(self, **_: Any) -> Message:
+        self.entered.set()
+        self.gate.wait()
+        self.calls.append("train")
+        return Message({"metrics": {"loss": 0.5}})
+
+    def join(self, **_: Any) -> Message:
+        return Message({"plan_digest": "p"})
+
+    def send(self, **_: Any) -> Message:
+        self.calls.append("send")
+        return Message({"digest": DIGEST, "num_bytes": 1, "duration_s": 0.1})
+
+
+class Crew:
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.workers = [FakeWorker(rank) for rank in range(2)]
+        self.ranks = Ranks(2, "127.0.0.1", self.failures.append)
+        for worker in self.workers:
+            threading.Thread(target=follow, args=(worker.rank, self.ranks.address, worker), daemon=True).start()
+
+    def close_gates(self) -> None:
+        for worker in self.workers:
+            worker.gate.clear()
+            worker.entered.clear()
+
+    def open_gates(self) -> None:
+        for worker in self.workers:
+            worker.gate.set()
+
+
+@pytest.fixture
+async def crew() -> AsyncIterator[Crew]:
+    crew = Crew()
+    async with asyncio.timeout(10):
+        await crew.ranks.wait_for_all()
+    yield crew
+    crew.open_gates()
+
+
+async def test_each_rank_gets_its_own_part_and_answers_in_rank_order(crew: Crew) -> None:
+    parts = [Message({"own": rank}, [bytes([rank])]) for rank in range(2)]
+    answers = await crew.ranks.call("echo", parts, value={"x": [1.5, None]})
+    assert [answer.body for answer in answers] == [
+        {"rank": rank, "value": {"x": [1.5, None]}, "own": rank} for rank in range(2)
+    ]
+    assert [list(answer.frames) for answer in answers] == [[bytes([rank]), b"from the rank"] for rank in range(2)]
+
+
+async def test_typed_error_of_one_rank_is_raised_and_the_ranks_go_on(crew: Crew) -> None:
+    with pytest.raises(PreconditionFailed) as caught:
+        await crew.ranks.call("refuse")
+    assert (caught.value.reason, caught.value.metadata) == (Reason.NOT_JOINED, {"field": "f"})
+    assert (await crew.ranks.call("echo", value=1))[1].body["value"] == 1
+    assert not crew.failures
+
+
+async def test_crash_of_one_rank_does_not_wait_for_the_others(crew: Crew) -> None:
+    crew.close_gates()
+    async with asyncio.timeout(5):
+        with pytest.raises(InternalError) as caught:
+            await crew.ranks.call("crash")
+    assert caught.value.reason is Reason.RANK_FAILED
+    assert caught.value.metadata["rank"] == "1"
+    assert "in crash" in caught.value.metadata["traceback"]
+    assert len(crew.failures) == 1
+    # Nothing is asked of such ranks again.
+    with pytest.raises(InternalError, match="boom"):
+        await crew.ranks.call("echo", value=1)
+
+
+async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "_OTHERS_GRACE_S", 0.2)
+    crew.close_gates()
+    async with asyncio.timeout(5):
+        with pytest.raises(InternalError, match=r"\[0\] did not answer"):
+            await crew.ranks.call("refuse_while_another_hangs")
+    assert len(crew.failures) == 1
+
+
+async def test_cancelled_call_is_finished_before_the_next(crew: Crew) -> None:
+    crew.close_gates()
+    call = asyncio.create_task(crew.ranks.call("train"))
+    await asyncio.to_thread(crew.workers[1].entered.wait)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    after = asyncio.create_task(crew.ranks.call("echo", value=2))
+    crew.open_gates()
+    async with asyncio.timeout(5):
+        assert [answer.body["value"] for answer in await after] == [2, 2]
+    assert crew.workers[0].calls == ["train"]
+
+
+class Service:
+    """The real servicer and server over fake workers."""
+
+    def __init__(self, crew: Crew, client: Client):
+        self.crew, self.client = crew, client
+
+    async def train(self, *, timeout_s: float) -> pb.TrainResponse:
+        stamp = PolicyStamp(version=0, digest=DIGEST)
+        header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0)
+        frames = list(batches.encode(make_batch(2, 2, stamp)))
+        return await self.client.call("Train", messages(pb.TrainRequest, header, frames), timeout_s=timeout_s)
+
+    async def send(self, *, timeout_s: float = 10.0) -> PolicyStamp:
+        request = pb.SendWeightsRequest(epoch=1, version=0)
+        return (await self.client.call("SendWeights", request, timeout_s=timeout_s)).stamp
+
+    async def version(self) -> int:
+        return (await self.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)).stamp.version
+
+
+@pytest.fixture
+async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
+    server = Server()
+    servicer = TrainerServicer(crew.ranks, lambda: None, "127.0.0.1", 1)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    client = Client(f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}", trainer_pb2_grpc.TrainerServiceStub)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64}))
+    request = pb.OpenRunRequest(run_id="r", config_json="{}", model_path=str(tmp_path), bucket_bytes=1024)
+    await client.call("OpenRun", request, timeout_s=10)
+    join = pb.JoinWeightGroupRequest()
+    join.group.epoch = 1
+    await client.call("JoinWeightGroup", join, timeout_s=10)
+    service = Service(crew, client)
+    await service.send()
+    yield service
+    crew.open_gates()
+    await client.close()
+    await server.grpc.stop(None)
+
+
+async def test_batch_whose_caller_gave_up_is_applied_once(service: Service) -> None:
+    crew = service.crew
+    crew.close_gates()
+    with pytest.raises(DeadlineExceeded):
+        await service.train(timeout_s=0.5)
+    assert all(worker.entered.is_set() for worker in crew.workers)
+    # The retry arrives while the ranks still work on the first: it waits, and is answered with what they did.
+    retry = asyncio.create_task(service.train(timeout_s=10))
+    crew.open_gates()
+    answer = await retry
+    assert (answer.version, answer.replayed, answer.metrics["loss"]) == (1, True, 0.5)
+    assert [worker.calls for worker in crew.workers] == [["send", "train"]] * 2
+    assert await service.version() == 1
+
+
+async def test_weights_are_not_sent_as_the_version_before_a_batch_in_progress(service: Service) -> None:
+    crew = service.crew
+    crew.close_gates()
+    training = asyncio.create_task(service.train(timeout_s=10))
+    await asyncio.to_thread(crew.workers[1].entered.wait)
+    sending = asyncio.create_task(service.send())
+    await service.version()  # the server has read what came before
+    crew.open_gates()
+    assert (await training).version == 1
+    with pytest.raises(PreconditionFailed) as caught:
+        await sending
+    assert caught.value.reason is Reason.STALE_STAMP
+    assert [worker.calls for worker in crew.workers] == [["send", "train"]] * 2
