@@ -32,13 +32,22 @@ FRAME_BYTES = 1 << 20
 
 
 def encode(table: pa.Table, *, frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:
-    """Cuts `table` into self-contained Arrow IPC streams of about `frame_bytes`; a longer row has one of its own."""
-    rows = max(1, table.num_rows * frame_bytes // max(1, table.nbytes))
-    for batch in table.combine_chunks().to_batches(max_chunksize=rows):
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        yield sink.getvalue().to_pybytes()
+    """Cuts `table` into self-contained Arrow IPC streams of up to about `frame_bytes`; a longer row has its own."""
+    for whole in table.combine_chunks().to_batches():
+        for batch in _halve(whole, frame_bytes):
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+            yield sink.getvalue().to_pybytes()
+
+
+def _halve(batch: pa.RecordBatch, num_bytes: int) -> Iterator[pa.RecordBatch]:
+    if batch.num_rows <= 1 or batch.nbytes <= num_bytes:
+        yield batch
+        return
+    middle = batch.num_rows // 2
+    yield from _halve(batch.slice(0, middle), num_bytes)
+    yield from _halve(batch.slice(middle), num_bytes)
 
 
 def decode(frames: Iterable[bytes], *, schema: pa.Schema | None = None) -> pa.Table:

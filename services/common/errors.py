@@ -13,6 +13,10 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "lockstep"
+# A status travels in HTTP/2 headers, which are refused as a whole when they are too large. Room for a message and a
+# few values of this size, percent-encoded and in base64.
+_MAX_TEXT_BYTES = 4 << 10
+MAX_HEADER_BYTES = 64 << 10
 
 
 class Reason(StrEnum):
@@ -138,11 +142,17 @@ _CLASS_OF_CODE = {cls.code: cls for cls in ERROR_CLASSES}
 
 def to_status(error: LockstepError) -> grpc.Status:
     """The gRPC status that carries `error`, for `context.abort_with_status`."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=error.metadata)
+    # The begin of a message says what happened, the end of a traceback where.
+    message = error.message.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")
+    metadata = {
+        key: value.encode(errors="replace")[-_MAX_TEXT_BYTES:].decode(errors="ignore")
+        for key, value in error.metadata.items()
+    }
+    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata)
     detail = any_pb2.Any()
     detail.Pack(info)
     code = getattr(code_pb2, error.code.name)
-    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=[detail]))
+    return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=[detail]))
 
 
 def from_rpc_error(error: grpc.RpcError, *, target: str) -> LockstepError:

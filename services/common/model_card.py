@@ -47,9 +47,10 @@ def write_model_card(card: ModelCard, directory: Path) -> None:
         InvalidInput: The card brings a file that no card has, or names code of its own.
     """
     _refuse_code(card, directory)
-    for name, content in card.files.items():
+    for name in card.files:
         if name != _REQUIRED and name not in _OPTIONAL:
             raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
+    for name, content in card.files.items():
         (directory / name).write_bytes(content)
 
 
@@ -59,6 +60,8 @@ def _refuse_code(card: ModelCard, source: Path) -> None:
             content = json.loads(card.files.get(name, b"{}"))
         except ValueError as error:
             raise InvalidInput(f"model: {source / name} is not JSON: {error}", field="model") from error
+        if not isinstance(content, dict):
+            raise InvalidInput(f"model: {source / name} does not hold a JSON object", field="model")
         if "auto_map" in content:
             raise InvalidInput(
                 f"model: {source / name} has auto_map, which asks to run Python code that comes with the model; "

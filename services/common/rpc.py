@@ -20,7 +20,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep.types.v1.types_pb2 import ServiceInfo
 
-from services.common.errors import InternalError, InvalidInput, LockstepError, from_rpc_error, to_status
+from services.common.errors import (
+    MAX_HEADER_BYTES,
+    InternalError,
+    InvalidInput,
+    LockstepError,
+    from_rpc_error,
+    to_status,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +39,7 @@ INCARNATION = uuid.uuid4().hex
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_HEADER_BYTES),
     # A peer whose host vanished is noticed in 20 s, also in the middle of a long call.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),

@@ -3,11 +3,12 @@
 import hashlib
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.config.run import Config
-from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
+from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.coordinator.ledger import Kind, Ledger
 
 LEDGER = "ledger.sqlite"
@@ -29,8 +30,9 @@ def open_run(config: Config) -> Start:
     """Opens or makes the run's directory as `config.resume` says.
 
     Raises:
-        InvalidInput: The directory holds a run and `resume` is never, or that run had another config.
+        InvalidInput: The directory holds a run and `resume` is never.
         NotFound: `resume` is must or a path and there is nothing to resume from.
+        PreconditionFailed: Another coordinator has the run open, or it was begun with another config.
         DataLoss: The ledger names a checkpoint that is gone.
     """
     ledger_path = config.run_dir / LEDGER
@@ -46,6 +48,14 @@ def open_run(config: Config) -> Start:
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
     config.run_dir.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(ledger_path)
+    try:
+        return _open(config, ledger, checkpoint)
+    except LockstepError:
+        ledger.close()
+        raise
+
+
+def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
     opened = ledger.last(Kind.OPENED)
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
     if opened:
@@ -84,9 +94,18 @@ def _newest(ledger: Ledger, config: Config) -> str:
 
 def _require_same(config: Config, before: dict[str, object]) -> None:
     now = json.loads(config.model_dump_json())
-    changed = sorted(key for key in now if key not in _MAY_CHANGE and now[key] != before.get(key))
+    changed = [key for key in _differences(now, before) if key.partition(".")[0] not in _MAY_CHANGE]
     if changed:
         raise PreconditionFailed(
             f"{config.run_dir} was begun with another {', '.join(changed)} (see its config.json); "
             "use that again, or another name"
         )
+
+
+def _differences(now: object, before: object, at: str = "") -> Iterator[str]:
+    """Dotted keys whose values differ."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        for key in sorted(now.keys() | before.keys()):
+            yield from _differences(now.get(key), before.get(key), f"{at}.{key}" if at else key)
+    elif now != before:
+        yield at

@@ -52,7 +52,8 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[l
     since a sharded forward is a collective, and about the same number of tokens.
 
     Raises:
-        InvalidInput: A sample is longer than `max_tokens`, or there are fewer samples than ranks.
+        InvalidInput: A sample is longer than `max_tokens`, there are fewer samples than ranks, or the budget leaves no
+            equal split.
     """
     if max(lengths) > max_tokens:
         raise InvalidInput(
@@ -61,12 +62,18 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[l
         )
     if len(lengths) < num_ranks:
         raise InvalidInput(f"{len(lengths)} samples cannot be spread over {num_ranks} ranks", field="frame")
-    packs_per_rank = -(-sum(lengths) // (max_tokens * num_ranks))
-    while True:
-        packs = _longest_first(lengths, min(packs_per_rank * num_ranks, len(lengths)))
-        if max(tokens for tokens, _ in packs) <= max_tokens and len(packs) % num_ranks == 0:
+    most, fewest = len(lengths) // num_ranks, -(-sum(lengths) // (max_tokens * num_ranks))
+    for packs_per_rank in range(fewest, most + 1):
+        packs = _longest_first(lengths, packs_per_rank * num_ranks)
+        if max(tokens for tokens, _ in packs) <= max_tokens:
             break
-        packs_per_rank += 1
+    else:
+        raise InvalidInput(
+            f"{len(lengths)} samples of up to {max(lengths)} tokens cannot be split into equally many packs on "
+            f"{num_ranks} ranks; raise trainer.max_tokens_per_microbatch from {max_tokens} to at least "
+            f"{2 * max(lengths)}, or make the samples of a mini-batch divisible by the ranks",
+            field="trainer.max_tokens_per_microbatch",
+        )
     # Deal heaviest to lightest, back and forth, so that the ranks' totals stay close.
     packs.sort(key=lambda pack: (-pack[0], pack[1]))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]

@@ -74,7 +74,7 @@ def test_file_name_may_hold_an_equals_sign(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("trainer.optim.learning_rat", None),
+        ("quux", None),
         ("trainer.optim.lrr", "trainer.optim.lr"),
         ("trainer.optm.lr", "trainer.optim"),
         ("trainer.lr", "trainer.optim.lr"),

@@ -13,7 +13,7 @@ from lockstep.rollout.v1 import rollout_pb2_grpc
 
 from services.common.rpc import Client
 from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, weights
-from tests.support import descendants
+from tests.support import descendants, still_there
 
 
 def info(address: str) -> pb.GetInfoResponse:
@@ -63,7 +63,8 @@ def kill_while_receiving(run: LockstepRun, victim: str, survivor: str, version: 
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LockstepRun, str, str]:
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LockstepRun, object, object, float, list[int]]:
+    """The run, what a second coordinator said, the revived replica, seconds without it, and all processes."""
     workspace = make_workspace(tmp_path_factory.mktemp("replicas"))
     with LockstepRun(workspace) as run:
         run.until(lambda: run.has("published", 0), "the first publication")
@@ -135,6 +136,4 @@ def test_a_second_coordinator_is_refused(disturbed):
 
 
 def test_nothing_is_left_behind(disturbed):
-    from tests.support import still_there
-
     assert not still_there(disturbed[4], after_s=1)

@@ -1,6 +1,7 @@
 """From YAML files and dotted overrides to one checked config, with errors that a person can act on."""
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,17 @@ class Key:
     help: str
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a table that sets a key twice, of which YAML would forget the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(problem=f"{twice} is set twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load(model: type[Model], args: Sequence[str]) -> Model:
     """Builds `model` from `args` in order: paths of YAML files and `a.b.c=value` overrides, later ones winning.
 
@@ -34,7 +46,7 @@ def load(model: type[Model], args: Sequence[str]) -> Model:
     tree: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for arg in args:
-        is_override = "=" in arg and not Path(arg).exists()
+        is_override = "=" in arg and not os.path.exists(arg)  # unlike Path.exists, also if it is too long for a path
         part = _parse_override(arg) if is_override else _read_yaml(Path(arg))
         _merge(tree, part, origin, source="command line" if is_override else arg)
     return _validate(model, tree, origin)
@@ -73,7 +85,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except FileNotFoundError as error:
         raise InvalidInput(f"config file {path} does not exist", reason=Reason.INVALID_CONFIG) from error
     except (OSError, UnicodeDecodeError) as error:

@@ -116,7 +116,7 @@ class Config(Strict):
         if groups % minibatches:
             raise ValueError(
                 f"data.prompts_per_step {groups} must be divisible by trainer.num_minibatches {minibatches}; "
-                f"nearest: {max(1, groups // minibatches) * minibatches}"
+                f"nearest: {max(1, round(groups / minibatches)) * minibatches}"
             )
         samples = groups // minibatches * self.rollout.completions_per_prompt
         if samples < self.trainer.num_ranks:

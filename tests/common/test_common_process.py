@@ -1,0 +1,105 @@
+"""Processes: they end with the one that started them, and the coordinator needs no torch."""
+
+import signal
+import subprocess
+import sys
+
+from services.common.serve import ServeOptions
+
+WATCHED = "import sys; sys.stdin.read()"
+# Says that it is up, then waits for ever.
+WATCHER = """
+import signal, sys, threading
+from services.common.process import exit_with
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+exit_with(int(sys.argv[1]))
+sys.stdout.write("up\\n"), sys.stdout.flush()
+while True:
+    signal.pause()
+"""
+
+
+def test_service_ends_with_the_process_that_it_watches() -> None:
+    watched = subprocess.Popen([sys.executable, "-c", WATCHED], stdin=subprocess.PIPE)
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", WATCHER, str(watched.pid), "hears"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert watcher.stdout.readline() == "up\n"
+        assert watcher.poll() is None
+        watched.kill()
+        # A zombie would do too: the pid ends before its parent asks for the exit code.
+        assert watcher.wait(5) == -signal.SIGTERM
+    finally:
+        watched.kill()
+        watched.communicate()
+        watcher.kill()
+        watcher.communicate()
+
+
+def test_service_ends_at_once_if_the_process_is_gone() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    watcher = subprocess.run([sys.executable, "-c", WATCHER, str(gone.pid), "hears"], timeout=30)
+    assert watcher.returncode == 1
+
+
+def test_service_that_does_not_hear_is_ended_after_its_grace() -> None:
+    program = "import services.common.process as p; p._GRACE_S = 0.2\n" + WATCHER
+    watched = subprocess.Popen([sys.executable, "-c", WATCHED], stdin=subprocess.PIPE)
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", program, str(watched.pid), "deaf"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert watcher.stdout.readline() == "up\n"
+        watched.kill()
+        assert watcher.wait(5) == 1
+    finally:
+        watched.kill()
+        watched.communicate()
+        watcher.kill()
+        watcher.communicate()
+
+
+def test_command_line_refuses_what_it_does_not_know() -> None:
+    program = (
+        "from services.common.serve import serve_from_command_line as serve\n"
+        "from services.common.errors import InvalidInput\n"
+        "async def run(options):\n"
+        "    if options.insecure: raise InvalidInput('port in use')\n"
+        "    return 3 if options.listen == '127.0.0.1:7' else 4\n"
+        "serve('reward', run)"
+    )
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=60)
+
+    assert run("--listen", "127.0.0.1:7").returncode == 3
+    assert run().returncode == 4
+    refused = run("--insecure")
+    assert (refused.returncode, "lockstep-reward: port in use" in refused.stderr) == (1, True)
+    assert "Traceback" not in refused.stderr
+    assert run("--lisen", "x").returncode == 2
+    assert ServeOptions("a:1", False).listen == "a:1"
+
+
+HEAVY = ("torch", "vllm", "transformers", "zmq")
+
+
+def test_command_line_starts_without_torch() -> None:
+    program = "import sys, services.coordinator.cli; sys.stdout.write(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    imported = set(done.stdout.split())
+    assert "services.coordinator.cli" in imported
+    assert not imported & set(HEAVY)
+
+
+def test_coordinator_needs_no_torch() -> None:
+    """Where torch is installed, tensorboardX imports it; where it is not, everything still must."""
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\n"
+        "import services.coordinator.cli, services.coordinator.session"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,136 @@
+"""Fakes on real gRPC: what no real service does on demand is to fail at a given moment."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
+
+from services.common.config.run import Config
+from services.common.errors import LockstepError
+from services.common.rpc import Server
+from services.coordinator.data.prompts import Prompt
+
+
+def make_config(**sections: Any) -> Config:
+    return Config(
+        **{
+            "model": "m",
+            "data": {"train": "x.parquet", "prompts_per_step": 8},
+            "reward": {"scorers": [{"kind": "exact"}]},
+            "timeouts": {"info_s": 5, "open_s": 30, "generate_s": 30, "publish_s": 30},
+            **sections,
+        }
+    )
+
+
+def make_prompt(index: int, num_tokens: int = 3) -> Prompt:
+    return Prompt(f"p{index}", f"text {index}", (5,) * num_tokens, str(index), {})
+
+
+class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
+    """Serves whatever stamp is asked for; `error` and `before_answer` say how its answers go wrong."""
+
+    def __init__(self, max_samples: int = 64):
+        self.max_samples = max_samples
+        self.error: dict[str, LockstepError] = {}
+        self.failures_left = math.inf
+        self.before_answer: Callable[[pb.Prompt], Any] | None = None
+        self.digest = "digest"
+        self.plan_digest = "plan"
+        self.answered: list[str] = []
+        self.committed: list[PolicyStamp] = []
+        self.epochs: list[tuple[int, int]] = []
+        self.num_opens = self.in_flight = self.peak = 0
+        self._server: Server | None = None
+        self.address = "127.0.0.1:0"
+
+    async def start(self) -> None:
+        """Listens, the second time on the same port."""
+        self._server = Server()
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, self._server.grpc)
+        port = await self._server.start(self.address, ["lockstep.rollout.v1.RolloutService"])
+        self.address = f"127.0.0.1:{port}"
+
+    async def die(self) -> None:
+        """All calls break off."""
+        if self._server:
+            server, self._server = self._server, None
+            await server.grpc.stop(0)
+
+    def _fail(self, method: str) -> None:
+        if method in self.error and self.failures_left:
+            self.failures_left -= 1
+            raise self.error[method]
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+        return pb.GetInfoResponse(num_workers=1, max_samples=self.max_samples)
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
+        self._fail("OpenRun")
+        self.num_opens += 1
+        return pb.OpenRunResponse(num_workers=1, max_samples=self.max_samples)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self._fail("Generate")
+        (prompt,) = request.prompts
+        self.in_flight += len(prompt.seeds)
+        self.peak = max(self.peak, self.in_flight)
+        try:
+            if self.before_answer:
+                await self.before_answer(prompt)
+        finally:
+            self.in_flight -= len(prompt.seeds)
+        self.answered.append(prompt.prompt_id)
+        completions = [
+            Completion(tokens=[seed % 50, 1], logprobs=[-1, -2], finish_reason=FINISH_REASON_STOP, seed=seed)
+            for seed in prompt.seeds
+        ]
+        yield pb.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=request.expected_stamp)
+
+    async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
+        self._fail("JoinWeightGroup")
+        self.epochs.append((request.group.epoch, request.group.world_size))
+        return pb.JoinWeightGroupResponse(plan_digest=self.plan_digest)
+
+    async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Any) -> pb.ReceiveWeightsResponse:
+        self._fail("ReceiveWeights")
+        return pb.ReceiveWeightsResponse(digest=self.digest)
+
+    async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Any) -> pb.CommitWeightsResponse:
+        self._fail("CommitWeights")
+        self.committed.append(request.stamp)
+        return pb.CommitWeightsResponse()
+
+
+class FakeReward(reward_pb2_grpc.RewardServiceServicer):
+    """Reward 1 for each sample; a typed failure for the first sample of the prompts in `failing`."""
+
+    def __init__(self, failing: set[str]):
+        self.failing = failing
+
+    async def OpenRun(self, request: Any, context: Any) -> reward_pb2.OpenRunResponse:
+        return reward_pb2.OpenRunResponse(scorer="fake 1")
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        scores = [reward_pb2.Score(reward=1.0, components={"fake": 1.0}) for _ in request.candidates]
+        if request.prompt_id in self.failing:
+            failure = reward_pb2.Failure(reason=reward_pb2.FAILURE_REASON_TIMEOUT, scorer="fake", message="too slow")
+            scores[0] = reward_pb2.Score(failure=failure)
+        return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
+
+
+@contextlib.asynccontextmanager
+async def replicas(num: int, **options: Any) -> AsyncIterator[list[FakeReplica]]:
+    fakes = [FakeReplica(**options) for _ in range(num)]
+    try:
+        for fake in fakes:
+            await fake.start()
+        yield fakes
+    finally:
+        await asyncio.gather(*(fake.die() for fake in fakes))

@@ -1,0 +1,137 @@
+"""The ledger keeps every decision for one coordinator at a time; a run never begins anew without being asked to."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
+from services.coordinator.ledger import Kind, Ledger
+from services.coordinator.resume import Start, open_run
+from tests.coordinator.fake_services import make_config
+
+
+def test_the_ledger_keeps_order_and_survives_closing(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    first = ledger.record(Kind.EPOCH, num_replicas=2)
+    second = ledger.record(Kind.COLLECTED, 3, sha256="a")
+    third = ledger.record(Kind.COLLECTED, 3, sha256="b")
+    ledger.record(Kind.COLLECTED, 4, sha256="c")
+    assert first < second < third
+    ledger.close()
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert [row["sha256"] for row in ledger.all(Kind.COLLECTED)] == ["a", "b", "c"]
+    assert ledger.last(Kind.COLLECTED, 3) == {"version": 3, "sha256": "b"}
+    assert ledger.last(Kind.COLLECTED)["version"] == 4
+    assert ledger.last(Kind.SAVED) is None
+    assert ledger.record(Kind.EPOCH, num_replicas=1) > third  # epochs only grow, also over restarts
+    ledger.close()
+
+
+def test_one_coordinator_at_a_time(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with pytest.raises(PreconditionFailed, match="another coordinator"):
+        Ledger(tmp_path / "ledger.sqlite")
+    ledger.close()
+    Ledger(tmp_path / "ledger.sqlite").close()
+
+
+def begin(tmp_path: Path, resume: str = "auto", **sections: object) -> Start:
+    """Opens and closes, as a coordinator that comes and goes."""
+    start = open_run(make_config(runs_dir=tmp_path, resume=resume, **sections))
+    start.ledger.close()
+    return start
+
+
+def save(tmp_path: Path, version: int) -> Path:
+    """A checkpoint as the ledger knows it."""
+    path = tmp_path / "run" / "checkpoints" / f"step-{version:06d}"
+    path.mkdir(parents=True)
+    content = f"manifest of {version}".encode()
+    (path / "manifest.json").write_bytes(content)
+    ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+    ledger.record(Kind.SAVED, version, path=str(path), manifest_digest=hashlib.sha256(content).hexdigest())
+    ledger.close()
+    return path
+
+
+def delete(tmp_path: Path, path: Path) -> None:
+    ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+    ledger.record(Kind.DELETED, path=str(path))
+    ledger.close()
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_new_directory_is_a_new_run(tmp_path: Path, resume: str):
+    start = begin(tmp_path, resume)
+    assert start.checkpoint == ""
+    assert start.run_id.startswith("run-")
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_the_newest_checkpoint_that_was_not_deleted(tmp_path: Path, resume: str):
+    first = begin(tmp_path)
+    old, new = save(tmp_path, 2), save(tmp_path, 4)
+    newest = save(tmp_path, 6)
+    delete(tmp_path, newest)
+    delete(tmp_path, old)
+    again = begin(tmp_path, resume)
+    assert (again.run_id, again.checkpoint) == (first.run_id, str(new))
+
+
+def test_never_does_not_touch_what_is_there(tmp_path: Path):
+    begin(tmp_path)
+    with pytest.raises(InvalidInput, match="holds a run already"):
+        begin(tmp_path, "never")
+
+
+def test_must_needs_something_to_resume(tmp_path: Path):
+    with pytest.raises(NotFound, match="holds no run"):
+        begin(tmp_path, "must")
+    assert not (tmp_path / "run").exists()
+    begin(tmp_path)
+    with pytest.raises(NotFound, match="no checkpoint yet"):
+        begin(tmp_path, "must")
+
+
+def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):
+    begin(tmp_path)
+    older = save(tmp_path, 2)
+    save(tmp_path, 4)
+    assert begin(tmp_path, str(older)).checkpoint == str(older)
+    with pytest.raises(NotFound, match=r"no manifest\.json"):
+        begin(tmp_path, str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_lost_or_changed_checkpoint_is_never_a_fresh_start(tmp_path: Path, resume: str):
+    begin(tmp_path)
+    manifest = save(tmp_path, 2) / "manifest.json"
+    manifest.write_bytes(b"another")
+    with pytest.raises(DataLoss, match="not the file that was saved"):
+        begin(tmp_path, resume)
+    manifest.unlink()
+    with pytest.raises(DataLoss, match="is gone"):
+        begin(tmp_path, resume)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"trainer": {"optim": {"lr": 5e-6}}}, "trainer.optim.lr"),
+        ({"data": {"train": "x.parquet", "prompts_per_step": 16}}, "data.prompts_per_step"),
+        ({"rollout": {"sampling": {"temperature": 0.5}}}, "rollout.sampling.temperature"),
+    ],
+)
+def test_a_changed_config_is_named(tmp_path: Path, sections: dict, key: str):
+    begin(tmp_path)
+    with pytest.raises(PreconditionFailed, match=f"another {key} ") as raised:
+        begin(tmp_path, **sections)
+    assert isinstance(raised.value, LockstepError)
+    begin(tmp_path)  # the refusal left nothing locked or recorded
+
+
+def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):
+    begin(tmp_path)
+    begin(tmp_path, num_steps=7, checkpoint={"save_freq": 3}, timeouts={"info_s": 1}, weights={"timeout_s": 5})

@@ -1,0 +1,164 @@
+"""Dispatch over replicas that are slow, wrong, dead and back again."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
+
+from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
+from services.coordinator.clients.replica import ReplicaState
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.groups import SampledGroup
+from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
+
+STAMP = PolicyStamp(version=3, digest="d" * 32)
+SAMPLING = SamplingParams(temperature=1, max_tokens=10)
+
+
+@contextlib.asynccontextmanager
+async def serving(fakes: Sequence[FakeReplica]) -> AsyncIterator[Rollout]:
+    """A fleet whose replicas have all committed STAMP."""
+    rollout = Rollout([fake.address for fake in fakes], make_config())
+    try:
+        await rollout.open("run", ModelCard())
+        assert [replica.state for replica in rollout.replicas] == [ReplicaState.STALE] * len(fakes)
+        for replica in rollout.replicas:
+            await replica.commit(STAMP)
+        yield rollout
+    finally:
+        await rollout.close()
+
+
+async def generate(rollout: Rollout, index: int, *, num_tokens: int = 3, num_samples: int = 2) -> SampledGroup:
+    seeds = [100 * index + sample for sample in range(num_samples)]
+    return await rollout.generate(index, make_prompt(index, num_tokens), seeds, SAMPLING, STAMP)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_group_goes_where_the_fewest_tokens_are_in_flight():
+    async with replicas(2) as (first, second), serving([first, second]) as rollout:
+        gate = asyncio.Event()
+        first.before_answer = second.before_answer = lambda prompt: gate.wait()
+        tasks = []
+        # Tokens of two samples: 220, then 40 each.
+        for index, num_tokens in enumerate([100, 10, 10, 10, 10, 10, 10, 10]):
+            tasks.append(asyncio.create_task(generate(rollout, index, num_tokens=num_tokens)))
+            await until(lambda: (first.in_flight + second.in_flight) == 2 * len(tasks))
+        gate.set()
+        await asyncio.gather(*tasks)
+        # The second takes 40s until it has 240; the eighth group goes to the first again.
+        assert sorted(first.answered) == ["p0", "p7"]
+        assert sorted(second.answered) == [f"p{index}" for index in range(1, 7)]
+        assert [replica.tokens_in_flight for replica in rollout.replicas] == [0, 0]
+        assert [replica.samples_in_flight for replica in rollout.replicas] == [0, 0]
+
+
+async def test_no_replica_gets_more_than_it_runs_at_once():
+    async with replicas(2, max_samples=5) as fakes, serving(fakes) as rollout:
+        for fake in fakes:
+            fake.before_answer = lambda prompt: asyncio.sleep(0.01)
+        await asyncio.gather(*(generate(rollout, index) for index in range(20)))
+        assert [fake.peak for fake in fakes] == [4, 4]
+        # One that is larger than the limit goes alone.
+        await asyncio.gather(*(generate(rollout, index, num_samples=7) for index in range(4)))
+        assert [fake.peak for fake in fakes] == [7, 7]
+
+
+async def test_a_dead_replicas_groups_go_to_another():
+    async with replicas(2) as (mortal, other), serving([mortal, other]) as rollout:
+        mortal.before_answer = lambda prompt: asyncio.Event().wait()
+        tasks = [asyncio.create_task(generate(rollout, index)) for index in range(6)]
+        await until(lambda: mortal.in_flight)
+        await mortal.die()
+        groups = await asyncio.gather(*tasks)
+        assert sorted(other.answered) == [f"p{index}" for index in range(6)]
+        assert [group.index for group in groups] == list(range(6))
+        assert rollout.num_redispatched > 0
+        assert [replica.state for replica in rollout.replicas] == [ReplicaState.DEAD, ReplicaState.SERVING]
+
+        mortal.before_answer = None
+        await mortal.start()
+        await until(lambda: rollout.replicas[0].state is ReplicaState.STALE)
+        mortal.answered.clear()
+        await asyncio.gather(*(generate(rollout, index) for index in range(6)))
+        assert mortal.answered == []  # it holds no weights yet
+        await rollout.replicas[0].commit(STAMP)
+        await asyncio.gather(*(generate(rollout, index) for index in range(6)))
+        assert mortal.answered
+
+
+async def test_when_all_are_gone_every_waiting_group_is_told():
+    async with replicas(2, max_samples=2) as fakes, serving(fakes) as rollout:
+        for fake in fakes:
+            fake.before_answer = lambda prompt: asyncio.Event().wait()
+        tasks = [asyncio.create_task(generate(rollout, index)) for index in range(8)]
+        await until(lambda: all(fake.in_flight for fake in fakes))
+        await asyncio.gather(*(fake.die() for fake in fakes))
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, Unavailable) and outcome.reason is Reason.NO_REPLICA for outcome in outcomes)
+
+
+@pytest.mark.parametrize("reason", [Reason.STALE_STAMP, Reason.FUTURE_STAMP, Reason.DIGEST_MISMATCH])
+async def test_a_replica_with_other_weights_is_an_error_not_a_detour(reason: Reason):
+    async with replicas(2) as fakes, serving(fakes) as rollout:
+        for fake in fakes:
+            fake.error["Generate"] = PreconditionFailed("holds other weights", reason=reason)
+        with pytest.raises(PreconditionFailed) as raised:
+            await generate(rollout, 0)
+        assert raised.value.reason is reason
+        assert rollout.num_redispatched == 0
+
+
+async def test_bad_input_is_not_sent_around():
+    async with replicas(2) as fakes, serving(fakes) as rollout:
+        fakes[0].error["Generate"] = InvalidInput("too long", field="prompts")
+        with pytest.raises(InvalidInput, match="too long"):
+            await generate(rollout, 0)
+        assert [replica.state for replica in rollout.replicas] == [ReplicaState.SERVING] * 2
+
+
+@pytest.mark.parametrize("reason", [Reason.NOT_SERVING, Reason.RUN_NOT_OPEN])
+async def test_a_replica_that_lost_its_weights_is_opened_again(reason: Reason):
+    async with replicas(2) as (forgetful, other), serving([forgetful, other]) as rollout:
+        forgetful.error["Generate"] = PreconditionFailed("nothing here", reason=reason)
+        await generate(rollout, 0)
+        assert other.answered == ["p0"]
+        await until(lambda: forgetful.num_opens == 2)
+        await until(lambda: rollout.replicas[0].state is ReplicaState.STALE)
+
+
+async def test_the_answers_stamp_is_kept_not_the_requests():
+    async with replicas(1) as (fake,), serving([fake]) as rollout:
+        group = await generate(rollout, 0)
+        assert group.stamp == STAMP
+        assert [completion.seed for completion in group.completions] == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_random_kills_lose_and_double_nothing(seed: int):
+    chance = random.Random(seed)
+    async with replicas(4, max_samples=6) as fakes, serving(fakes) as rollout:
+        for fake in fakes:
+            fake.before_answer = lambda prompt: asyncio.sleep(chance.uniform(0, 0.06))
+        tasks = [asyncio.create_task(generate(rollout, index)) for index in range(60)]
+        for victim in chance.sample(fakes, 3):
+            await asyncio.sleep(chance.uniform(0, 0.08))
+            await victim.die()
+            if chance.random() < 0.5:
+                await victim.start()  # back at once, but STALE
+        async with asyncio.timeout(20):
+            groups = await asyncio.gather(*tasks)
+        assert rollout.num_redispatched > 0
+        assert [group.index for group in groups] == list(range(60))
+        for group in groups:
+            assert group.prompt.prompt_id == f"p{group.index}"
+            assert [completion.seed for completion in group.completions] == [100 * group.index, 100 * group.index + 1]
