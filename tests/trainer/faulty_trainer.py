@@ -19,7 +19,6 @@ def _fails_on_rank_1(self: FsdpBackend, packs: Any, temperature: float, loss: An
     return _accumulate(self, packs, temperature, loss)  # rank 0 waits here, in a collective
 
 
-FsdpBackend.accumulate = _fails_on_rank_1
-
 if __name__ == "__main__":
+    FsdpBackend.accumulate = _fails_on_rank_1
     serve_from_command_line("trainer", entry._run)
