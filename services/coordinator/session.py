@@ -79,7 +79,9 @@ async def _drive(run: Run, start: Start, fleet: Fleet, dataset: _Dataset | None,
     config, addresses = run.config, fleet.addresses
     trainer, reward = Trainer(addresses.trainer, config), Reward(addresses.reward, config)
     rollout = Rollout(addresses.rollout, config)
-    console.print(f"run {run.run_id} in {config.run_dir}: starting services")
+    console.print(f"run {run.run_id} in {config.run_dir}")
+    replicas = ", ".join(addresses.rollout)
+    console.print(f"opening trainer {addresses.trainer}, reward {addresses.reward}, rollout {replicas}", soft_wrap=True)
     try:
         version = await trainer.open(run.run_id, start.checkpoint)
         card = trainer.opened.model_card

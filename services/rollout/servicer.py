@@ -61,7 +61,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Any) -> rollout_pb2.CloseRunResponse:
         async with self._changing:
-            await self._close()
+            if request.run_id == self._run[0]:  # not a late close of a run that another has replaced
+                await self._close()
         return rollout_pb2.CloseRunResponse()
 
     async def Generate(

@@ -78,6 +78,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     @_to_the_end
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         async with self._changing:
+            if request.run_id != self._run[0]:
+                return pb.CloseRunResponse()  # a late close of a run that another has replaced
             self._opened = self._config = None
             self._run = ("", "")
             await self._ranks.call("close")

@@ -186,6 +186,11 @@ CROSS_FIELD = {
         ["trainer.max_tokens_per_microbatch", "at least 2048"],
         ["trainer.max_tokens_per_microbatch=2048"],
     ),
+    "long samples spread evenly": (
+        ["trainer.num_ranks=3", "trainer.max_tokens_per_microbatch=4095"],
+        ["trainer.num_ranks 3", "at least 4096"],
+        ["trainer.num_ranks=3", "trainer.max_tokens_per_microbatch=4096"],
+    ),
     "a group has a baseline": (
         ["rollout.completions_per_prompt=1"],
         ["rollout.completions_per_prompt must be at least 2"],

@@ -313,7 +313,10 @@ async def test_absent_member_aborts_the_epoch_and_the_next_one_works(trainer: De
 
 
 async def test_no_run_no_answer(deployment: Deployment) -> None:
-    await deployment.call("CloseRun", pb.CloseRunRequest())
+    run_id = (await deployment.call("GetInfo", pb.GetInfoRequest())).info.run_id
+    await deployment.call("CloseRun", pb.CloseRunRequest(run_id="another"))
+    assert (await deployment.call("GetInfo", pb.GetInfoRequest())).info.run_id == run_id
+    await deployment.call("CloseRun", pb.CloseRunRequest(run_id=run_id))
     info = (await deployment.call("GetInfo", pb.GetInfoRequest())).info
     assert (info.service, info.state, info.run_id) == ("trainer", "idle", "")
     batch = deployment.batch(PolicyStamp(version=0, digest=OTHER_DIGEST))

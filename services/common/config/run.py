@@ -141,6 +141,18 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
+    def _samples_split_evenly(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        group, ranks = self.rollout.completions_per_prompt, self.trainer.num_ranks
+        budget = self.trainer.max_tokens_per_microbatch
+        if group % ranks and budget < 2 * longest:
+            raise ValueError(
+                f"rollout.completions_per_prompt {group} does not divide by trainer.num_ranks {ranks}, so long samples "
+                f"may spread unevenly: raise trainer.max_tokens_per_microbatch {budget} to at least {2 * longest}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _group_has_a_baseline(self) -> Self:
         if self.rollout.completions_per_prompt < 2:
             raise ValueError(
