@@ -35,7 +35,7 @@ def main() -> None:
     """Runs, measures and keeps the result."""
     name, *overrides = sys.argv[1:] or ["loop"]
     with tempfile.TemporaryDirectory() as directory:
-        fixed = ["num_steps=30", "checkpoint.save_freq=0", "evaluation.eval_freq=30"]
+        fixed = ["checkpoint.save_freq=0"]
         config = load(Config, [_CONFIG, *fixed, *overrides, f"runs_dir={directory}"])
         outcome = asyncio.run(run_session(config, Addresses(), Console()))
         lines = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
