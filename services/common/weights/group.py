@@ -6,6 +6,7 @@ the epoch's kill key and aborts; the others see the key while they wait, so nobo
 """
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,13 +60,15 @@ class WeightGroup:
         self._pg: dist.ProcessGroup | None = None
         timeout = timedelta(seconds=group.timeout_s)
         try:
+            # torch's client waits, in steps of its own choice, for a store that is not there; this says so at once.
+            socket.create_connection((group.store_host, group.store_port), group.timeout_s).close()
             # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
             client = dist.TCPStore(
                 group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
             )
             self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
             self._store.set(f"member/{rank}", b"1")
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise Aborted(
                 f"epoch {group.epoch}, member {rank}: the trainer's store cannot be reached: {error}", epoch=group.epoch
             ) from error
@@ -174,8 +177,6 @@ class WeightGroup:
 
 def _gloo_device(store_host: str) -> object:
     """The interface that reaches the store's host; loopback when everything is on one machine."""
-    import socket
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((store_host, 9))  # no packet is sent: this only picks a route
         return dist.ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
