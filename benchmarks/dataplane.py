@@ -32,7 +32,7 @@ class _OnlyReceives(trainer_pb2_grpc.TrainerServiceServicer):
     """Takes a batch as the trainer does and answers with its size."""
 
     async def Train(self, request_iterator: object, context: object) -> pb.TrainResponse:
-        _, samples = await receive(request_iterator, schema=SAMPLE_SCHEMA)
+        _, samples = await receive(request_iterator)
         return pb.TrainResponse(version=samples.num_rows)
 
 

@@ -63,8 +63,12 @@ class Ledger:
 
     def last(self, kind: Kind, version: int | None = None) -> dict[str, Any] | None:
         """The newest decision of a kind, of a version if one is given."""
-        found = [row for row in self.all(kind) if version is None or row["version"] == version]
-        return found[-1] if found else None
+        row = self._db.execute(
+            "SELECT version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2) "
+            "ORDER BY seq DESC LIMIT 1",
+            (kind.value, version),
+        ).fetchone()
+        return {"version": row[0], **json.loads(row[1])} if row else None
 
     def close(self) -> None:
         """Closes the file and lets another coordinator open it."""

@@ -104,7 +104,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         begin = time.perf_counter()
-        header, samples = await receive(requests, schema=batches.SAMPLE_SCHEMA)
+        header, samples = await receive(requests)
         return await self._train(header, samples, begin)
 
     @_to_the_end
@@ -241,7 +241,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return vocab_size_of(self._opened.model_card.files["config.json"])
 
 
-async def receive(requests: AsyncIterator[Any], schema: pa.Schema = batches.SAMPLE_SCHEMA) -> tuple[Any, pa.Table]:
+async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:
     header, frames = None, []
     async for request in requests:
         part = request.WhichOneof("part")
@@ -253,7 +253,7 @@ async def receive(requests: AsyncIterator[Any], schema: pa.Schema = batches.SAMP
             frames.append(request.frame)
     if header is None:
         raise InvalidInput("header: must be the first message", field="header")
-    return header, batches.decode(frames, schema=schema)
+    return header, batches.decode(frames, schema=batches.SAMPLE_SCHEMA)
 
 
 def _check_temperature(temperature: float) -> None:

@@ -21,7 +21,6 @@ class Reward:
     def __init__(self, address: str, config: Config):
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub)
         self._config, self._timeouts = config.reward, config.timeouts
-        self.num_failures = 0
 
     async def open(self, run_id: str) -> None:
         """Starts the scorers."""
@@ -52,7 +51,6 @@ class Reward:
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not self._tolerate(failed[0], group.prompt.prompt_id):
             return None
-        self.num_failures += len(failed)
         return ScoredGroup(**vars(group), scores=answer.scores, scorer=answer.scorer)
 
     async def close(self) -> None:
