@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.config.megatron import MegatronConfig
 
 
 class LossConfig(Strict):
@@ -35,16 +36,28 @@ class OptimConfig(Strict):
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay; not applied to norms and biases."""
+    weight_decay_end: float | None = Field(default=None, ge=0)
+    """Weight decay after weight_decay_steps; null keeps it constant."""
+    weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Way from weight_decay to weight_decay_end."""
+    weight_decay_steps: int | None = Field(default=None, ge=1)
+    """Optimizer updates until weight_decay_end."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global 2-norm."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "constant"
+    """Shape of the learning rate after the warm-up; wsd is warm-up, stable, decay (arXiv 2404.06395)."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer updates from 0 to the peak, linear."""
+    """Optimizer updates from the first learning rate to the peak, linear."""
+    warmup_init_ratio: float = Field(default=0.0, ge=0, le=1)
+    """First learning rate over the peak."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Optimizer updates, warm-up included, until lr * min_lr_ratio; needed by linear and cosine."""
+    """Optimizer updates, warm-up included, until lr * min_lr_ratio; needed by every schedule but constant."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Last learning rate over the peak."""
+    wsd_decay_steps: int | None = Field(default=None, ge=1)
+    """The last so many of decay_steps are wsd's decay."""
+    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of wsd's decay."""
 
     @model_validator(mode="after")
     def _decay_needs_steps(self) -> Self:
@@ -52,6 +65,17 @@ class OptimConfig(Strict):
             raise ValueError(f"schedule {self.schedule} needs decay_steps, the updates until the last learning rate")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"decay_steps {self.decay_steps} must be above warmup_steps {self.warmup_steps}")
+        if self.schedule == "wsd" and not (self.wsd_decay_steps and self.wsd_decay_steps <= self.decay_steps):
+            raise ValueError("schedule wsd needs wsd_decay_steps, at most decay_steps")
+        return self
+
+    @model_validator(mode="after")
+    def _weight_decay_is_whole(self) -> Self:
+        changes = self.weight_decay_schedule != "constant"
+        if changes != (self.weight_decay_end is not None) or changes != (self.weight_decay_steps is not None):
+            raise ValueError(
+                "weight_decay_schedule linear and cosine need weight_decay_end and weight_decay_steps, constant neither"
+            )
         return self
 
 
@@ -64,10 +88,58 @@ class FsdpConfig(Strict):
     """Free a layer's gathered weights after its forward; False trades memory for fewer gathers."""
 
 
+class LoraConfig(Strict):
+    """Low-rank adapters (arXiv 2106.09685): the base is frozen, only the adapters are trained and saved."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains the whole model."""
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the adapter's input while training."""
+    kind: Literal["lora", "canonical_lora"] = "lora"
+    """lora: one adapter per fused matrix (q, k, v share A; so do gate, up); canonical_lora: one for each of them."""
+    target_modules: tuple[str, ...] = ()
+    """lora: linear_qkv, linear_proj, linear_fc1, linear_fc2; canonical_lora: linear_q, linear_k, linear_v, linear_proj,
+    linear_fc1_gate, linear_fc1_up, linear_fc2. Empty is all of the kind."""
+    exclude_modules: tuple[str, ...] = ()
+    """Shell patterns of module names that get no adapter, such as decoder.layers.0.*."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """Publish whole merged weights, or only the adapter, which the engine adds to its own copy of the base."""
+
+
+class ProfilerConfig(Strict):
+    """torch.profiler over some updates of some ranks."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks that are profiled; empty is none."""
+    first_step: int = Field(default=1, ge=0)
+    """First profiled update; the first of a run compiles and allocates."""
+    num_steps: int = Field(default=1, ge=1)
+    """Profiled updates, all in one Chrome trace per rank."""
+    record_shapes: bool = False
+    """Keep the shapes of operators' inputs."""
+    profile_memory: bool = False
+    """Keep allocations."""
+    with_stack: bool = False
+    """Keep Python stacks; slow."""
+    directory: str = "profile"
+    """Where the trainer's ranks write traces, on their own hosts."""
+    memory_snapshot: bool = False
+    """Record allocations on GPU, and write a memory snapshot into `directory` when memory runs out."""
+
+
+class ReferenceConfig(Strict):
+    """The frozen model that trainer.loss.kl_coef holds the policy near."""
+
+    megatron: MegatronConfig | None = None
+    """Its own parallel sizes with strategy megatron; null is as the policy."""
+
+
 class TrainerConfig(Strict):
     """The update of the policy."""
 
-    strategy: Literal["fsdp"] = "fsdp"
+    strategy: Literal["fsdp", "megatron"] = "fsdp"
     """Backend that shards the model over the ranks."""
     num_ranks: int = Field(default=1, ge=1)
     """Trainer processes that `lockstep run` starts on this host when no address is given."""
@@ -87,5 +159,19 @@ class TrainerConfig(Strict):
     """Policy loss."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters; strategy megatron only."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """Reference model."""
     fsdp: FsdpConfig = FsdpConfig()
     """Used by strategy fsdp."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Used by strategy megatron, for the policy."""
+    profiler: ProfilerConfig = ProfilerConfig()
+    """Traces of where the time and the memory go."""
+
+    @model_validator(mode="after")
+    def _lora_needs_megatron(self) -> Self:
+        if self.lora.rank and self.strategy != "megatron":
+            raise ValueError("lora.rank is above 0: adapters need strategy megatron")
+        return self
