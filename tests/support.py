@@ -38,7 +38,7 @@ _SHAPE = {
 
 
 def make_model(directory: Path, kind: str) -> Path:
-    """Writes a random Qwen3 model, `untied`, `tied` or `moe`, with a character tokenizer."""
+    """Writes a random Qwen3 model, `untied`, `tied`, `moe` or, with 4 layers, `deep`, with a character tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -47,7 +47,8 @@ def make_model(directory: Path, kind: str) -> Path:
         experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, tie_word_embeddings=False))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=kind == "tied"))
+        shape = _SHAPE | ({"num_hidden_layers": 4} if kind == "deep" else {})
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=kind == "tied"))
     model.save_pretrained(directory)
     _write_tokenizer(directory)
     return directory

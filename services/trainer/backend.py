@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from services.common.config.trainer import TrainerConfig
 from services.trainer.packing import Pack
 
 
@@ -29,14 +30,22 @@ class Backend(Protocol):
     def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Log-probability and entropy, both float32 [N], of each pack's targets. No gradient."""
 
-    def accumulate(self, packs: Sequence[Pack], temperature: float, loss: LossFunction) -> dict[str, torch.Tensor]:
-        """Forward and backward of all packs; gradients add up, summed over ranks. Returns the metrics, summed too."""
+    def data_rank(self, role: Role) -> int:
+        """Which of the ranks with different samples this is; ranks that share a model's samples have the same."""
+
+    def accumulate(
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Forward and backward of all packs of one optimizer update, gradients summed over packs and ranks.
+
+        Returns each pack's log-probabilities [N], without gradient, and the metrics, summed like the gradients.
+        """
 
     def reduce(self, value: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
         """Combines a tensor over the ranks that hold different samples."""
 
-    def step(self, lr: float) -> float:
-        """Clips the gradient and applies it; returns its 2-norm before the clip."""
+    def step(self, lr: float, weight_decay: float) -> float:
+        """Clips the gradient and applies it, decaying matrices only; returns its 2-norm before the clip."""
 
     def discard_gradients(self) -> None:
         """Forgets what was accumulated."""
@@ -52,3 +61,13 @@ class Backend(Protocol):
 
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, on any number of ranks."""
+
+    def close(self) -> None:
+        """Forgets what is kept outside of this object."""
+
+
+def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    """Of forward and backward, and of published weights."""
+    if config.compute_dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.compute_dtype)

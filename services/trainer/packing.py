@@ -24,11 +24,16 @@ class Pack:
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     cu_seqlens_B1: torch.Tensor
-    max_seqlen: int
+    lengths: tuple[int, ...]
     predict_N: torch.Tensor
     targets_N: torch.Tensor
     completion_lengths: tuple[int, ...]
     columns: dict[str, torch.Tensor]
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
 
     def to(self, device: torch.device) -> "Pack":
         """The same pack on `device`."""
@@ -115,7 +120,7 @@ def build_pack(samples: pa.Table) -> Pack:
         tokens_T=torch.from_numpy(np.concatenate(inputs).astype(np.int64)),
         positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
         cu_seqlens_B1=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        max_seqlen=int(lengths.max()),
+        lengths=tuple(lengths.tolist()),
         predict_N=torch.from_numpy(np.concatenate(predict)),
         targets_N=torch.from_numpy(np.concatenate(completions).astype(np.int64)),
         completion_lengths=tuple(counts.tolist()),

@@ -52,6 +52,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run = ("", "")  # run id, digest of what OpenRun asked for
         self._config: TrainerConfig | None = None
         self._opened: pb.OpenRunResponse | None = None
+        self._data_ranks: dict[str, list[int]] = {}  # role -> of each rank, which samples it gets
         self._state = TrainState(0, "", {})
         self._digest = ""  # of the published weights; empty since they last changed
         self._epoch = -1
@@ -96,9 +97,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidInput("role: must be policy or reference", field="role")
         _check_temperature(header.temperature)
         check_samples(samples, vocab_size=self._vocab_size())
-        parts, order = forward_parts(samples, config, self._ranks.num_ranks)
-        answers = await self._ranks.call("forward", parts, role=_ROLES[header.role], temperature=header.temperature)
-        table = pa.concat_tables([batches.decode(answer.frames) for answer in answers]).take(pa.array(order))
+        role = _ROLES[header.role]
+        data_ranks = self._data_ranks[role]
+        parts, order = forward_parts(samples, config, max(data_ranks) + 1)
+        answers = await self._ranks.call(
+            "forward", [parts[rank] for rank in data_ranks], role=role, temperature=header.temperature
+        )
+        # Ranks that share samples give the same answer.
+        tables = [batches.decode(answers[data_ranks.index(rank)].frames) for rank in range(len(parts))]
+        table = pa.concat_tables(tables).take(pa.array(order))
         for frame in batches.encode(table):
             yield pb.ForwardResponse(frame=frame)
 
@@ -115,9 +122,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if header.batch_id and header.batch_id == self._state.last_batch_id:
                 return self._replay(header)
             self._check_contract(header, samples)
-            parts = train_parts(samples, config, self._ranks.num_ranks)
+            data_ranks = self._data_ranks["policy"]
+            parts = train_parts(samples, config, max(data_ranks) + 1)
             answers = await self._ranks.call(
-                "train", parts, temperature=header.temperature, version=self._state.version
+                "train",
+                [parts[rank] for rank in data_ranks],
+                temperature=header.temperature,
+                version=self._state.version,
             )
             metrics = answers[0].body["metrics"] | {"receive_s": received_s, "train_s": time.perf_counter() - begin}
             self._state = TrainState(self._state.version + 1, header.batch_id, metrics)
@@ -192,6 +203,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             bucket_bytes=request.bucket_bytes,
         )
         self._config, self._state, self._digest, self._epoch = config, state, "", -1
+        roles = answers[0].body["data_ranks"]
+        self._data_ranks = {role: [answer.body["data_ranks"][role] for answer in answers] for role in roles}
         self._opened = pb.OpenRunResponse(
             model_card=card,
             plan=types_pb2.WeightPlan.FromString(answers[0].frames[0]),

@@ -13,7 +13,7 @@ from services.common.errors import PreconditionFailed, Reason
 from services.trainer.backend import Backend, Role
 from services.trainer.losses import LOSSES, Totals
 from services.trainer.losses.terms import kl_k3
-from services.trainer.optim import learning_rate
+from services.trainer.optim import learning_rate, weight_decay
 from services.trainer.packing import Pack
 
 
@@ -35,15 +35,19 @@ def update(
         FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
     """
     if len(minibatches) > 1:  # later mini-batches are compared with the policy before the first
-        _set_old_logprobs(backend, minibatches, temperature)
+        packs = [pack for minibatch in minibatches for pack in minibatch.packs]
+        _set_old_logprobs(packs, [logprobs for logprobs, _ in backend.forward(Role.POLICY, packs, temperature)])
     gap: dict[str, float] = {}
     metrics: list[dict[str, float]] = []
     for index, minibatch in enumerate(minibatches):
         loss = functools.partial(_loss, config=config, totals=minibatch.totals)
-        sums = backend.accumulate(minibatch.packs, temperature, loss)
+        logprobs, sums = backend.accumulate(minibatch.packs, temperature, loss)
+        if len(minibatches) == 1:  # the policy before the batch is the policy
+            _set_old_logprobs(minibatch.packs, logprobs)
         gap = gap or _require_agreement(backend, minibatches, config)
-        lr = learning_rate(config.optim, version * len(minibatches) + index)
-        norm = backend.step(lr)
+        number = version * len(minibatches) + index
+        lr = learning_rate(config.optim, number)
+        norm = backend.step(lr, weight_decay(config.optim, number))
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient of mini-batch {index} has norm {norm}; resume from a checkpoint")
         metrics.append({name: float(value) for name, value in sums.items()} | {"grad_norm": norm, "lr": lr})
@@ -53,14 +57,13 @@ def update(
 def _loss(
     logprobs_N: torch.Tensor, entropy_N: torch.Tensor, pack: Pack, *, config: TrainerConfig, totals: Totals
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    # In the first mini-batch the policy before the batch is the policy itself: the ratio is exactly 1.
-    pack.columns.setdefault("old_logprobs", logprobs_N.detach())
-    return LOSSES[config.loss.kind](logprobs_N, entropy_N, pack.columns, totals, config.loss)
+    # With one mini-batch the policy before the batch is the policy itself: the ratio is exactly 1.
+    columns = {"old_logprobs": logprobs_N.detach(), **pack.columns}
+    return LOSSES[config.loss.kind](logprobs_N, entropy_N, columns, totals, config.loss)
 
 
-def _set_old_logprobs(backend: Backend, minibatches: Sequence[Minibatch], temperature: float) -> None:
-    packs = [pack for minibatch in minibatches for pack in minibatch.packs]
-    for pack, (logprobs_N, _) in zip(packs, backend.forward(Role.POLICY, packs, temperature), strict=True):
+def _set_old_logprobs(packs: Sequence[Pack], logprobs: Sequence[torch.Tensor]) -> None:
+    for pack, logprobs_N in zip(packs, logprobs, strict=True):
         pack.columns["old_logprobs"] = logprobs_N
 
 

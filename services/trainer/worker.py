@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,13 +19,19 @@ from services.common.model_card import read_model_card
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import Plan
 from services.trainer import checkpoint
-from services.trainer.backend import Backend, Role
+from services.trainer.backend import Backend, Role, compute_dtype
 from services.trainer.export import export_hugging_face
 from services.trainer.losses import Totals
 from services.trainer.packing import build_pack
 from services.trainer.publish import send
 from services.trainer.ranks import Message
 from services.trainer.update import Minibatch, update
+
+# Imported when a run asks for one: the libraries are large, and a host may have only one of them.
+_BACKENDS = {
+    "fsdp": ("services.trainer.fsdp.backend", "FsdpBackend"),
+    "megatron": ("services.trainer.megatron.backend", "MegatronBackend"),
+}
 
 
 class Worker:
@@ -51,11 +58,16 @@ class Worker:
         if checkpoint_path:
             self._backend.load(Path(checkpoint_path) / "state")
         self._plan = Plan.of(self._backend.weight_specs(), bucket_bytes=bucket_bytes)
-        return Message({}, [self._plan.message.SerializeToString()] if self._rank == 0 else [])
+        roles = [Role.POLICY, *([Role.REFERENCE] if self._config.loss.kl_coef else [])]
+        data_ranks = {role.value: self._backend.data_rank(role) for role in roles}
+        frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
+        return Message({"data_ranks": data_ranks}, frames)
 
     def close(self) -> None:
         """Frees the models."""
         self.leave()
+        if self._backend is not None:
+            self._backend.close()
         self._backend = self._plan = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -161,9 +173,8 @@ class Worker:
 
 
 def _make_backend(config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
-    from services.trainer.fsdp.backend import FsdpBackend
-
-    return {"fsdp": FsdpBackend}[config.strategy](config, model_path, device)
+    module, name = _BACKENDS[config.strategy]
+    return getattr(import_module(module), name)(config, model_path, device, compute_dtype(config, device))
 
 
 def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:

@@ -97,10 +97,10 @@ class Lab:
         gradients: dict[str, torch.Tensor] = {}
         backend, step = self.backend, self.backend.step
 
-        def recording(lr: float) -> float:
+        def recording(*rates: float) -> float:
             named = backend._policy.causal_lm.named_parameters()
             gradients.update({name: parameter.grad.full_tensor().clone() for name, parameter in named})
-            return step(lr)
+            return step(*rates)
 
         backend.step = recording
         try:

@@ -7,9 +7,11 @@ from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
+from services.common.config.megatron import MegatronConfig
 from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.trainer import TrainerConfig
+from services.common.layout import Layout, check_layout, data_parallel_size
 
 
 class AdvantageConfig(Strict):
@@ -111,6 +113,16 @@ class Config(Strict):
         return self.runs_dir / self.name
 
     @model_validator(mode="after")
+    def _layout_is_legal(self) -> Self:  # first: the rules below count data-parallel ranks
+        if self.trainer.strategy == "megatron":
+            ranks, tokens = self.trainer.num_ranks, self.trainer.max_tokens_per_microbatch
+            check_layout(self.trainer.megatron, ranks, max_tokens=tokens)
+            if self.trainer.reference.megatron:
+                key = "trainer.reference.megatron"
+                check_layout(self.trainer.reference.megatron, ranks, max_tokens=tokens, key=key)
+        return self
+
+    @model_validator(mode="after")
     def _samples_divide(self) -> Self:
         groups, minibatches = self.data.prompts_per_step, self.trainer.num_minibatches
         if groups % minibatches:
@@ -119,10 +131,16 @@ class Config(Strict):
                 f"nearest: {max(1, round(groups / minibatches)) * minibatches}"
             )
         samples = groups // minibatches * self.rollout.completions_per_prompt
-        if samples < self.trainer.num_ranks:
+        if samples < data_parallel_size(self.trainer):
             raise ValueError(
                 f"a mini-batch has {samples} samples (prompts_per_step / num_minibatches * completions_per_prompt) "
-                f"for trainer.num_ranks {self.trainer.num_ranks}; every rank needs at least one"
+                f"for {_ranks(self.trainer)}; every rank needs at least one"
+            )
+        samples, reference = samples * minibatches, self.trainer.reference.megatron
+        if reference and samples < data_parallel_size(self.trainer, reference):
+            raise ValueError(
+                f"a step has {samples} samples (prompts_per_step * completions_per_prompt) for the reference model's "
+                f"{_ranks(self.trainer, reference)}; every rank needs at least one"
             )
         return self
 
@@ -142,14 +160,18 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _samples_split_evenly(self) -> Self:
+        group, budget = self.rollout.completions_per_prompt, self.trainer.max_tokens_per_microbatch
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
-        group, ranks = self.rollout.completions_per_prompt, self.trainer.num_ranks
-        budget = self.trainer.max_tokens_per_microbatch
-        if group % ranks and budget < 2 * longest:
-            raise ValueError(
-                f"rollout.completions_per_prompt {group} does not divide by trainer.num_ranks {ranks}, so long samples "
-                f"may spread unevenly: raise trainer.max_tokens_per_microbatch {budget} to at least {2 * longest}"
-            )
+        for megatron in filter(None, (self.trainer.megatron, self.trainer.reference.megatron)):
+            padded = longest
+            if self.trainer.strategy == "megatron":
+                padded += -longest % Layout.of(megatron, self.trainer.num_ranks).align
+            if group % data_parallel_size(self.trainer, megatron) and budget < 2 * padded:
+                raise ValueError(
+                    f"rollout.completions_per_prompt {group} does not divide by {_ranks(self.trainer, megatron)}, so "
+                    "long samples may spread unevenly: raise trainer.max_tokens_per_microbatch "
+                    f"{budget} to at least {2 * padded}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -172,3 +194,9 @@ class Config(Strict):
         if self.evaluation.eval_freq and not self.data.eval:
             raise ValueError("evaluation.eval_freq is set but data.eval names no file")
         return self
+
+
+def _ranks(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> str:
+    size = data_parallel_size(trainer, megatron)
+    of_all = "" if size == trainer.num_ranks else f" (data-parallel size {size}: num_ranks / (TP x PP x CP))"
+    return f"trainer.num_ranks {trainer.num_ranks}{of_all}"

@@ -47,11 +47,12 @@ class OptimConfig(Strict):
     schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "constant"
     """Shape of the learning rate after the warm-up; wsd is warm-up, stable, decay (arXiv 2404.06395)."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer updates from the first learning rate to the peak, linear."""
+    """Optimizer updates until the peak, linear; the last of them has it."""
     warmup_init_ratio: float = Field(default=0.0, ge=0, le=1)
-    """First learning rate over the peak."""
+    """Learning rate that the warm-up starts above, over the peak: with 0 the first update has lr / warmup_steps."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Optimizer updates, warm-up included, until lr * min_lr_ratio; needed by every schedule but constant."""
+    """Optimizer updates, warm-up included, until lr * min_lr_ratio; needed by every schedule but constant.
+    inverse_square_root does not reach it by itself, it jumps there."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Last learning rate over the peak."""
     wsd_decay_steps: int | None = Field(default=None, ge=1)
@@ -65,8 +66,13 @@ class OptimConfig(Strict):
             raise ValueError(f"schedule {self.schedule} needs decay_steps, the updates until the last learning rate")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"decay_steps {self.decay_steps} must be above warmup_steps {self.warmup_steps}")
-        if self.schedule == "wsd" and not (self.wsd_decay_steps and self.wsd_decay_steps <= self.decay_steps):
-            raise ValueError("schedule wsd needs wsd_decay_steps, at most decay_steps")
+        if (self.schedule == "wsd") != (self.wsd_decay_steps is not None):
+            raise ValueError("wsd_decay_steps and schedule wsd need each other: set both or neither")
+        if self.wsd_decay_steps is not None and self.wsd_decay_steps > self.decay_steps - self.warmup_steps:
+            raise ValueError(
+                f"wsd_decay_steps {self.wsd_decay_steps} must be at most decay_steps {self.decay_steps} "
+                f"- warmup_steps {self.warmup_steps}: the decay cannot start before the warm-up has ended"
+            )
         return self
 
     @model_validator(mode="after")

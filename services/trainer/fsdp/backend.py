@@ -20,11 +20,11 @@ from services.trainer.packing import Pack
 class FsdpBackend:
     """services.trainer.backend.Backend on torch FSDP2."""
 
-    def __init__(self, config: TrainerConfig, model_path: str, device: torch.device):
+    def __init__(self, config: TrainerConfig, model_path: str, device: torch.device, dtype: torch.dtype):
         self.device = device
         self._config = config
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._dtype = _compute_dtype(config, device)
+        self._dtype = dtype
         self._policy = build(model_path, config, self._mesh, self._dtype)
         self._optimizer = make_adamw(config.optim, self._policy.named_parameters())
         self._reference = self._build_reference(model_path) if config.loss.kl_coef else None
@@ -35,7 +35,13 @@ class FsdpBackend:
         with torch.no_grad():
             return [model(pack, temperature) for pack in packs]
 
-    def accumulate(self, packs: Sequence[Pack], temperature: float, loss: LossFunction) -> dict[str, torch.Tensor]:
+    def data_rank(self, role: Role) -> int:
+        return self._mesh.get_rank()
+
+    def accumulate(
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        logprobs: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
         for index, pack in enumerate(packs):
             # Gradients are reduced once, with the last micro-batch.
@@ -44,16 +50,17 @@ class FsdpBackend:
             value, metrics = loss(logprobs_N, entropy_N, pack)
             # FSDP averages over ranks; the loss is already divided by global counts, so undo the division.
             (value * self._mesh.size()).backward()
+            logprobs.append(logprobs_N.detach())
             totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
-        return {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
+        return logprobs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         dist.all_reduce(value, op=op)
         return value
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, weight_decay: float) -> float:
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group.update(lr=lr, weight_decay=weight_decay * group["wd_mult"])
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.optim.max_grad_norm)
         self._optimizer.step()
         self.discard_gradients()
@@ -82,6 +89,9 @@ class FsdpBackend:
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
         set_state_dict(self._policy, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
+    def close(self) -> None:
+        pass
+
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         is_fresh = not self._optimizer.state
         state = get_state_dict(self._policy, self._optimizer)
@@ -93,9 +103,3 @@ class FsdpBackend:
     def _build_reference(self, model_path: str) -> LogprobModel:
         model = build(model_path, self._config, self._mesh, self._dtype)
         return model.requires_grad_(False)
-
-
-def _compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    if config.compute_dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, config.compute_dtype)

@@ -1,0 +1,139 @@
+"""A pack as one context-parallel rank sees it: each sequence padded, cut, and its own rows found again.
+
+A sequence of a CP run is cut into 2 * CP chunks of which rank r holds chunks r and 2 * CP - 1 - r, so that causal
+attention is the same work for all (arXiv 2407.21783, section 3.3.2). The loss always sees whole sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch.distributed import ProcessGroup
+
+from services.trainer.packing import Pack
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How sequences are laid out: `align` divides every padded length."""
+
+    cp_size: int
+    cp_rank: int
+    align: int
+    is_packed: bool
+
+    def padded(self, length: int) -> int:
+        """`length`, rounded up."""
+        return -(-length // self.align) * self.align
+
+    def num_tokens(self, pack: Pack) -> int:
+        """Padded tokens of the pack, or of each sequence if they are not packed."""
+        return sum(map(self.padded, pack.lengths)) if self.is_packed else self.padded(pack.max_seqlen)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tokens [1, T] packed end to end or [B, S] padded, of this CP rank; M of the pack's N predictions are in them."""
+
+    pack: Pack
+    tokens: torch.Tensor
+    packed: PackedSeqParams | None
+    rows_M: torch.Tensor
+    targets_M: torch.Tensor
+    where_M: torch.Tensor
+
+    def whole(self, values_KM: torch.Tensor, cp_group: ProcessGroup) -> torch.Tensor:
+        """Values [K, N] of all predictions, from every CP rank's M of them. Its gradient stays on this rank's M."""
+        whole_KN = values_KM.new_zeros(values_KM.size(0), self.pack.targets_N.numel())
+        whole_KN = whole_KN.index_copy(1, self.where_M, values_KM)
+        return reduce_from_tensor_model_parallel_region(whole_KN, group=cp_group)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the model computes on this CP rank, padding included."""
+        return self.tokens.numel()
+
+
+def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Positions, int64 [length / cp_size], of a sequence's tokens on `cp_rank`."""
+    chunks = torch.arange(length).view(2 * cp_size, -1) if cp_size > 1 else torch.arange(length).view(1, -1)
+    return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]]) if cp_size > 1 else chunks[0]
+
+
+def cut_packs(packs: Sequence[Pack], cut: Cut, *, is_fixed_size: bool) -> list[MicroBatch]:
+    """Micro-batches of `packs`; with `is_fixed_size` (interleaved pipelines need it) filled up to one shape."""
+    num_tokens = [
+        sum(map(cut.padded, pack.lengths)) if cut.is_packed else cut.padded(pack.max_seqlen) for pack in packs
+    ]
+    num_sequences = max(len(pack.lengths) for pack in packs)
+    return [
+        _cut_pack(
+            pack,
+            cut,
+            num_tokens=max(num_tokens) if is_fixed_size else own,
+            num_sequences=num_sequences if is_fixed_size else len(pack.lengths),
+        )
+        for pack, own in zip(packs, num_tokens, strict=True)
+    ]
+
+
+def _cut_pack(pack: Pack, cut: Cut, *, num_tokens: int, num_sequences: int) -> MicroBatch:
+    """`num_tokens` of the whole pack if packed, of each sequence if not."""
+    padded = _padded_lengths(pack, cut, num_tokens, num_sequences)
+    lengths = np.array([*pack.lengths, *[0] * (len(padded) - len(pack.lengths))])
+    starts = np.cumsum(lengths) - lengths
+    parts = []
+    for start, length, full in zip(starts, lengths, padded, strict=True):
+        source = np.full(full, -1)  # index into the pack, -1 where there is only padding
+        source[:length] = start + np.arange(length)
+        parts.append(source[zigzag(full, cut.cp_size, cut.cp_rank).numpy()])
+    source = np.concatenate(parts)[None] if cut.is_packed else np.stack(parts)
+    rows_M, where_M = _own_predictions(pack, source)
+    device = pack.tokens_T.device
+    index = torch.from_numpy(source).to(device)
+    where = torch.from_numpy(where_M).to(device)
+    return MicroBatch(
+        pack=pack,
+        tokens=torch.where(index >= 0, pack.tokens_T[index.clamp(min=0)], 0),
+        packed=_packed_params(padded, device) if cut.is_packed else None,
+        rows_M=torch.from_numpy(rows_M).to(device),
+        targets_M=pack.targets_N[where],
+        where_M=where,
+    )
+
+
+def _padded_lengths(pack: Pack, cut: Cut, num_tokens: int, num_sequences: int) -> list[int]:
+    if not cut.is_packed:
+        return [num_tokens] * num_sequences
+    padded = [cut.padded(length) for length in pack.lengths]
+    longest, missing = max(padded), num_tokens - sum(padded)
+    filler = [longest] * (missing // longest)
+    return [*padded, *filler, *([missing % longest] if missing % longest else [])]
+
+
+def _own_predictions(pack: Pack, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, in the order of the model's [S, B] output, that predict, and which of the N predictions they are."""
+    order = source.T.reshape(-1)
+    row_of = np.full(sum(pack.lengths), -1)
+    row_of[order[order >= 0]] = np.flatnonzero(order >= 0)
+    ends = np.cumsum(pack.lengths)
+    # A completion of c tokens is predicted by the last c of its sequence.
+    predict = [np.arange(end - count, end) for end, count in zip(ends, pack.completion_lengths, strict=True)]
+    rows_N = row_of[np.concatenate(predict)]
+    return rows_N[rows_N >= 0], np.flatnonzero(rows_N >= 0)
+
+
+def _packed_params(padded: Sequence[int], device: torch.device) -> PackedSeqParams:
+    cu_seqlens = torch.tensor([0, *np.cumsum(padded)], dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=max(padded),
+        max_seqlen_kv=max(padded),
+    )

@@ -1,0 +1,215 @@
+"""The policy or reference as Megatron model chunks, one or, with an interleaved pipeline, several on each rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import Float16Module
+from transformers import PretrainedConfig
+
+from services.common.config.megatron import MegatronConfig
+from services.common.config.trainer import TrainerConfig
+from services.trainer.logprobs import linear_logprobs
+from services.trainer.megatron.microbatch import MicroBatch
+from services.trainer.megatron.passthrough import make
+from services.trainer.megatron.transformer import model_settings, transformer_settings
+
+# Kernels that exist only there.
+_NEEDS_GPU = (
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "persist_layer_norm",
+    "moe_grouped_gemm",
+)
+
+
+class LogprobHead(ColumnParallelLinear):
+    """The output layer: from hidden states to log-probabilities and entropies, without whole logits."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_SBD: torch.Tensor, weight_VD: torch.Tensor, micro: MicroBatch, temperature: float
+    ) -> torch.Tensor:
+        """Float32 [2, M]: this context-parallel rank's predictions."""
+        if self.sequence_parallel:
+            hidden_SBD = gather_from_sequence_parallel_region(hidden_SBD, group=self.tp_group)
+        else:
+            hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
+        hidden_MD = hidden_SBD.flatten(0, 1)[micro.rows_M]
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        return linear_logprobs(hidden_MD, weight_VD, micro.targets_M, temperature, group)
+
+
+class LogprobModel(GPTModel):
+    """A chunk of the model; the last one ends in log-probabilities."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer.__class__ = LogprobHead
+
+    def forward(self, micro: MicroBatch, temperature: float) -> torch.Tensor:  # type: ignore[override]
+        """Hidden states for the next chunk; the last chunk's are [2, M], see LogprobHead."""
+        hidden = super().forward(micro.tokens, None, None, packed_seq_params=micro.packed)
+        if not self.post_process:
+            return hidden
+        weight = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        return self.output_layer(hidden, weight, micro, temperature)
+
+    def _postprocess(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+def transformer_config(
+    hf: PretrainedConfig, trainer: TrainerConfig, megatron: MegatronConfig, dtype: torch.dtype
+) -> TransformerConfig:
+    """Megatron's config of one role.
+
+    Raises:
+        InvalidInput: transformer_config_kwargs has an unknown key, or Megatron refuses the combination.
+    """
+    is_gpu = torch.cuda.is_available()
+    vpp = megatron.virtual_pipeline_model_parallel_size
+    settings: dict[str, Any] = {
+        **transformer_settings(hf),
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "sequence_parallel": megatron.has_sequence_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "context_parallel_size": megatron.context_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.etp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # The interleaved schedule exchanges shapes in an order that swaps or deadlocks: it gets equal sizes instead.
+        "variable_seq_lengths": vpp is None,
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": vpp is not None and is_gpu,
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": finalize_model_grads,
+        **_moe_settings(megatron),
+        **_recompute_settings(trainer, megatron),
+        **_fusion_settings(is_gpu),
+    }
+    return make(TransformerConfig, settings, megatron.transformer_config_kwargs, "megatron.transformer_config_kwargs")
+
+
+def build_chunks(config: TransformerConfig, hf: PretrainedConfig) -> list[LogprobModel]:
+    """This rank's chunks, on the current device, with weights yet to be loaded."""
+    vpp = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for index in range(vpp or 1):
+        stage = {"ignore_virtual": False, "vp_stage": index} if vpp else {}
+        place = {"vp_stage": index} if vpp else {}
+        chunk = LogprobModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(config, place),
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            **model_settings(hf),
+            **place,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(chunk)
+    return chunks
+
+
+def wrap_chunks(
+    chunks: Sequence[LogprobModel], config: TransformerConfig, megatron: MegatronConfig
+) -> list[DistributedDataParallel]:
+    """Chunks whose gradients are summed over the data-parallel ranks.
+
+    Raises:
+        InvalidInput: ddp_config has an unknown key.
+    """
+    settings = {
+        "use_distributed_optimizer": megatron.use_distributed_optimizer,
+        "grad_reduce_in_fp32": True,
+        "average_in_collective": False,
+    }
+    ddp = make(DistributedDataParallelConfig, settings, megatron.ddp_config, "megatron.ddp_config")
+    wrapped = [
+        DistributedDataParallel(config, ddp, half_precision(chunk, config), disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    if ddp.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def half_precision(chunk: LogprobModel, config: TransformerConfig) -> torch.nn.Module:
+    """The chunk, converting between stages if it computes in bfloat16."""
+    return Float16Module(config, chunk) if config.bf16 else chunk
+
+
+def unwrap(chunk: torch.nn.Module) -> LogprobModel:
+    """The model chunk inside its wrappers."""
+    while not isinstance(chunk, LogprobModel):
+        chunk = chunk.module
+    return chunk
+
+
+def _layer_spec(config: TransformerConfig, place: dict[str, int]) -> Any:
+    if torch.cuda.is_available():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
+    from services.trainer.megatron.cpu.modules import with_torch_modules
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **place)
+    return with_torch_modules(spec)
+
+
+def _moe_settings(megatron: MegatronConfig) -> dict[str, Any]:
+    moe = megatron.moe
+    overrides = {
+        "moe_router_score_function": moe.router_score_function,
+        "moe_router_enable_expert_bias": moe.router_enable_expert_bias,
+    }
+    return {
+        "moe_grouped_gemm": moe.grouped_gemm,
+        "moe_token_dispatcher_type": moe.token_dispatcher_type,
+        "moe_router_load_balancing_type": moe.load_balancing_type,
+        "moe_aux_loss_coeff": moe.aux_loss_coeff,
+        "moe_router_dtype": moe.router_dtype,
+        **{name: value for name, value in overrides.items() if value is not None},
+    }
+
+
+def _fusion_settings(is_gpu: bool) -> dict[str, bool]:
+    if is_gpu:
+        return {"persist_layer_norm": True, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+    return dict.fromkeys(_NEEDS_GPU, False)
+
+
+def _recompute_settings(trainer: TrainerConfig, megatron: MegatronConfig) -> dict[str, Any]:
+    if not trainer.gradient_checkpointing:
+        return {}
+    if megatron.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(megatron.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": megatron.recompute_method,
+        "recompute_num_layers": megatron.recompute_num_layers,
+    }

@@ -1,0 +1,56 @@
+"""Moves what a phase does not need from the device to host memory, and back bit by bit the same."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+
+class Offloader:
+    """Groups of tensors that leave the device together; only those named in `leaving` ever do.
+
+    Works on storages, so that tensors which share memory (views, flat buffers) still do afterwards. `discarded` groups
+    come back as zeros.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, Callable[[], Iterable[torch.Tensor]]],
+        leaving: frozenset[str],
+        discarded: frozenset[str] = frozenset({"grads"}),
+    ):
+        self._groups, self._leaving, self._discarded = groups, leaving, discarded
+        self._away: dict[str, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]] = {}
+
+    def load(self, *names: str) -> None:
+        """Brings groups back; those that are here stay."""
+        for name in names:
+            for storage, num_bytes, host in self._away.pop(name, ()):
+                storage.resize_(num_bytes)
+                device = _as_bytes(storage)
+                device.zero_() if host is None else device.copy_(host)
+
+    def release(self, *names: str) -> None:
+        """Sends groups away, where that was asked for."""
+        for name in names:
+            if name in self._leaving and name not in self._away:
+                self._away[name] = [self._send(storage, name) for storage in self._storages(name)]
+
+    def _send(self, storage: torch.UntypedStorage, name: str) -> tuple[torch.UntypedStorage, int, torch.Tensor | None]:
+        host, num_bytes = None, storage.nbytes()
+        if name not in self._discarded:
+            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            host.copy_(_as_bytes(storage))
+        storage.resize_(0)
+        return storage, num_bytes, host
+
+    def _storages(self, name: str) -> Iterable[torch.UntypedStorage]:
+        """Once each; without those that another group brings back."""
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._groups[name]()}
+        others = [tensors for other, tensors in self._groups.items() if other < name]
+        for tensor in (tensor for tensors in others for tensor in tensors()):
+            found.pop(tensor.untyped_storage()._cdata, None)
+        return [storage for storage in found.values() if storage.nbytes()]
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

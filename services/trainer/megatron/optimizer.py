@@ -1,0 +1,59 @@
+"""Megatron's Adam, and the learning rate and weight decay of each update."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from services.common.config.trainer import TrainerConfig
+from services.trainer.megatron.passthrough import make
+
+
+def make_optimizer(
+    chunks: Sequence[DistributedDataParallel], config: TrainerConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """The optimizer of the policy's chunks.
+
+    Raises:
+        InvalidInput: optimizer_config_kwargs has an unknown key, or Megatron refuses the combination.
+    """
+    ddp = chunks[0].ddp_config
+    settings = {
+        "optimizer": "adam",
+        "lr": config.optim.lr,
+        "weight_decay": config.optim.weight_decay,
+        "adam_beta1": config.optim.betas[0],
+        "adam_beta2": config.optim.betas[1],
+        "adam_eps": config.optim.eps,
+        "clip_grad": config.optim.max_grad_norm,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_distributed_optimizer": ddp.use_distributed_optimizer,
+        "overlap_param_gather": ddp.overlap_param_gather,
+    }
+    given = config.megatron.optimizer_config_kwargs
+    options = make(OptimizerConfig, settings, given, "megatron.optimizer_config_kwargs")
+    return get_megatron_optimizer(options, list(chunks))
+
+
+def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """For the next update; parameter groups keep their multiples, 0 for the decay of norms and biases."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Everything the optimizer keeps on the device: its float32 weights and moments."""
+    for inner in _torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            yield from (parameter.data for parameter in group["params"])
+        for state in inner.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "optimizer", None) is not None:
+            yield part.optimizer

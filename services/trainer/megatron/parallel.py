@@ -1,0 +1,78 @@
+"""Megatron's process groups of one role. Megatron keeps them in globals of a module, so roles take turns with it."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from services.common.config.megatron import MegatronConfig
+
+
+class Parallelism:
+    """The groups that `config` asks for over all ranks. `activate` before anything of Megatron runs for the role."""
+
+    def __init__(self, config: MegatronConfig, *, timeout_s: float, seed: int):
+        self.config = config
+        _restore(_PRISTINE)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.etp,
+            distributed_timeout_minutes=timeout_s / 60,  # passed on as it is
+        )
+        self._state = _snapshot()
+        self._replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self._expert_replica = parallel_state.get_expert_data_parallel_rank()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.cp_group = parallel_state.get_context_parallel_group()
+        self.dp_group = parallel_state.get_data_parallel_group()
+        self.dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        self.is_first_stage = parallel_state.is_pipeline_first_stage()
+        self.is_last_stage = parallel_state.is_pipeline_last_stage()
+        self.last_stage_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+        self.expert_rank = parallel_state.get_expert_model_parallel_rank()
+        self.tp_index = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
+        self.etp_index = parallel_state.get_expert_tensor_parallel_rank(), config.etp
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        # Each tensor-parallel rank draws its own dropout; pipeline stages hold other layers anyway.
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def activate(self) -> None:
+        """Makes Megatron's globals name these groups."""
+        _restore(self._state)
+
+    def shard_index(self, parameter: torch.Tensor, *, is_expert: bool) -> tuple[int, int]:
+        """Which of how many tensor-parallel shards this rank's `parameter` is; the first of one if it is not cut."""
+        if not getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_dim", -1) < 0:
+            return 0, 1
+        return self.etp_index if is_expert else self.tp_index
+
+    def is_holder(self, parameter: torch.Tensor, *, is_expert: bool) -> bool:
+        """Whether this rank speaks for `parameter`: of the first replica, and the first of those that are equal."""
+        replica = self._expert_replica if is_expert else self._replica
+        is_cut = self.shard_index(parameter, is_expert=is_expert)[1] > 1
+        return replica == 0 and (is_cut or (self.etp_index if is_expert else self.tp_index)[0] == 0)
+
+
+def forget_parallelism() -> None:
+    """Puts Megatron's globals back; the groups end with torch.distributed's."""
+    _restore(_PRISTINE)
+
+
+def _snapshot() -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(parallel_state).items()
+        if name == "_global_process_group_list" or (name.startswith("_") and name.isupper())
+    }
+
+
+def _restore(state: dict[str, Any]) -> None:
+    vars(parallel_state).update(state)
+
+
+_PRISTINE = _snapshot()

@@ -1,0 +1,96 @@
+"""One model of the deployment in Megatron: its groups, its chunks, and how packs run through them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs
+from services.trainer.megatron.model import unwrap
+from services.trainer.megatron.parallel import Parallelism
+from services.trainer.packing import Pack
+
+# (micro-batch, [2, N] log-probabilities and entropies of its pack) -> whatever the schedule is to collect.
+Collect = Callable[[MicroBatch, torch.Tensor], Any]
+
+
+class MegatronModel:
+    """Chunks, wrapped or not, with the groups that they were built for."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, parallelism: Parallelism):
+        self.chunks, self.config, self.parallelism = list(chunks), config, parallelism
+        megatron, cp_size = parallelism.config, config.context_parallel_size
+        self._cut = Cut(
+            cp_size=cp_size,
+            cp_rank=dist.get_rank(parallelism.cp_group),
+            align=config.tensor_model_parallel_size * (2 * cp_size if cp_size > 1 else 1),
+            is_packed=megatron.packed_sequences,
+        )
+
+    def cut(self, packs: Sequence[Pack]) -> list[MicroBatch]:
+        """The packs as this rank computes them."""
+        return cut_packs(packs, self._cut, is_fixed_size=len(self.chunks) > 1)
+
+    def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+        """Log-probabilities and entropies [2, N] of each pack, on every rank that holds it. No gradient."""
+        micros = self.cut(packs)
+        with torch.no_grad():
+            outputs = self._run(micros, temperature, lambda micro, values_2N: values_2N, is_forward_only=True)
+        return self.from_last_stage(outputs, packs)
+
+    def accumulate(self, micros: Sequence[MicroBatch], temperature: float, collect: Collect) -> list[Any]:
+        """Forward and backward of all micro-batches in Megatron's schedule; what `collect` gave, on the last stage.
+
+        `collect` returns loss, number of tokens that the gradient will be divided by, and what is to be kept.
+        """
+        return self._run(micros, temperature, collect, is_forward_only=False)
+
+    def from_last_stage(self, values: Sequence[torch.Tensor], packs: Sequence[Pack]) -> list[torch.Tensor]:
+        """[2, N] of each pack, which only the last pipeline stage has, on all stages."""
+        counts = [pack.targets_N.numel() for pack in packs]
+        if self.parallelism.is_last_stage:
+            whole = torch.cat(list(values), 1)
+        else:
+            whole = torch.empty(2, sum(counts), device=packs[0].targets_N.device)
+        if self.config.pipeline_model_parallel_size > 1:
+            dist.broadcast(whole, src=self.parallelism.last_stage_rank, group=self.parallelism.pp_group)
+        return list(whole.split(counts, 1))
+
+    def _run(
+        self, micros: Sequence[MicroBatch], temperature: float, collect: Collect, *, is_forward_only: bool
+    ) -> list[Any]:
+        self.parallelism.activate()
+        for chunk in self.chunks:
+            chunk.train(not is_forward_only)
+        tokens = micros[0].tokens
+        iterators = [iter(micros) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=functools.partial(_forward_step, temperature=temperature, collect=collect),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(micros),
+            seq_length=tokens.size(1) * self.config.context_parallel_size,
+            micro_batch_size=tokens.size(0),
+            forward_only=is_forward_only,
+            collect_non_loss_data=is_forward_only,
+        )
+
+    def bare_chunks(self) -> list[Any]:
+        """The chunks without their wrappers."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+
+def _forward_step(
+    micros: Any, chunk: torch.nn.Module, *, temperature: float, collect: Collect
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    micro = next(micros)
+
+    def on_last_stage(output_2M: torch.Tensor, non_loss_data: bool = False) -> Any:
+        return collect(micro, micro.whole(output_2M, parallel_state.get_context_parallel_group()))
+
+    return chunk(micro, temperature), on_last_stage

@@ -1,0 +1,129 @@
+"""From a Hugging Face config to Megatron's: the one place that knows model families and transformers' config keys."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import functional as F
+from transformers import AutoConfig, PretrainedConfig
+
+from services.common.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the model families, besides numbers. `expert` and `router` are Hugging Face names."""
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    router: str = ""
+    expert: str = ""
+    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(has_qkv_bias=True),
+    "qwen3": Family(has_qk_norm=True),
+    "qwen3_moe": Family(has_qk_norm=True, router="mlp.gate", expert="mlp.experts"),
+    "mixtral": Family(
+        router="block_sparse_moe.gate", expert="block_sparse_moe.experts", expert_parts=("w1", "w3", "w2")
+    ),
+}
+
+
+def read_config(model_path: str) -> PretrainedConfig:
+    """The config of a model directory.
+
+    Raises:
+        InvalidInput: It cannot be read, or Megatron would compute something else than the model.
+    """
+    try:
+        hf = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"model: {model_path}: {error}", field="model") from error
+    if hf.model_type not in FAMILIES:
+        raise InvalidInput(
+            f"model: strategy megatron knows {', '.join(FAMILIES)}, not {hf.model_type}; use strategy fsdp",
+            field="model",
+        )
+    for key, wanted in (
+        ("hidden_act", "silu"),
+        ("sliding_window", None),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+    ):
+        value = getattr(hf, key, wanted)
+        if value != wanted and not (key == "sliding_window" and not getattr(hf, "use_sliding_window", True)):
+            raise InvalidInput(
+                f"model: {key} {value!r} of {model_path} is not supported by strategy megatron; use strategy fsdp",
+                field="model",
+            )
+    return hf
+
+
+def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
+    """The model's part of megatron.core.transformer.TransformerConfig."""
+    family = FAMILIES[hf.model_type]
+    settings = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "attention_dropout": getattr(hf, "attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "add_qkv_bias": family.has_qkv_bias,
+        "qk_layernorm": family.has_qk_norm,
+    }
+    return settings | (_expert_settings(hf) if family.expert else {})
+
+
+def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
+    """The model's part of megatron.core.models.gpt.GPTModel's arguments.
+
+    Raises:
+        InvalidInput: A kind of rotary scaling that Megatron does not have.
+    """
+    rope = dict(hf.rope_parameters)
+    settings = {
+        "vocab_size": hf.vocab_size,
+        "max_sequence_length": hf.max_position_embeddings,
+        "share_embeddings_and_output_weights": hf.tie_word_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": rope["rope_theta"],
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
+    }
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        settings["seq_len_interpolation_factor"] = rope["factor"]
+    elif kind == "llama3" and _llama3_constants(rope) == (1, 4, 8192):  # Megatron's, not settable
+        settings |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    elif kind != "default":
+        raise InvalidInput(f"model: rotary scaling {rope} is not supported by strategy megatron", field="model")
+    return settings
+
+
+def _llama3_constants(rope: dict[str, Any]) -> tuple[float, float, int]:
+    return rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+
+
+def _expert_settings(hf: PretrainedConfig) -> dict[str, Any]:
+    dense = set(getattr(hf, "mlp_only_layers", None) or ())
+    every = getattr(hf, "decoder_sparse_step", 1)
+    frequency = [int(layer not in dense and (layer + 1) % every == 0) for layer in range(hf.num_hidden_layers)]
+    return {
+        "num_moe_experts": getattr(hf, "num_experts", None) or hf.num_local_experts,
+        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_layer_freq": frequency,
+        "moe_router_score_function": "softmax",
+        # Softmax over the chosen experts alone is softmax over all, renormalised.
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+    }

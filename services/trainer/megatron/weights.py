@@ -1,0 +1,195 @@
+"""Checkpoint weights into the sharded model, and out of it: streamed to rank 0 from the ranks that hold each shard."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from services.common.errors import InvalidInput
+from services.trainer.megatron.model import LogprobModel
+from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.weight_map import WeightMap
+
+# Shards that lie next to each other on the same ranks travel together, up to this many bytes of each.
+_RUN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of this rank, under its name in the whole model."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of the whole model: which ranks hold its shards, in order, and what a shard is."""
+
+    name: str
+    holders: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one shard."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def held_parameters(chunks: Sequence[LogprobModel], parallelism: Parallelism) -> list[Held]:
+    """All parameters of this rank, except adapters."""
+    held = []
+    for chunk in chunks:
+        layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.decoder.layers)}
+        for name, tensor in chunk.named_parameters():
+            if ".lora_" not in name:
+                held.append(Held(_global_name(name, layers, chunk, parallelism), tensor))
+    return held
+
+
+def load_checkpoint_weights(
+    held: Sequence[Held], weight_map: WeightMap, parallelism: Parallelism, model_path: str
+) -> None:
+    """Copies this rank's slices, and nothing else, out of the safetensors files of `model_path`.
+
+    Raises:
+        InvalidInput: A tensor is missing.
+    """
+    files = _tensor_files(Path(model_path))
+    opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
+    for parameter in held:
+        part = weight_map.part(parameter.name)
+        missing = [name for name in part.names if name not in files]
+        if missing:
+            raise InvalidInput(f"model: {model_path} has no tensor {missing[0]}", field="model")
+        slices = [opened[files[name]].get_slice(name) for name in part.names]
+        shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
+        with torch.no_grad():
+            parameter.tensor.copy_(shard)
+
+
+class WeightStream:
+    """The policy in checkpoint names, always in the same order, on rank 0; no rank ever holds all of it.
+
+    `value` gives what is published of a parameter, such as the weight with its adapter merged in.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        weight_map: WeightMap,
+        parallelism: Parallelism,
+        value: Callable[[Held], torch.Tensor] = lambda held: held.tensor,
+    ):
+        self._map, self._value = weight_map, value
+        self._rank = dist.get_rank()
+        self._held = {parameter.name: parameter for parameter in held}
+        self._device = held[0].tensor.device
+        self._entries = self._find_holders(parallelism)
+
+    def specs(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and meta tensors."""
+        meta = ((entry, [torch.empty(entry.shape, dtype=entry.dtype, device="meta")]) for entry in self._entries)
+        return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for run in _runs(self._entries):
+            if self._rank == 0:
+                yield from self._receive(run)
+            elif self._rank in run[0].holders:
+                dist.send(self._flat(run), dst=0)
+
+    def _receive(self, run: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+        flats = []
+        for holder in run[0].holders:
+            if holder == 0:
+                flats.append(self._flat(run))
+                continue
+            size = sum(entry.num_bytes for entry in run)
+            flats.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+            dist.recv(flats[-1], src=holder)
+        begin = 0
+        for entry in run:
+            end = begin + entry.num_bytes
+            shards = [flat[begin:end].view(entry.dtype).view(entry.shape) for flat in flats]
+            yield from self._joined(entry, shards)
+            begin = end
+
+    def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
+        shards = (self._value(self._held[entry.name]).detach().to(self._device).contiguous() for entry in run)
+        return torch.cat([shard.view(-1).view(torch.uint8) for shard in shards])
+
+    def _joined(self, entry: Entry, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        part = self._map.part(entry.name)
+        return zip(part.names, part.join(shards), strict=True)
+
+    def _find_holders(self, parallelism: Parallelism) -> list[Entry]:
+        """What every rank holds, told to all: a name's holders are those of the first replica, in shard order."""
+        own = []
+        for parameter in self._held.values():
+            part, tensor = self._map.part(parameter.name), parameter.tensor
+            if parallelism.is_holder(tensor, is_expert=part.is_expert) and self._map.is_published(parameter.name):
+                index, _ = parallelism.shard_index(tensor, is_expert=part.is_expert)
+                own.append([parameter.name, index, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
+        shards: dict[str, dict[int, int]] = {}
+        kinds = {}
+        for rank, theirs in enumerate(gather_json(own, self._device)):
+            for name, index, shape, dtype in theirs:
+                shards.setdefault(name, {})[index] = rank
+                kinds[name] = (tuple(shape), getattr(torch, dtype))
+        names = sorted(shards, key=lambda name: self._map.part(name).order)
+        return [Entry(name, tuple(rank for _, rank in sorted(shards[name].items())), *kinds[name]) for name in names]
+
+
+def gather_json(value: object, device: torch.device) -> list:
+    """Everyone's `value`, in rank order: plain data as JSON bytes."""
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device))
+    longest = max(int(size) for size in sizes)
+    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(padded, torch.cat([own, own.new_zeros(longest - own.numel())]))
+    return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(padded, sizes, strict=True)]
+
+
+def _runs(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    run: list[Entry] = []
+    for entry in entries:
+        is_full = sum(e.num_bytes for e in run) + entry.num_bytes > _RUN_BYTES
+        if run and (is_full or entry.holders != run[0].holders or entry.dtype != run[0].dtype):
+            yield run
+            run = []
+        run.append(entry)
+    yield run
+
+
+def _global_name(name: str, layers: dict[int, int], chunk: LogprobModel, parallelism: Parallelism) -> str:
+    parts = name.split(".")
+    if name.startswith("decoder.layers."):
+        parts[2] = str(layers[int(parts[2])])
+    if ".experts." not in name:
+        return ".".join(parts)
+    config = chunk.config
+    first = parallelism.expert_rank * (config.num_moe_experts // config.expert_model_parallel_size)
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        parts[place] = str(int(parts[place]) + first)
+    else:  # ...linear_fc1.weight3
+        parts[-1] = "weight" + str(int(parts[-1].removeprefix("weight")) + first)
+    return ".".join(parts)
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    whole = directory / "model.safetensors"
+    if not whole.is_file():
+        raise InvalidInput(f"model: {directory} has no model.safetensors", field="model")
+    with safe_open(whole, framework="pt") as file:
+        return dict.fromkeys(file.keys(), whole)
