@@ -36,15 +36,28 @@ def run(
     from services.common.config.run import Config
     from services.common.rpc import parse_address
     from services.coordinator.launch import Addresses
+    from services.coordinator.plan import check_model
     from services.coordinator.session import run_session
 
     settings = load(Config, config)
     for option, address in [("--reward", reward), ("--trainer", trainer), *(("--rollout", r) for r in rollout or ())]:
         if address:
             parse_address(address, field=option)
+    check_model(settings)
     given = Addresses(tuple(rollout or ()), reward, trainer)
     outcome = asyncio.run(run_session(settings, given, _console))
     _summarise(outcome.evaluations, outcome.version, settings.run_dir, outcome.export_path)
+
+
+@app.command()
+def plan(
+    config: Annotated[list[str], typer.Argument(help="YAML files and key=value overrides, the last one wins.")],
+) -> None:
+    """Show what each trainer rank would hold, its memory and what a publication sends. Starts nothing."""
+    from services.common.config.run import Config
+    from services.coordinator.plan import show_plan
+
+    show_plan(load(Config, config), _console)
 
 
 @app.command()

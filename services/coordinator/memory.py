@@ -8,7 +8,7 @@ this model's own widths: grouped-query attention, a gated feed-forward layer, nu
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from services.common.architecture import Architecture
+from services.common.architecture import Architecture, Tensor
 from services.common.config.megatron import MegatronConfig
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
@@ -47,14 +47,14 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int = 0
-    in_flight: int = 1
+    in_flight: float = 1
     reference: int = 0
     offloads: frozenset[str] = frozenset()
 
     @property
     def peak(self) -> int:
         """The larger of backward, where offloaded optimizer state is away, and step, where activations are gone."""
-        backward = self.activations * self.in_flight + (0 if "optimizer" in self.offloads else self.optimizer)
+        backward = int(self.activations * self.in_flight) + (0 if "optimizer" in self.offloads else self.optimizer)
         return self.weights + self.gradients + self.reference + max(backward, self.optimizer)
 
     @property
@@ -84,7 +84,7 @@ def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
         gradients=_GRADIENT * sum(trained),
         optimizer=sum(-(-per_parameter * count // ranks) for count, ranks in zip(trained, shards, strict=True)),
         activations=stage_activations(trainer, model, layout),
-        in_flight=layout.pp - pp,
+        in_flight=_in_flight(layout, pp),
         reference=_reference(config, model),
         offloads=megatron.offloads,
     )
@@ -107,6 +107,13 @@ def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int,
     num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
     dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
     return dense, num_layers * model.num_experts // layout.ep * model.expert_parameters(layout.etp)
+
+
+def _in_flight(layout: Layout, pp: int) -> float:
+    """Micro-batches that a stage has begun and not ended, at most: 1F1B, interleaved with chunks of layers if VPP."""
+    if layout.vpp == 1:
+        return layout.pp - pp
+    return (2 * (layout.pp - pp - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
 
 
 def stage_activations(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
@@ -132,8 +139,8 @@ def _layer_activations(model: Architecture, layout: Layout, has_sequence_paralle
     attention = _ACTIVATION * (2 * model.query_size + 2 * model.key_value_size)
     # Gate, up, and their product.
     feed_forward = 3 * _ACTIVATION * model.intermediate_size
-    # The same for each chosen expert, and the token that was sent to it and came back.
-    experts = model.num_experts_per_tok * (3 * _ACTIVATION * model.moe_intermediate_size + 2 * size)
+    # The same for each chosen expert, and the token that came to all ranks of it and what they gave back.
+    experts = model.num_experts_per_tok * (3 * _ACTIVATION * model.moe_intermediate_size + 2 * size * layout.etp)
     inputs = size // (layout.tp if has_sequence_parallel else 1)
     return common + (attention + feed_forward + experts) // layout.tp, inputs
 
@@ -158,7 +165,7 @@ def publication(config: Config, model: Architecture) -> tuple[int, int]:
     return _cut((size * weight_bytes(trainer) for size in sizes), config.weights.bucket_bytes)
 
 
-def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[list]:
+def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[list[Tensor]]:
     tensors = {tensor.name: tensor for tensor in model.layer_tensors()}
     for target, names in _LORA_TARGETS[trainer.lora.kind].items():
         is_wanted = target in trainer.lora.target_modules or not trainer.lora.target_modules

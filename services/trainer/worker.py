@@ -23,6 +23,7 @@ from services.trainer.backend import Backend, Role, compute_dtype
 from services.trainer.export import export_hugging_face
 from services.trainer.losses import Totals
 from services.trainer.packing import build_pack
+from services.trainer.profiler import Profiler
 from services.trainer.publish import send
 from services.trainer.ranks import Message
 from services.trainer.update import Minibatch, update
@@ -46,11 +47,14 @@ class Worker:
         self._plan: Plan | None = None
         self._group: WeightGroup | None = None
         self._model_path = ""
+        self._profiler: Profiler | None = None
+        self._num_updates = 0
 
     def open(self, *, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int) -> Message:
         """Builds the backend, from the model directory or from a checkpoint that rank 0 has verified."""
         self.close()
         self._config = parse_json(TrainerConfig, config_json)
+        self._profiler, self._num_updates = Profiler(self._config.profiler, self._rank), 0
         self._start_process_group(timedelta(seconds=self._config.collective_timeout_s))
         torch.manual_seed(seed)
         self._backend = _make_backend(self._config, model_path, self._device)
@@ -66,6 +70,9 @@ class Worker:
     def close(self) -> None:
         """Frees the models."""
         self.leave()
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
         if self._backend is not None:
             self._backend.close()
         self._backend = self._plan = None
@@ -96,7 +103,10 @@ class Worker:
             packs = [build_pack(part).to(self._device) for part in parts]
             built.append(Minibatch(packs, Totals(**minibatch["totals"])))
             begin += sum(sizes)
-        return Message({"metrics": update(self._open(), built, self._config, temperature, version)})
+        index, self._num_updates = self._num_updates, self._num_updates + 1
+        with self._profiler.update(index):
+            metrics = update(self._open(), built, self._config, temperature, version)
+        return Message({"metrics": metrics})
 
     def join(self, *, group: str) -> Message:
         """Rank 0 enters the epoch as its member 0."""
