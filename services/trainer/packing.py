@@ -50,11 +50,12 @@ class Pack:
         return np.split(values_N.cpu().numpy(), np.cumsum(self.completion_lengths)[:-1])
 
 
-def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1) -> list[list[list[int]]]:
     """Spreads samples over ranks and packs: the result is [rank][pack] -> sample indices, ascending.
 
     Longest first into the emptiest of as few packs as fit (LPT, Graham 1969); every rank gets the same number of packs,
-    since a sharded forward is a collective, and about the same number of tokens.
+    since a sharded forward is a collective, and about the same number of tokens. For an interleaved pipeline that number
+    must be a `multiple_of` its stages.
 
     Raises:
         InvalidInput: A sample is longer than `max_tokens`, there are fewer samples than ranks, or the budget leaves no
@@ -68,7 +69,7 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[l
     if len(lengths) < num_ranks:
         raise InvalidInput(f"{len(lengths)} samples cannot be spread over {num_ranks} ranks", field="frame")
     most, fewest = len(lengths) // num_ranks, -(-sum(lengths) // (max_tokens * num_ranks))
-    for packs_per_rank in range(fewest, most + 1):
+    for packs_per_rank in range(fewest + -fewest % multiple_of, most + 1, multiple_of):
         packs = _longest_first(lengths, packs_per_rank * num_ranks)
         if max(tokens for tokens, _ in packs) <= max_tokens:
             break

@@ -22,6 +22,7 @@ from services.common.model_card import read_model_card
 from services.common.rpc import service_info
 from services.common.stamps import require_stamp
 from services.trainer import checkpoint
+from services.trainer.backend import Role
 from services.trainer.checkpoint import TrainState
 from services.trainer.ranks import Ranks
 from services.trainer.shards import check_samples, forward_parts, train_parts, vocab_size_of
@@ -30,7 +31,7 @@ NAME = "lockstep.trainer.v1.TrainerService"
 
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
-_ROLES = {pb.ROLE_POLICY: "policy", pb.ROLE_REFERENCE: "reference"}
+_ROLES = {pb.ROLE_POLICY: Role.POLICY, pb.ROLE_REFERENCE: Role.REFERENCE}
 
 
 def _to_the_end(method: Method) -> Method:
@@ -99,7 +100,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         check_samples(samples, vocab_size=self._vocab_size())
         role = _ROLES[header.role]
         data_ranks = self._data_ranks[role]
-        parts, order = forward_parts(samples, config, max(data_ranks) + 1)
+        parts, order = forward_parts(samples, config, max(data_ranks) + 1, role)
         answers = await self._ranks.call(
             "forward", [parts[rank] for rank in data_ranks], role=role, temperature=header.temperature
         )
@@ -122,7 +123,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if header.batch_id and header.batch_id == self._state.last_batch_id:
                 return self._replay(header)
             self._check_contract(header, samples)
-            data_ranks = self._data_ranks["policy"]
+            data_ranks = self._data_ranks[Role.POLICY]
             parts = train_parts(samples, config, max(data_ranks) + 1)
             answers = await self._ranks.call(
                 "train",

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from services.common import batch as batches
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
+from services.trainer.backend import Role
 from services.trainer.losses import Totals
 from services.trainer.packing import assign
 from services.trainer.ranks import Message
@@ -66,11 +67,13 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> lis
     ]
 
 
-def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> tuple[list[Message], np.ndarray]:
+def forward_parts(
+    samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY
+) -> tuple[list[Message], np.ndarray]:
     """Each rank's samples for `Worker.forward`, and where row i of the concatenated answers belongs."""
     narrow = samples.select(_COLUMNS)
     parts, order = [], []
-    for packs in _assign(samples, config, num_ranks):
+    for packs in _assign(samples, config, num_ranks, role):
         rows = [index for pack in packs for index in pack]
         frames = list(batches.encode(narrow.take(pa.array(rows))))
         parts.append(Message({"packs": [len(pack) for pack in packs]}, frames))
@@ -84,9 +87,24 @@ def vocab_size_of(config_json: bytes) -> int:
     return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
 
 
-def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
+def _assign(
+    samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY
+) -> list[list[list[int]]]:
     lengths = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
-    return assign(lengths.tolist(), num_ranks=num_ranks, max_tokens=config.max_tokens_per_microbatch)
+    return assign(
+        lengths.tolist(),
+        num_ranks=num_ranks,
+        max_tokens=config.max_tokens_per_microbatch,
+        multiple_of=_packs_multiple(config, role),
+    )
+
+
+def _packs_multiple(config: TrainerConfig, role: Role) -> int:
+    """An interleaved pipeline runs its micro-batches in rounds of one for each stage."""
+    own = config.reference.megatron if role is Role.REFERENCE else None
+    megatron = own or config.megatron
+    is_interleaved = config.strategy == "megatron" and megatron.virtual_pipeline_model_parallel_size
+    return megatron.pipeline_model_parallel_size if is_interleaved else 1
 
 
 def _minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndarray]:
