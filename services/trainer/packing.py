@@ -54,8 +54,8 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_
     """Spreads samples over ranks and packs: the result is [rank][pack] -> sample indices, ascending.
 
     Longest first into the emptiest of as few packs as fit (LPT, Graham 1969); every rank gets the same number of packs,
-    since a sharded forward is a collective, and about the same number of tokens. For an interleaved pipeline that number
-    must be a `multiple_of` its stages.
+    since a sharded forward is a collective, and about the same number of tokens. An interleaved pipeline needs a number
+    that is a `multiple_of` its stages.
 
     Raises:
         InvalidInput: A sample is longer than `max_tokens`, there are fewer samples than ranks, or the budget leaves no

@@ -1,0 +1,71 @@
+"""Megatron's layouts on this host's GPUs: log-probabilities against transformers, gradient norms against one GPU.
+
+`python -m benchmarks.megatron [NAME] [--tiny] [--only WORD]` runs every layout that this host has GPUs for, and keeps
+the result as NAME. Weights are random, of real shapes; `--tiny` is for a machine without GPUs.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.megatron_layouts import MODELS, Layout, layouts
+from benchmarks.report import keep
+
+
+def main() -> None:
+    """Models and references, one torchrun per number of GPUs, comparison."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", nargs="?", default="megatron-layouts")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    num_gpus = torch.cuda.device_count() or 4
+    chosen = {name: layout for name, layout in layouts() if options.only in name and layout.world <= num_gpus}
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        (directory / "layouts.json").write_text(json.dumps(sorted(chosen)))
+        for model in {layout.model for layout in chosen.values()}:
+            _run("benchmarks.megatron_model", str(directory), model, *(["tiny"] if options.tiny else []))
+        for world in sorted({layout.world for layout in chosen.values()}):
+            launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m")
+            _run(*launcher, "benchmarks.megatron_rank", str(directory))
+        _keep(options.name, directory, chosen)
+
+
+def _run(*command: str) -> None:
+    """Goes on after a failure, with what there is: time on a GPU host is short."""
+    code = subprocess.run([sys.executable, "-m", *command]).returncode
+    if code:
+        sys.stderr.write(f"benchmarks.megatron: {' '.join(command)} ended with {code}\n")
+
+
+def _keep(name: str, directory: Path, chosen: dict[str, Layout]) -> None:
+    kept: dict[str, list[float]] = {}
+    norms: dict[str, float] = {}
+    for layout_name, layout in chosen.items():
+        path = directory / f"{layout_name}.json"
+        if not path.exists():
+            kept[f"{layout_name}: failed"] = [1]
+            continue
+        result = json.loads(path.read_text())
+        logprobs = result.pop("logprobs")
+        reference = directory / f"{layout.model}.logprobs.json"
+        if reference.exists():
+            pairs = zip(logprobs, json.loads(reference.read_text()), strict=True)
+            gaps = np.concatenate([np.abs(np.array(a) - np.array(b)) for a, b in pairs])
+            result |= {"|logprob - transformers| mean": float(gaps.mean()), "max": float(gaps.max())}
+        one = norms.setdefault(layout.model, result["grad_norm"])
+        result["grad norm over that of 1 GPU, minus 1"] = result["grad_norm"] / one - 1
+        kept |= {f"{layout_name}: {quantity}": [value] for quantity, value in result.items()}
+    libraries = ("torch", "transformers", "megatron-core")
+    keep(name, kept, libraries=libraries, weights="random", batch="32 samples, 64-128 + 128-512 tokens", models=MODELS)
+
+
+if __name__ == "__main__":
+    main()

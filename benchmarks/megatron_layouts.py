@@ -1,0 +1,130 @@
+"""Models, layouts and samples of `benchmarks.megatron`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from services.common.batch import SAMPLE_SCHEMA
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
+_QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.04,
+    "tie_word_embeddings": True,
+}
+_A3B = _QWEN3 | {
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-0.6b": ("qwen3", _QWEN3),
+    "qwen3-a3b-4-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 4, "num_experts": 32}),
+    "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),
+}
+# 12 bytes a weight of optimizer state and float32 gradients do not fit 30 B weights into four GPUs; 8 and bfloat16 do.
+_SMALL_STATE = {
+    "ddp_config": {"grad_reduce_in_fp32": False},
+    "optimizer_config_kwargs": {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+        "main_grads_dtype": "bf16",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Model, ranks, Megatron settings, and further changes of the trainer's config."""
+
+    model: str
+    world: int
+    megatron: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+def layouts() -> Iterator[tuple[str, Layout]]:
+    """Name and layout; the first of each model is the one on one GPU."""
+    dense: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (1, {"packed_sequences": False}),
+        (1, {"auto_offload": True}),
+        (2, {TP: 2}),
+        (2, {PP: 2}),
+        (2, {CP: 2}),
+        (2, {}),
+        (4, {TP: 4}),
+        (4, {CP: 4}),
+        (4, {TP: 2, PP: 2}),
+        (4, {TP: 2, CP: 2}),
+        (4, {PP: 2, VPP: 2}),
+        (4, {TP: 2, "ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
+    ]
+    experts = [
+        (1, {}),
+        (2, {EP: 2}),
+        (2, {TP: 2, EP: 2, ETP: 1}),
+        (4, {EP: 4}),
+        (4, {EP: 2, PP: 2}),
+        (4, {CP: 2, EP: 4}),
+        (4, {TP: 2, EP: 2, ETP: 2}),
+    ]
+    for model, table in (("qwen3-0.6b", dense), ("qwen3-a3b-4-layers", experts)):
+        for world, megatron in table:
+            yield f"{model} {_describe(world, megatron)}", Layout(model, world, megatron)
+    large = {EP: 4, **_SMALL_STATE}
+    recompute = {"gradient_checkpointing": True, "max_tokens_per_microbatch": 8192}
+    yield "qwen3-30b-a3b 4 GPUs EP4", Layout("qwen3-30b-a3b", 4, large, recompute)
+
+
+def samples(vocab_size: int) -> pa.Table:
+    """8 groups of 4: prompts of 64 to 128 random tokens, completions of 128 to 512."""
+    random = np.random.default_rng(0)
+    rows = []
+    for index in range(32):
+        tokens = random.integers(0, vocab_size, random.integers(128, 513)).tolist()
+        rows.append(
+            {
+                "prompt_id": f"p{index // 4}",
+                "group": index // 4,
+                "sample": index % 4,
+                "prompt_tokens": random.integers(0, vocab_size, random.integers(64, 129)).tolist(),
+                "tokens": tokens,
+                "logprobs": [-float(np.log(vocab_size))] * len(tokens),
+                "reward": 0.0,
+                "components": [],
+                "advantage": float(random.normal()),
+                "finish_reason": "stop",
+                "policy_version": 0,
+                "policy_digest": "",
+                "scorer": "",
+                "seed": 0,
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def _describe(world: int, megatron: dict[str, Any]) -> str:
+    short = {TP: "TP", PP: "PP", CP: "CP", EP: "EP", VPP: "VPP", ETP: "ETP"}
+    words = [f"{short[key]}{value}" if key in short else key for key, value in megatron.items()]
+    return " ".join([f"{world} GPUs", *words])

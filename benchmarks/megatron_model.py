@@ -1,0 +1,38 @@
+"""`python -m benchmarks.megatron_model DIRECTORY MODEL [tiny]`: random weights and transformers' log-probabilities."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.megatron_layouts import MODELS, TINY, samples
+
+
+def make_model(directory: Path, name: str, is_tiny: bool) -> None:
+    """Writes DIRECTORY/MODEL and DIRECTORY/MODEL.logprobs.json; of the 30 B model only the config."""
+    kind, shape = MODELS[name]
+    config = AutoConfig.for_model(kind, **(shape | (TINY if is_tiny else {})))
+    path = directory / name
+    if name == "qwen3-30b-a3b":
+        config.save_pretrained(path)
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(path)
+    rows = []
+    for row in samples(config.vocab_size).to_pylist():
+        ids = torch.tensor([row["prompt_tokens"] + row["tokens"]], device=device)
+        with torch.no_grad():
+            logprobs = model(ids[:, :-1]).logits[0].float().log_softmax(-1)
+        start = len(row["prompt_tokens"]) - 1
+        rows.append(logprobs.gather(1, ids[0, 1:, None])[start:, 0].cpu().tolist())
+    (directory / f"{name}.logprobs.json").write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    make_model(Path(sys.argv[1]), sys.argv[2], "tiny" in sys.argv[3:])
