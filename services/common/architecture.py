@@ -8,14 +8,23 @@ from typing import Any, Literal
 
 from services.common.errors import InvalidInput, NotFound
 
-# model_type -> whether q, k and v have biases, and whether q and k are normalised.
+
+@dataclass(frozen=True)
+class _Family:
+    """What config.json does not say. `expert_width` is its key for the width of an expert, if there are any."""
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    expert_width: str = ""
+
+
 _FAMILIES = {
-    "llama": (False, False),
-    "mistral": (False, False),
-    "mixtral": (False, False),
-    "qwen2": (True, False),
-    "qwen3": (False, True),
-    "qwen3_moe": (False, True),
+    "llama": _Family(),
+    "mistral": _Family(),
+    "mixtral": _Family(expert_width="intermediate_size"),
+    "qwen2": _Family(has_qkv_bias=True),
+    "qwen3": _Family(has_qk_norm=True),
+    "qwen3_moe": _Family(has_qk_norm=True, expert_width="moe_intermediate_size"),
 }
 
 
@@ -46,10 +55,10 @@ class Architecture:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    intermediate_size: int = 0
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -127,8 +136,6 @@ def read_architecture(model_path: str | Path) -> Architecture:
         return _architecture(content, file)
     except OSError as error:
         raise NotFound(f"model: {file} cannot be read: {error.strerror}", field="model") from error
-    except KeyError as error:
-        raise InvalidInput(f"model: {file} has no {error.args[0]}", field="model") from error
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, InvalidInput):
             raise
@@ -145,28 +152,38 @@ def _architecture(content: Mapping[str, Any], file: Path) -> Architecture:
         raise InvalidInput(
             f"model: {file} mixes dense layers and experts (mlp_only_layers, decoder_sparse_step)", field="model"
         )
-    has_qkv_bias, has_qk_norm = _FAMILIES[model_type]
-    num_experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}.get(model_type)
-    heads = content["num_attention_heads"]
+    family = _FAMILIES[model_type]
+    if family.expert_width:
+        feed_forward = {
+            # transformers 5 writes num_local_experts, the published Qwen3 models have num_experts.
+            "num_experts": _size(content, "num_experts" if "num_experts" in content else "num_local_experts"),
+            "num_experts_per_tok": _size(content, "num_experts_per_tok"),
+            "moe_intermediate_size": _size(content, family.expert_width),
+        }
+    else:
+        feed_forward = {"intermediate_size": _size(content, "intermediate_size")}
+    heads, hidden_size = _size(content, "num_attention_heads"), _size(content, "hidden_size")
     return Architecture(
         model_type=model_type,
-        num_layers=content["num_hidden_layers"],
-        hidden_size=content["hidden_size"],
+        num_layers=_size(content, "num_hidden_layers"),
+        hidden_size=hidden_size,
         num_attention_heads=heads,
-        num_key_value_heads=content.get("num_key_value_heads") or heads,
-        head_dim=content.get("head_dim") or content["hidden_size"] // heads,
-        intermediate_size=0 if num_experts else content["intermediate_size"],
-        vocab_size=content["vocab_size"],
-        max_position_embeddings=content["max_position_embeddings"],
-        tie_word_embeddings=bool(content.get("tie_word_embeddings", False)),
-        num_experts=content[num_experts] if num_experts else 0,
-        num_experts_per_tok=content["num_experts_per_tok"] if num_experts else 0,
-        moe_intermediate_size=(content.get("moe_intermediate_size") or content["intermediate_size"])
-        if num_experts
-        else 0,
-        has_qkv_bias=has_qkv_bias or bool(content.get("attention_bias")),
-        has_qk_norm=has_qk_norm,
+        num_key_value_heads=_size(content, "num_key_value_heads", default=heads),
+        head_dim=_size(content, "head_dim", default=hidden_size // heads),
+        vocab_size=_size(content, "vocab_size"),
+        max_position_embeddings=_size(content, "max_position_embeddings"),
+        tie_word_embeddings=content.get("tie_word_embeddings") is True,
+        has_qkv_bias=family.has_qkv_bias or content.get("attention_bias") is True,
+        has_qk_norm=family.has_qk_norm,
+        **feed_forward,
     )
+
+
+def _size(content: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+    value = content.get(key) or default
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} is {content.get(key)!r}, not a size")
+    return value
 
 
 def _feed_forward(hidden_size: int, width: int) -> Iterator[Tensor]:

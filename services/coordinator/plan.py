@@ -48,9 +48,9 @@ def show_plan(config: Config, console: Console) -> None:
         layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
         console.print(_rank_table(layout, model))
         stages = [stage_memory(config, model, pp) for pp in range(layout.pp)]
-        console.print(_memory_table([f"stage {pp}" for pp in range(layout.pp)], stages))
+        console.print(_memory_table([f"pp {pp}" for pp in range(layout.pp)], stages))
     else:
-        console.print(_memory_table([f"each of {config.trainer.num_ranks}"], [fsdp_memory(config, model)]))
+        console.print(_memory_table(["all"], [fsdp_memory(config, model)]))
     _say(console, [_offloaded(config), _publication(config, model), _batch(config), _assumptions(config)])
 
 
@@ -67,7 +67,8 @@ def _check(config: Config, model: Architecture) -> None:
 
 
 def _rank_table(layout: Layout, model: Architecture) -> Table:
-    table = _table("rank", "gpu", "tp", "cp", "dp", "pp", "ep", "etp", "layers", "experts", title=f"Ranks, on hosts of {_GPUS_PER_HOST} GPUs")
+    columns = ("rank", "gpu", "tp", "cp", "dp", "pp", "ep", "etp", "layers", "experts")
+    table = _table(*columns, title=f"Ranks, on hosts of {_GPUS_PER_HOST} GPUs")
     for at in rank_map(layout):
         places = (at.rank, at.rank % _GPUS_PER_HOST, at.tp, at.cp, at.dp, at.pp, at.ep, at.etp)
         table.add_row(*map(str, places), *_holds(layout, model, at))
@@ -82,13 +83,13 @@ def _holds(layout: Layout, model: Architecture, at: Coordinates) -> tuple[str, s
 def _memory_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
     unit, size = _unit(max(memory.peak for memory in memories))
     has_activations, has_reference = any(m.activations for m in memories), any(m.reference for m in memories)
-    columns = ["rank", "params", "weights", "grads", "optimizer"]
+    columns = ["ranks", "params", "weights", "grads", "optimizer"]
     columns += ["activations"] * has_activations + ["reference"] * has_reference + ["peak", "idle"]
     table = _table(*columns, title=f"Memory per rank in {unit}")
     for name, memory in zip(names, memories, strict=True):
         cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
         if has_activations:
-            cells.append(f"{memory.activations / size:.2f} x {memory.in_flight:g}")
+            cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
         if has_reference:
             cells.append(f"{memory.reference / size:.2f}")
         cells += [f"{memory.peak / size:.2f}", f"{memory.idle / size:.2f}"]
@@ -110,7 +111,7 @@ def _publication(config: Config, model: Architecture) -> str:
     unit, size = _unit(num_bytes)
     is_adapter = config.trainer.lora.rank and config.trainer.lora.publish == "adapter"
     what = f"adapters of rank {config.trainer.lora.rank}" if is_adapter else "whole checkpoint"
-    return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}) in {buckets} buckets"
+    return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {buckets}"
 
 
 def _batch(config: Config) -> str:

@@ -11,7 +11,7 @@ from services.common.config.megatron import MegatronConfig
 from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.trainer import TrainerConfig
-from services.common.layout import Layout, check_layout, data_parallel_size
+from services.common.layout import Layout, check_layout, data_parallel_size, samples_at_once
 
 
 class AdvantageConfig(Strict):
@@ -131,16 +131,16 @@ class Config(Strict):
                 f"nearest: {max(1, round(groups / minibatches)) * minibatches}"
             )
         samples = groups // minibatches * self.rollout.completions_per_prompt
-        if samples < data_parallel_size(self.trainer):
+        if samples < samples_at_once(self.trainer):
             raise ValueError(
                 f"a mini-batch has {samples} samples (prompts_per_step / num_minibatches * completions_per_prompt) "
-                f"for {_ranks(self.trainer)}; every rank needs at least one"
+                f"for {_ranks(self.trainer)}; {_needs(self.trainer)}"
             )
         samples, reference = samples * minibatches, self.trainer.reference.megatron
-        if reference and samples < data_parallel_size(self.trainer, reference):
+        if reference and samples < samples_at_once(self.trainer, reference):
             raise ValueError(
                 f"a step has {samples} samples (prompts_per_step * completions_per_prompt) for the reference model's "
-                f"{_ranks(self.trainer, reference)}; every rank needs at least one"
+                f"{_ranks(self.trainer, reference)}; {_needs(self.trainer, reference)}"
             )
         return self
 
@@ -166,7 +166,7 @@ class Config(Strict):
             padded = longest
             if self.trainer.strategy == "megatron":
                 padded += -longest % Layout.of(megatron, self.trainer.num_ranks).align
-            if group % data_parallel_size(self.trainer, megatron) and budget < 2 * padded:
+            if group % samples_at_once(self.trainer, megatron) and budget < 2 * padded:
                 raise ValueError(
                     f"rollout.completions_per_prompt {group} does not divide by {_ranks(self.trainer, megatron)}, so "
                     "long samples may spread unevenly: raise trainer.max_tokens_per_microbatch "
@@ -199,4 +199,10 @@ class Config(Strict):
 def _ranks(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> str:
     size = data_parallel_size(trainer, megatron)
     of_all = "" if size == trainer.num_ranks else f" (data-parallel size {size}: num_ranks / (TP x PP x CP))"
-    return f"trainer.num_ranks {trainer.num_ranks}{of_all}"
+    stages = samples_at_once(trainer, megatron) // size
+    return f"trainer.num_ranks {trainer.num_ranks}{of_all}" + (f" x PP {stages}, interleaved" if stages > 1 else "")
+
+
+def _needs(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> str:
+    stages = samples_at_once(trainer, megatron) // data_parallel_size(trainer, megatron)
+    return f"every rank needs at least {'one' if stages == 1 else stages}"
