@@ -5,23 +5,20 @@ engine's processes; the calls arrive through `collective_rpc` with plain values 
 """
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lockstep.types.v1 import types_pb2
-from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
 from services.common.errors import LockstepError
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
-from services.common.weights.plan import Plan, unpack
+from services.common.weights.plan import Plan
+from services.rollout.loading import NUM_BUFFERS, Arrivals, Loading
 
 # Broadcasts posted ahead of the one that is being loaded.
-_DEPTH = 2
+_DEPTH = NUM_BUFFERS - 1
 
 
 class WeightReceiver:
@@ -31,7 +28,7 @@ class WeightReceiver:
         """Enters the epoch; answers with the plan's digest as built here, or with the error."""
         self.lockstep_leave()
         try:
-            self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(plan))
+            self._lockstep_set_plan(plan)
             self._lockstep_group = WeightGroup(
                 types_pb2.WeightGroup.FromString(group), rank=base_rank + self._lockstep_rank(), device=self.device
             )
@@ -44,16 +41,16 @@ class WeightReceiver:
 
         An error is a value, not an exception: vLLM would report the first failing worker only.
         """
-        model, group, begin = self.model_runner.get_model(), self._lockstep_group, time.perf_counter()
+        loading, group, begin = self._lockstep_loading, self._lockstep_group, time.perf_counter()
         timing = {"wait_s": 0.0}
         digest = WeightDigest(self._lockstep_plan.digest, self.device)
         try:
             with torch.no_grad(), torch.device(self.device), set_current_vllm_config(self.vllm_config):
-                _load(model, self.model_config, self._lockstep_stream(digest, timing))
+                loading.load(self._lockstep_arrivals(digest, timing, loading.buffers))
             content = digest.hexdigest()
             group.acknowledge(version, content)
         except Exception as error:  # noqa: BLE001 whatever it was, the engine must stay reloadable
-            _abort_reload(model)
+            loading.abort()
             group.kill()
             self.lockstep_leave()
             return {"error": f"{type(error).__name__}: {error}"}
@@ -71,12 +68,27 @@ class WeightReceiver:
         parallel = self.vllm_config.parallel_config
         return getattr(parallel, "data_parallel_index", 0) * parallel.world_size + self.rank
 
-    def _lockstep_stream(self, digest: WeightDigest, timing: dict[str, float]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _lockstep_set_plan(self, message: bytes) -> None:
+        """What was learnt about the engine's memory holds as long as the plan is the same."""
+        if getattr(self, "_lockstep_plan_message", None) != message:
+            self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
+            model = self.model_runner.get_model()
+            self._lockstep_loading = Loading(model, self.model_config, self._lockstep_plan, self.device)
+            self._lockstep_plan_message = message
+
+    def _lockstep_arrivals(
+        self, digest: WeightDigest, timing: dict[str, float], buffers: list[torch.Tensor] | None
+    ) -> Arrivals:
         group, buckets = self._lockstep_group, self._lockstep_plan.buckets
 
         def post(index: int) -> tuple[torch.Tensor, Any]:
-            # A new buffer each time: vLLM keeps views of it until the layer is complete.
-            flat = torch.empty(buckets[index].num_bytes, dtype=torch.uint8, device=self.device)
+            size = buckets[index].num_bytes
+            # Without buffers a new one each time: vLLM keeps views of it until the layer is complete.
+            flat = (
+                buffers[index % NUM_BUFFERS][:size]
+                if buffers
+                else torch.empty(size, dtype=torch.uint8, device=self.device)
+            )
             return flat, group.broadcast(flat)
 
         posted = [post(index) for index in range(min(_DEPTH, len(buckets)))]
@@ -88,42 +100,4 @@ class WeightReceiver:
             if index + _DEPTH < len(buckets):
                 posted.append(post(index + _DEPTH))
             digest.update(flat, start=bucket.start)
-            yield from unpack(bucket, flat)
-
-
-def _load(model: nn.Module, model_config: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        _unpack_experts_on_cpu(model)
-    initialize_layerwise_reload(model)
-    model.load_weights(weights)
-    finalize_layerwise_reload(model, model_config)
-    if on_cpu:
-        _repack_tied_head_on_cpu(model)
-    else:
-        torch.accelerator.synchronize()
-
-
-def _abort_reload(model: nn.Module) -> None:
-    """Undoes a reload that ended half way; vLLM would mix its pieces into the next one."""
-    for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        if info.can_load():
-            if info.kernel_tensors is not None:
-                layerwise._place_kernel_tensors(layer, info)
-            info.reset()
-
-
-def _unpack_experts_on_cpu(model: nn.Module) -> None:
-    """vLLM's CPU MoE packs its weights only while it has no kernel yet, so a reload would leave them unpacked."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def _repack_tied_head_on_cpu(model: nn.Module) -> None:
-    """A tied lm_head keeps a packed copy of its own on CPU that the reload does not see."""
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
+            yield index, bucket, flat

@@ -9,9 +9,8 @@ import hashlib
 
 import torch
 
-_POSITION = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xFF51AFD7ED558CCD - (1 << 64)
-_MIX_2 = 0xC4CEB9FE1A85EC53 - (1 << 64)
+_CONSTANTS = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+_POSITION, _MIX_1, _MIX_2 = (constant - (1 << 64) for constant in _CONSTANTS)
 # Bounds the scratch memory to a few times this many bytes.
 _CHUNK_WORDS = 8 << 20
 
@@ -39,6 +38,11 @@ class WeightDigest:
     def update(self, flat: torch.Tensor, *, start: int) -> None:
         """Adds a bucket (uint8, a multiple of 16 bytes) that begins `start` bytes into the publication."""
         words, first = flat.view(torch.int64), start // 8
+        if words.is_cuda:
+            from services.common.weights.digest_gpu import add_sums
+
+            add_sums(self._sums, words, first, _CONSTANTS)
+            return
         for at in range(0, words.numel(), _CHUNK_WORDS):
             mixed = _mix(words[at : at + _CHUNK_WORDS], first + at)
             self._sums[0] += mixed.sum()

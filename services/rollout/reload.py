@@ -1,0 +1,46 @@
+"""vLLM's layerwise reload of a live engine's weights, with what it leaves undone."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+
+
+def reload_weights(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Loads `weights`, in checkpoint names, as vLLM would from files; the device may not be done when it returns."""
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        _unpack_experts_on_cpu(model)
+    initialize_layerwise_reload(model)
+    model.load_weights(weights)
+    finalize_layerwise_reload(model, model_config)
+    if on_cpu:
+        _repack_tied_head_on_cpu(model)
+
+
+def abort_reload(model: nn.Module) -> None:
+    """Undoes a reload that ended half way; vLLM would mix its pieces into the next one."""
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def _unpack_experts_on_cpu(model: nn.Module) -> None:
+    """vLLM's CPU MoE packs its weights only while it has no kernel yet, so a reload would leave them unpacked."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _repack_tied_head_on_cpu(model: nn.Module) -> None:
+    """A tied lm_head keeps a packed copy of its own on CPU that the reload does not see."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
