@@ -36,7 +36,9 @@ _A3B = _QWEN3 | {
     "tie_word_embeddings": False,
 }
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 4}
+_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-8b": ("qwen3", _QWEN3 | _8B | {"tie_word_embeddings": False}),
     "qwen3-0.6b": ("qwen3", _QWEN3),
     "qwen3-a3b-4-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 4, "num_experts": 32}),
     "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),

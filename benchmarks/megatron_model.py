@@ -1,4 +1,4 @@
-"""`python -m benchmarks.megatron_model DIRECTORY MODEL [tiny]`: random weights and transformers' log-probabilities."""
+"""`python -m benchmarks.megatron_model DIRECTORY MODEL [tiny] [weights-only]`: random weights, log-probabilities."""
 
 import json
 import sys
@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.megatron_layouts import MODELS, TINY, samples
 
 
-def make_model(directory: Path, name: str, is_tiny: bool) -> None:
-    """Writes DIRECTORY/MODEL and DIRECTORY/MODEL.logprobs.json; of the 30 B model only the config."""
+def make_model(directory: Path, name: str, is_tiny: bool, is_for_weights: bool) -> None:
+    """Writes DIRECTORY/MODEL and, unless for weights only, DIRECTORY/MODEL.logprobs.json."""
     kind, shape = MODELS[name]
     config = AutoConfig.for_model(kind, **(shape | (TINY if is_tiny else {})))
     path = directory / name
-    if name == "qwen3-30b-a3b":
+    if name == "qwen3-30b-a3b" and not is_for_weights:  # too large for one GPU's transformers
         config.save_pretrained(path)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,6 +24,8 @@ def make_model(directory: Path, name: str, is_tiny: bool) -> None:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(path)
+    if is_for_weights:
+        return
     rows = []
     for row in samples(config.vocab_size).to_pylist():
         ids = torch.tensor([row["prompt_tokens"] + row["tokens"]], device=device)
@@ -35,4 +37,4 @@ def make_model(directory: Path, name: str, is_tiny: bool) -> None:
 
 
 if __name__ == "__main__":
-    make_model(Path(sys.argv[1]), sys.argv[2], "tiny" in sys.argv[3:])
+    make_model(Path(sys.argv[1]), sys.argv[2], "tiny" in sys.argv[3:], "weights-only" in sys.argv[3:])

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
             "cores": len(os.sched_getaffinity(0)),
             "gpus": _gpus(),
         },
-        "versions": {"python": platform.python_version(), **{library: version(library) for library in libraries}},
+        "versions": {"python": platform.python_version(), **{library: _version(library) for library in libraries}},
         "settings": settings,
         "medians": medians,
         "samples": {quantity: list(values) for quantity, values in samples.items()},
@@ -48,6 +48,11 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
 def _hardware() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     return {"machine": platform.machine(), "cpu": _cpu(), "cores": cores, "gpus": _gpus()}
+
+
+def _version(library: str) -> str:
+    """Of the distribution that brings the module, which may have another name."""
+    return version(packages_distributions().get(library.replace("-", "_"), [library])[0])
 
 
 def _cpu() -> str:

@@ -1,0 +1,109 @@
+"""Publication of weights into live vLLM engines, by the real services: seconds of each phase, and GB/s.
+
+`python -m benchmarks.sync NAME SHAPE [key=value ...]` with SHAPE one of benchmarks.megatron_layouts.MODELS; weights are
+random. The config is that of the quickstart, changed by the overrides: strategy, ranks, replicas, engine arguments.
+"""
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.trainer.v1 import trainer_pb2
+from rich.console import Console
+
+from benchmarks.report import keep
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.common.tasks import gather
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.launch import Addresses, launch
+from services.coordinator.publication import Publisher
+
+_CONFIG = "deploy/runs/quickstart.yaml"
+# The first two are watched and checked by the engine, which then goes the short way.
+_WARM_UP, _REPEATS = 3, 20
+
+
+async def measure(config: Config) -> dict[str, list[float]]:
+    """Publishes again and again; raw seconds of each phase."""
+    samples: dict[str, list[float]] = defaultdict(list)
+    async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
+        trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
+        version = await trainer.open("sync", "")
+        await rollout.open("sync", trainer.opened.model_card)
+        run: Any = SimpleNamespace(
+            config=config, run_id="sync", next_epoch=lambda num: 1, record_published=lambda stamp: None
+        )
+        publisher = Publisher(trainer, rollout, run)
+        begin = time.perf_counter()
+        await publisher.publish(version)
+        samples["first publication, with joining [s]"].append(time.perf_counter() - begin)
+        for _ in range(_WARM_UP - 1 + _REPEATS):
+            timed = await _publish(trainer, rollout, version)
+            for name, seconds in timed.items():
+                samples[name].append(seconds)
+        await gather([trainer.close(), rollout.close()])
+    for name in samples:
+        if "first" not in name:
+            samples[name] = samples[name][_WARM_UP - 1 :]
+    return samples
+
+
+async def _publish(trainer: Trainer, rollout: Rollout, version: int) -> dict[str, float]:
+    """One publication as `Publisher` does it, with what each end says about it."""
+    begin = time.perf_counter()
+    send = trainer._client.call("SendWeights", trainer_pb2.SendWeightsRequest(epoch=1, version=version), timeout_s=120)
+    request = rollout_pb2.ReceiveWeightsRequest(epoch=1, version=version)
+    receives = [replica._client.call("ReceiveWeights", request, timeout_s=120) for replica in rollout.replicas]
+    sent, *received = await gather([send, *receives])
+    assert {answer.digest for answer in received} == {sent.stamp.digest}
+    moved = time.perf_counter()
+    await gather(replica.commit(sent.stamp) for replica in rollout.replicas)
+    end = time.perf_counter()
+    return {
+        "publication [s]": end - begin,
+        "send and receive, with pausing [s]": moved - begin,
+        "commit [s]": end - moved,
+        "sender [s]": sent.duration_s,
+        "receiver [s]": max(answer.duration_s for answer in received),
+        "receiver waiting for bytes [s]": max(answer.wait_s for answer in received),
+        "GB/s per receiver": sent.num_bytes / 1e9 / (end - begin),
+    }
+
+
+def main() -> None:
+    """Makes the model, measures and keeps the result."""
+    name, shape, *overrides = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as directory:
+        tiny = ["tiny"] if "--tiny" in overrides else []
+        overrides = [override for override in overrides if override != "--tiny"]
+        module = "benchmarks.megatron_model"
+        subprocess.run([sys.executable, "-m", module, directory, shape, *tiny, "weights-only"], check=True)
+        fixed = [f"model={directory}/{shape}", f"runs_dir={directory}/runs", "name=sync", "weights.timeout_s=60"]
+        config = load(Config, [_CONFIG, *fixed, *overrides])
+        config.run_dir.mkdir(parents=True)
+        (config.run_dir / "logs").mkdir()
+        try:
+            samples = asyncio.run(measure(config))
+        except Exception:
+            for log in (config.run_dir / "logs").glob("*.log"):
+                Console().print(log.name, log.read_text(errors="replace")[-3000:], markup=False)
+            raise
+    worst = max(samples["publication [s]"])
+    samples["publication, slowest [s]"] = [worst]
+    libraries = ("torch", "vllm", "transformers")
+    median = statistics.median(samples["publication [s]"])
+    Console().print(f"{name}: median {median * 1e3:.1f} ms, slowest {worst * 1e3:.1f} ms")
+    keep(name, samples, libraries=libraries, shape=shape, weights="random", config=_CONFIG, overrides=overrides)
+
+
+if __name__ == "__main__":
+    main()
