@@ -44,9 +44,12 @@ async def train(run: Run, parts: Parts, version: int) -> None:
         run.finish_step(version, metrics, batch)
         if run.checkpoint_due(version):
             with run.phase(Phase.CHECKPOINTING):
-                await run.save_checkpoint(trainer, version)
+                await run.begin_checkpoint(trainer, version)
         if run.eval_due(version):
             await evaluate(run, parts.collector, parts.eval_data, stamp)
+        run.check_checkpoint()
+    with run.phase(Phase.CHECKPOINTING):
+        await run.finish_checkpoint()
 
 
 async def collect(run: Run, parts: Parts, stamp: PolicyStamp) -> pa.Table:

@@ -1,5 +1,6 @@
 """One run: its files, its decisions, its clock. What the loop asks for by name."""
 
+import asyncio
 import hashlib
 import os
 import shutil
@@ -41,6 +42,7 @@ class Run:
         self.version = 0
         self.reporters: Sequence[Reporter] = ()
         self._ledger = start.ledger
+        self._saving: asyncio.Task[None] | None = None
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._step_began = time.perf_counter()
         (config.run_dir / "batches").mkdir(exist_ok=True)
@@ -102,13 +104,38 @@ class Run:
         """Whether `version` is to be saved."""
         return _due(version, self.config.checkpoint.save_freq, self.num_steps)
 
-    async def save_checkpoint(self, trainer: Trainer, version: int) -> None:
+    async def begin_checkpoint(self, trainer: Trainer, version: int) -> None:
+        """Starts to save `version` while the run goes on; the checkpoint before must have been saved.
+
+        Raises:
+            LockstepError: As `finish_checkpoint`.
+        """
+        await self.finish_checkpoint()
+        self._saving = asyncio.create_task(self._save(trainer, version))
+
+    async def finish_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being saved, if there is one.
+
+        Raises:
+            LockstepError: It could not be saved.
+        """
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    def check_checkpoint(self) -> None:
+        """Raises what `finish_checkpoint` would, if that is known already."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+
+    async def _save(self, trainer: Trainer, version: int) -> None:
         """Saves, records, and deletes what is older than max_ckpts_to_keep."""
         path = str((self.config.run_dir / CHECKPOINTS / f"step-{version:06d}").absolute())
         saved = [row["path"] for row in self._ledger.all(Kind.SAVED)]
         if path in saved and Path(path).exists():  # a resumed run comes by again
             return
-        digest = await trainer.save(path)
+        shutil.rmtree(path, ignore_errors=True)  # saved for a coordinator that did not live to record it
+        digest = await trainer.save(path, version)
         self._ledger.record(Kind.SAVED, version, path=path, manifest_digest=digest)
         deleted = {row["path"] for row in self._ledger.all(Kind.DELETED)}
         kept = [old for old in dict.fromkeys([*saved, path]) if old not in deleted]
@@ -154,7 +181,9 @@ class Run:
         return self._ledger.all(Kind.EVALUATED)
 
     def close(self) -> None:
-        """Ends the reporters and closes the ledger."""
+        """Ends the reporters and closes the ledger; a checkpoint that is being saved is not recorded."""
+        if self._saving is not None and not self._saving.cancel() and not self._saving.cancelled():
+            self._saving.exception()  # what ended the run says more
         for reporter in self.reporters:
             reporter.close()
         self._ledger.close()

@@ -53,7 +53,7 @@ async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world
     await ranks.wait_for_all()
     host, _ = parse_address(options.listen, field="listen")
     weight_store = serve_store(host)
-    servicer = TrainerServicer(ranks, worker.kill_epoch, host, weight_store.port)
+    servicer = TrainerServicer(ranks, worker, host, weight_store.port)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     await server.start(options.listen, [NAME], insecure=options.insecure)
     code = await server.serve()

@@ -53,11 +53,18 @@ class Backend(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere."""
 
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's adapters in PEFT's names, like `weights`; nothing if the whole model is trained."""
+
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         """The same names and order with meta tensors."""
 
-    def save(self, directory: Path) -> None:
-        """Writes policy and optimizer state into `directory`, each rank its part."""
+    def save(self, directory: Path) -> Callable[[], None] | None:
+        """Writes policy and optimizer state into `directory`, each rank its part.
+
+        A backend that writes while training goes on returns, once it has its copy, what writes: every rank calls that,
+        outside of the order of the collectives, and it returns or raises when all ranks have written.
+        """
 
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, on any number of ranks."""

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face model directory: safetensors shards, index, and the files of the model card."""
+"""The policy on disk as others read it: a Hugging Face model directory, and a PEFT directory of its adapters."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,12 @@ import torch
 from lockstep.types.v1.types_pb2 import ModelCard
 from safetensors.torch import save_file
 
+from services.common.config.trainer import LoraConfig
 from services.common.model_card import write_model_card
 from services.common.weights.plan import NamedTensors
 
 _SHARD_BYTES = 4 << 30
+_PEFT_PREFIX = "base_model.model."
 
 
 def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path) -> int:
@@ -35,6 +37,29 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     write_model_card(card, directory)
     return total
+
+
+def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, directory: Path) -> int:
+    """Makes `directory`, for PEFT and vLLM, if the policy has adapters; returns the bytes of their weights."""
+    # A fused layer's adapters are the same A: each is stored, as safetensors shares no memory.
+    tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in adapter}
+    if not lora.rank:
+        return 0
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_path,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "target_modules": list(dict.fromkeys(name.split(".lora_")[0].removeprefix(_PEFT_PREFIX) for name in tensors)),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None:

@@ -16,10 +16,11 @@ def linear_logprobs(
     temperature: float,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Log-probability of each target and entropy, in nats, at it, float32 [2, M], of softmax(hidden W^T / temperature).
+    """Log-probability of each target and entropy, in nats, at it, [2, M], of softmax(hidden W^T / temperature).
 
-    With a `group`, rank r of it holds rows r * V to (r + 1) * V of the output weight, the answer is the same on all,
-    and the gradient of `hidden_MD` is this rank's part, to be summed over the group.
+    The result is float32, or float64 like the weight. With a `group`, rank r of it holds rows r * V to (r + 1) * V of
+    the output weight, the answer is the same on all, and the gradient of `hidden_MD` is this rank's part, to be summed
+    over the group.
     """
     return _LinearLogprobs.apply(hidden_MD, weight_VD, targets_M, temperature, group)
 
@@ -60,7 +61,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_2M: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         hidden_MD, weight_VD, targets_M, entropy_M, log_norm_M = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=_precision(weight_VD)) if needs_weight else None
         grad_hidden, begin = [], 0
         for hidden, targets in _chunks(hidden_MD, targets_M, weight_VD):
             part = slice(begin, begin := begin + len(targets))
@@ -84,7 +85,11 @@ def _chunks(hidden_MD: torch.Tensor, targets_M: torch.Tensor, weight_VD: torch.T
 
 
 def _logits(hidden_MD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (hidden_MD @ weight_VD.T).float() / temperature
+    return (hidden_MD @ weight_VD.T).to(_precision(weight_VD)) / temperature
+
+
+def _precision(weight_VD: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(weight_VD.dtype, torch.float32)
 
 
 def _locate(targets_M: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

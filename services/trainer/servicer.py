@@ -26,6 +26,7 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint import TrainState
 from services.trainer.ranks import Ranks
 from services.trainer.shards import check_samples, forward_parts, train_parts, vocab_size_of
+from services.trainer.worker import Worker
 
 NAME = "lockstep.trainer.v1.TrainerService"
 
@@ -45,10 +46,10 @@ def _to_the_end(method: Method) -> Method:
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Rank 0's face. `store_host` and `store_port` are where the weight group's members meet."""
+    """Rank 0's face, of which `worker` is a part; weight groups meet at `store_host` and `store_port`."""
 
-    def __init__(self, ranks: Ranks, kill_epoch: Any, store_host: str, store_port: int):
-        self._ranks, self._kill_epoch = ranks, kill_epoch
+    def __init__(self, ranks: Ranks, worker: Worker, store_host: str, store_port: int):
+        self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store_address = (store_host, store_port)
         self._run = ("", "")  # run id, digest of what OpenRun asked for
         self._config: TrainerConfig | None = None
@@ -57,6 +58,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._state = TrainState(0, "", {})
         self._digest = ""  # of the published weights; empty since they last changed
         self._epoch = -1
+        self._saving = asyncio.Lock()  # held until a checkpoint is whole, which may outlast _changing; taken first
         self._changing = asyncio.Lock()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
@@ -68,7 +70,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         config = parse_json(TrainerConfig, request.config_json)
         asked = (request.run_id, hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest())
-        async with self._changing:
+        async with self._saving, self._changing:
             if self._opened is None or self._run != asked:
                 await self._open(config, request)
                 self._run = asked
@@ -79,7 +81,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @_to_the_end
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
-        async with self._changing:
+        async with self._saving, self._changing:
             if request.run_id != self._run[0]:
                 return pb.CloseRunResponse()  # a late close of a run that another has replaced
             self._opened = self._config = None
@@ -165,15 +167,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     @_to_the_end
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         self._open_config()
-        async with self._changing:
-            checkpoint.begin(Path(request.path))
-            answers = await self._ranks.call("save", path=request.path, state=vars(self._state))
-        return pb.SaveCheckpointResponse(**answers[0].body)
+        async with self._saving:
+            async with self._changing:
+                if request.HasField("version") and request.version != self._state.version:
+                    raise PreconditionFailed(
+                        f"asked to save version {request.version}, held is {self._state.version}",
+                        reason=Reason.STALE_STAMP,
+                    )
+                checkpoint.begin(Path(request.path))
+                answers = await self._ranks.call("save", path=request.path, state=vars(self._state))
+            # An empty answer: the ranks have their copies and write them, and Train may change the weights.
+            answer = answers[0].body or await asyncio.to_thread(self._saved)
+        return pb.SaveCheckpointResponse(**answer)
 
     @_to_the_end
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Any) -> pb.LoadCheckpointResponse:
         self._open_config()
-        async with self._changing:
+        async with self._saving, self._changing:
             state = await asyncio.to_thread(checkpoint.verify, Path(request.path))
             await self._ranks.call("load", path=request.path)
             self._state, self._digest = state, ""

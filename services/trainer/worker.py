@@ -1,6 +1,8 @@
 """What every trainer rank can do. Rank 0's `Ranks` calls the same method on all of them at once."""
 
+import gc
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import asdict
 from datetime import timedelta
 from importlib import import_module
@@ -20,7 +22,8 @@ from services.common.weights.group import WeightGroup
 from services.common.weights.plan import Plan
 from services.trainer import checkpoint
 from services.trainer.backend import Backend, Role, compute_dtype
-from services.trainer.export import export_hugging_face
+from services.trainer.background import in_background
+from services.trainer.export import export_adapter, export_hugging_face
 from services.trainer.losses import Totals
 from services.trainer.packing import build_pack
 from services.trainer.profiler import Profiler
@@ -48,6 +51,7 @@ class Worker:
         self._group: WeightGroup | None = None
         self._model_path = ""
         self._profiler: Profiler | None = None
+        self._saving: futures.Future[dict[str, object]] | None = None
         self._num_updates = 0
 
     def open(self, *, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int) -> Message:
@@ -70,12 +74,16 @@ class Worker:
     def close(self) -> None:
         """Frees the models."""
         self.leave()
+        self._end_of_save()
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None
         if self._backend is not None:
             self._backend.close()
         self._backend = self._plan = None
+        gc.collect()  # models hang in cycles of hooks
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -145,30 +153,59 @@ class Worker:
             group.kill()
 
     def save(self, *, path: str, state: dict[str, object]) -> Message:
-        """Writes a checkpoint into its staging directory, which is there; rank 0 completes it."""
+        """Writes a checkpoint into its staging directory, which is there; rank 0 completes it.
+
+        The answer is empty if the backend goes on writing in the background; it is then that of `saved`.
+        """
+        self._end_of_save()
         final = Path(path)
-        self._open().save(checkpoint.staging(final) / "state")
-        dist.barrier()
-        if self._rank != 0:
+        write = self._open().save(checkpoint.staging(final) / "state")
+        if write is not None:
+            self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
             return Message({})
-        num_bytes, digest = checkpoint.finish(final, checkpoint.TrainState(**state))
-        return Message({"num_bytes": num_bytes, "manifest_digest": digest})
+        dist.barrier()
+        return Message(self._complete(final, state))
+
+    def saved(self) -> dict[str, object]:
+        """Waits for the end of the save in the background and returns its answer; called from another thread.
+
+        Raises:
+            LockstepError: As the writers raised it.
+        """
+        assert self._saving is not None, "the servicer asks after an empty answer"
+        return self._saving.result()
 
     def load(self, *, path: str) -> None:
         """Loads a checkpoint that rank 0 has verified."""
         self._open().load(Path(path) / "state")
 
     def export(self, *, path: str) -> Message:
-        """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`."""
-        weights = self._open().weights()
+        """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`.
+
+        A policy with adapters is written merged, and its adapters alone into the subdirectory `adapter`.
+        """
+        weights, adapter = self._open().weights(), self._open().adapter()
         if self._rank != 0:
             _exhaust(weights)
+            _exhaust(adapter)
             return Message({})
         final = Path(path)
         partial = checkpoint.staging(final)
         num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
+        num_bytes += export_adapter(adapter, self._config.lora, self._model_path, partial / "adapter")
         partial.rename(final)
         return Message({"num_bytes": num_bytes})
+
+    def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:
+        if self._rank != 0:
+            return {}
+        num_bytes, digest = checkpoint.finish(path, checkpoint.TrainState(**state))
+        return {"num_bytes": num_bytes, "manifest_digest": digest}
+
+    def _end_of_save(self) -> None:
+        """Waits for this rank's writers, however they end: rank 0's are done already, and have said how."""
+        if self._saving is not None:
+            futures.wait([self._saving])
 
     def _open(self) -> Backend:
         if self._backend is None:

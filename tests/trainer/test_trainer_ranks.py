@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
@@ -18,6 +19,7 @@ from services.common.rpc import Client, Server
 from services.trainer import ranks as ranks_module
 from services.trainer.ranks import Message, Ranks, follow
 from services.trainer.servicer import NAME, TrainerServicer
+from services.trainer.worker import Worker
 from tests.support import make_batch
 from tests.trainer.deployment import messages
 
@@ -51,7 +53,7 @@ class FakeWorker:
         self.gate.wait()
 
     def open(self, **_: Any) -> Message:
-        return Message({}, [b""])
+        return Message({"data_ranks": {"policy": self.rank}}, [b""])
 
     def train(self, **_: Any) -> Message:
         self.entered.set()
@@ -173,7 +175,7 @@ class Service:
 @pytest.fixture
 async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
     server = Server()
-    servicer = TrainerServicer(crew.ranks, lambda: None, "127.0.0.1", 1)
+    servicer = TrainerServicer(crew.ranks, Mock(spec=Worker), "127.0.0.1", 1)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     client = Client(f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}", trainer_pb2_grpc.TrainerServiceStub)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64}))

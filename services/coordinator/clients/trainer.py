@@ -72,9 +72,9 @@ class Trainer:
         request = pb.SendWeightsRequest(epoch=epoch, version=version)
         return (await self._client.call("SendWeights", request, timeout_s=self._timeouts.publish_s)).stamp
 
-    async def save(self, path: str) -> str:
-        """Writes a checkpoint; the SHA-256 of its manifest."""
-        request = pb.SaveCheckpointRequest(path=path)
+    async def save(self, path: str, version: int) -> str:
+        """Writes a checkpoint of `version`, which must be held; the SHA-256 of its manifest."""
+        request = pb.SaveCheckpointRequest(path=path, version=version)
         answer = await self._client.call("SaveCheckpoint", request, timeout_s=self._timeouts.checkpoint_s)
         return answer.manifest_digest
 

@@ -72,6 +72,9 @@ class FsdpBackend:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from checkpoint_weights(self._policy, self._dtype)
 
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         causal_lm = self._policy.causal_lm
         return [

@@ -1,16 +1,22 @@
 """The Megatron-Core backend."""
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from services.common.architecture import Architecture, read_architecture
 from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
+from services.common.layout import check_layout
 from services.trainer.backend import LossFunction, Role
+from services.trainer.megatron.checkpoint import Checkpointer, Layout, load_converted_weights
+from services.trainer.megatron.lora import add_adapters, merged_values, without_adapters
+from services.trainer.megatron.lora_map import AdapterMap
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.model import build_chunks, half_precision, transformer_config, wrap_chunks
 from services.trainer.megatron.offload import Offloader
@@ -30,16 +36,20 @@ class MegatronBackend:
         self.device = device
         self._config, self._dtype = config, dtype
         self._model_path, self._hf = model_path, read_config(model_path)
+        self._check_layouts(read_architecture(model_path))
         self._map = WeightMap(self._hf)
         self._policy = self._build(config.megatron, is_trained=True)
         self._optimizer = make_optimizer(self._policy.chunks, config, dtype)
         self._policy.config.grad_scale_func = self._optimizer.scale_loss
         self._reference = None
-        if config.loss.kl_coef:
+        if config.loss.kl_coef and not self._is_reference_the_base:
             self._reference = self._build(config.reference.megatron or config.megatron, is_trained=False)
         groups = {"params": self._parameter_tensors, "grads": self._gradient_tensors, "optimizer": self._state_tensors}
         self._offloader = Offloader(groups, config.megatron.offloads)
-        self._stream = WeightStream(self._held(self._policy), self._map, self._policy.parallelism)
+        self._stream, self._adapter = self._streams()
+        self._checkpointer = Checkpointer(
+            self._policy, self._optimizer, config, Layout.of(config, self._hf.model_type, device)
+        )
         self._offloader.release("params", "grads", "optimizer")
 
     def data_rank(self, role: Role) -> int:
@@ -47,7 +57,9 @@ class MegatronBackend:
 
     def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
         self._offloader.load("params")
-        values = self._model(role).forward(packs, temperature)
+        model = self._model(role)
+        with without_adapters(model.bare_chunks()) if role is Role.REFERENCE else contextlib.nullcontext():
+            values = model.forward(packs, temperature)
         self._offloader.release("params")
         return [tuple(values_2N) for values_2N in values]
 
@@ -90,46 +102,90 @@ class MegatronBackend:
         self._offloader.release("grads", "params")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._offloader.load("params")
-        for chunk in self._policy.chunks:
-            if chunk.ddp_config.overlap_param_gather:  # else the last update would be gathered in the next forward
-                chunk.start_param_sync(force_sync=True)
-        yield from self._stream
-        self._offloader.release("params")
+        yield from self._streamed(self._stream)
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._adapter is not None:
+            yield from self._streamed(self._adapter)
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
 
-    def save(self, directory: Path) -> None:
-        raise NotImplementedError
+    def save(self, directory: Path) -> Callable[[], None] | None:
+        self._offloader.load("params", "optimizer")
+        self._finish_update()
+        write = self._checkpointer.save(directory)
+        self._offloader.release("params", "optimizer")
+        return write
 
     def load(self, directory: Path) -> None:
-        raise NotImplementedError
+        self._offloader.load("params", "optimizer")
+        self._checkpointer.load(directory)
+        self._offloader.release("params", "optimizer")
 
     def close(self) -> None:
         forget_parallelism()
 
+    def _check_layouts(self, architecture: Architecture) -> None:
+        """By the ranks and the model that are really here, before any process group is made."""
+        megatron, budget = self._config.megatron, self._config.max_tokens_per_microbatch
+        for sizes in (megatron, self._config.reference.megatron or megatron):
+            check_layout(sizes, dist.get_world_size(), architecture=architecture, max_tokens=budget)
+
     def _build(self, megatron: MegatronConfig, *, is_trained: bool) -> MegatronModel:
         timeout_s, seed = self._config.collective_timeout_s, torch.initial_seed() % 2**31
+        is_adapted = is_trained and self._config.lora.rank > 0
         parallelism = Parallelism(megatron, timeout_s=timeout_s, seed=seed)
         config = transformer_config(self._hf, self._config, megatron, self._dtype)
-        bare = [chunk.to(self.device) for chunk in build_chunks(config, self._hf)]
+        bare = [chunk.to(self.device) for chunk in build_chunks(config, self._hf, is_adapted=is_adapted)]
         held = held_parameters(bare, parallelism)
-        load_checkpoint_weights(held, self._map, parallelism, self._model_path)
+        if megatron.dist_checkpointing_path:
+            load_converted_weights(bare, parallelism, megatron.dist_checkpointing_path)
+        else:
+            load_checkpoint_weights(held, self._map, parallelism, self._model_path)
         if is_trained:
             if megatron.moe.freeze_router:
                 for parameter in held:
                     parameter.tensor.requires_grad_(".router." not in parameter.name)
+            if is_adapted:
+                add_adapters(bare, self._config.lora, parallelism, seed=seed)
             chunks = wrap_chunks(bare, config, megatron)
         else:
             chunks = [half_precision(chunk.requires_grad_(False), config) for chunk in bare]
         return MegatronModel(chunks, config, parallelism)
 
+    def _finish_update(self) -> None:
+        for chunk in self._policy.chunks:
+            if chunk.ddp_config.overlap_param_gather:  # else the last update would be gathered in the next forward
+                chunk.start_param_sync(force_sync=True)
+
     def _held(self, model: MegatronModel) -> list[Any]:
         return held_parameters(model.bare_chunks(), model.parallelism)
 
+    def _streamed(self, stream: WeightStream) -> Iterator[tuple[str, torch.Tensor]]:
+        self._offloader.load("params")
+        self._finish_update()
+        yield from stream
+        self._offloader.release("params")
+
+    def _streams(self) -> tuple[WeightStream, WeightStream | None]:
+        """The merged policy and, if it has adapters, those alone."""
+        chunks, parallelism = self._policy.bare_chunks(), self._policy.parallelism
+        value = merged_values(chunks)
+        merged = WeightStream(self._held(self._policy), self._map, parallelism, self.device, value)
+        if not self._config.lora.rank:
+            return merged, None
+        held = held_parameters(chunks, parallelism, adapters=True)
+        return merged, WeightStream(held, AdapterMap(self._map), parallelism, self.device)
+
+    @property
+    def _is_reference_the_base(self) -> bool:
+        """The frozen base under the adapters is the reference, unless that has parallel sizes of its own."""
+        return self._config.lora.rank > 0 and self._config.reference.megatron is None
+
     def _model(self, role: Role) -> MegatronModel:
-        model = self._policy if role is Role.POLICY else self._reference
+        is_policy = role is Role.POLICY or self._is_reference_the_base
+        model = self._policy if is_policy else self._reference
         assert model is not None, "the servicer refuses a role that is not held"
         return model
 

@@ -1,9 +1,11 @@
 """The policy or reference as Megatron model chunks, one or, with an interleaved pipeline, several on each rank."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -20,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import PretrainedConfig
 
 from services.common.config.megatron import MegatronConfig
@@ -114,8 +117,11 @@ def transformer_config(
     return make(TransformerConfig, settings, megatron.transformer_config_kwargs, "megatron.transformer_config_kwargs")
 
 
-def build_chunks(config: TransformerConfig, hf: PretrainedConfig) -> list[LogprobModel]:
-    """This rank's chunks, on the current device, with weights yet to be loaded."""
+def build_chunks(config: TransformerConfig, hf: PretrainedConfig, *, is_adapted: bool = False) -> list[LogprobModel]:
+    """This rank's chunks, on the current device, with weights yet to be loaded.
+
+    Layers that will be adapted have their norms apart: a fused layer keeps its normalised input, the adapter's, inside.
+    """
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):
@@ -123,7 +129,7 @@ def build_chunks(config: TransformerConfig, hf: PretrainedConfig) -> list[Logpro
         place = {"vp_stage": index} if vpp else {}
         chunk = LogprobModel(
             config=config,
-            transformer_layer_spec=_layer_spec(config, place),
+            transformer_layer_spec=_layer_spec(config, place, is_adapted=is_adapted),
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             **model_settings(hf),
@@ -172,13 +178,36 @@ def unwrap(chunk: torch.nn.Module) -> LogprobModel:
     return chunk
 
 
-def _layer_spec(config: TransformerConfig, place: dict[str, int]) -> Any:
+def _layer_spec(config: TransformerConfig, place: dict[str, int], *, is_adapted: bool) -> Any:
     if torch.cuda.is_available():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
+        return _with_own_norms(spec) if is_adapted else spec
     from services.trainer.megatron.cpu.modules import with_torch_modules
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **place)
     return with_torch_modules(spec)
+
+
+def _with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """TransformerEngine's norm and linear layer, fused in `spec`, apart; checkpoints of both have the same names."""
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+    )
+
+    layers = []
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        attention = replace(parts.self_attention.submodules, linear_qkv=TEColumnParallelLinear)
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        changes = {"input_layernorm": TENorm, "self_attention": replace(parts.self_attention, submodules=attention)}
+        if getattr(parts.mlp.submodules, "linear_fc1", None) is TELayerNormColumnParallelLinear:
+            dense = replace(parts.mlp.submodules, linear_fc1=TEColumnParallelLinear)
+            changes |= {"pre_mlp_layernorm": TENorm, "mlp": replace(parts.mlp, submodules=dense)}
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        layers.append(replace(layer, submodules=replace(parts, sharded_state_dict_keys_map=names, **changes)))
+    return replace(spec, layer_specs=layers)
 
 
 def _moe_settings(megatron: MegatronConfig) -> dict[str, Any]:
@@ -191,10 +220,20 @@ def _moe_settings(megatron: MegatronConfig) -> dict[str, Any]:
         "moe_grouped_gemm": moe.grouped_gemm,
         "moe_token_dispatcher_type": moe.token_dispatcher_type,
         "moe_router_load_balancing_type": moe.load_balancing_type,
-        "moe_aux_loss_coeff": moe.aux_loss_coeff,
+        "moe_aux_loss_coeff": moe.aux_loss_coeff * _router_ranks(megatron),
         "moe_router_dtype": moe.router_dtype,
         **{name: value for name, value in overrides.items() if value is not None},
     }
+
+
+def _router_ranks(megatron: MegatronConfig) -> int:
+    """Ranks that an auxiliary loss is summed over. Megatron 0.16 weighs each one's part by that rank's tokens only.
+
+    (moe/router.py, attach_and_log_load_balancing_loss, with calculate_per_token_loss.)
+    """
+    if megatron.moe.load_balancing_type == "global_aux_loss":
+        return dist.get_world_size() // megatron.pipeline_model_parallel_size
+    return megatron.tensor_model_parallel_size * megatron.context_parallel_size
 
 
 def _fusion_settings(is_gpu: bool) -> dict[str, bool]:

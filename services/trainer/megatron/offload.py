@@ -1,5 +1,6 @@
 """Moves what a phase does not need from the device to host memory, and back bit by bit the same."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -8,8 +9,9 @@ import torch
 class Offloader:
     """Groups of tensors that leave the device together; only those named in `leaving` ever do.
 
-    Works on storages, so that tensors which share memory (views, flat buffers) still do afterwards. `discarded` groups
-    come back as zeros.
+    Works on storages, so that tensors which share memory (views, flat buffers) still do afterwards. One of several
+    groups, as the float32 weights of a model that is float32 itself, moves with the first of them, which must be here
+    whenever the others are used. `discarded` groups come back as zeros.
     """
 
     def __init__(
@@ -44,11 +46,11 @@ class Offloader:
         return storage, num_bytes, host
 
     def _storages(self, name: str) -> Iterable[torch.UntypedStorage]:
-        """Once each; without those that another group brings back."""
+        """Once each, and only for the first group that has it: others need it no longer than that one does."""
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._groups[name]()}
-        others = [tensors for other, tensors in self._groups.items() if other < name]
-        for tensor in (tensor for tensors in others for tensor in tensors()):
-            found.pop(tensor.untyped_storage()._cdata, None)
+        for earlier in itertools.takewhile(lambda other: other != name, self._groups):
+            for tensor in self._groups[earlier]():
+                found.pop(tensor.untyped_storage()._cdata, None)
         return [storage for storage in found.values() if storage.nbytes()]
 
 

@@ -93,12 +93,16 @@ class WeightMap:
         return Part(names, cut, join, is_expert=True, order=(order[0], _EXPERTS_PLACE, expert, order[1]))
 
     def _cut_qkv(self, tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Tensor:
-        groups = self._num_groups // size
+        # With more ranks than groups a shard is a part of one group.
+        per_group = sum(self._group_rows)
+        rows = self._num_groups * per_group // size
+        first, last = rank * rows // per_group, -(-(rank + 1) * rows // per_group)
         parts = []
-        for tensor, rows in zip(tensors, self._group_rows, strict=True):
-            own = tensor[rank * groups * rows : (rank + 1) * groups * rows]
-            parts.append(own.view(groups, rows, *own.shape[1:]))
-        return torch.cat(parts, 1).flatten(0, 1)
+        for tensor, height in zip(tensors, self._group_rows, strict=True):
+            own = tensor[first * height : last * height]
+            parts.append(own.view(last - first, height, *own.shape[1:]))
+        begin = rank * rows - first * per_group
+        return torch.cat(parts, 1).flatten(0, 1)[begin : begin + rows]
 
     def _join_qkv(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         fused = torch.cat(list(shards))

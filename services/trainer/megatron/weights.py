@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from services.common.errors import InvalidInput
 from services.trainer.megatron.model import LogprobModel
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.weight_map import WeightMap
+from services.trainer.megatron.weight_map import Part, WeightMap
 
 # Shards that lie next to each other on the same ranks travel together, up to this many bytes of each.
 _RUN_BYTES = 64 << 20
@@ -41,13 +42,23 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def held_parameters(chunks: Sequence[LogprobModel], parallelism: Parallelism) -> list[Held]:
-    """All parameters of this rank, except adapters."""
+class CheckpointNames(Protocol):
+    """What a stream must know of its parameters; WeightMap is one."""
+
+    def part(self, name: str) -> Part:
+        """The checkpoint tensors of a parameter, and how its shards are joined."""
+
+    def is_published(self, name: str) -> bool:
+        """Whether the stream has it."""
+
+
+def held_parameters(chunks: Sequence[LogprobModel], parallelism: Parallelism, *, adapters: bool = False) -> list[Held]:
+    """All parameters of this rank but the adapters, or only the adapters."""
     held = []
     for chunk in chunks:
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.decoder.layers)}
         for name, tensor in chunk.named_parameters():
-            if ".lora_" not in name:
+            if (".lora_" in name) == adapters:
                 held.append(Held(_global_name(name, layers, chunk, parallelism), tensor))
     return held
 
@@ -82,14 +93,15 @@ class WeightStream:
     def __init__(
         self,
         held: Sequence[Held],
-        weight_map: WeightMap,
+        names: CheckpointNames,
         parallelism: Parallelism,
+        device: torch.device,
         value: Callable[[Held], torch.Tensor] = lambda held: held.tensor,
     ):
-        self._map, self._value = weight_map, value
+        self._map, self._value = names, value
         self._rank = dist.get_rank()
         self._held = {parameter.name: parameter for parameter in held}
-        self._device = held[0].tensor.device
+        self._device = device
         self._entries = self._find_holders(parallelism)
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:

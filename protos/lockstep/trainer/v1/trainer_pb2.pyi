@@ -165,10 +165,12 @@ class SendWeightsResponse(_message.Message):
     def __init__(self, stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("path",)
+    __slots__ = ("path", "version")
     PATH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     path: str
-    def __init__(self, path: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, path: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
     __slots__ = ("num_bytes", "manifest_digest")

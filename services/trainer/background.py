@@ -1,0 +1,22 @@
+"""Work beside a rank's commands."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Runs `work` in a thread of its own, which does not keep the process alive; its result or error."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (raised by whoever asks for the result)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

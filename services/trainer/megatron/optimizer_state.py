@@ -1,0 +1,114 @@
+"""What Megatron's Adam remembers, as sharded tensors: first and second moments, and the weights in float32.
+
+Under "fully_reshardable" every model parameter has its own tensors, in its own shape, with and without the distributed
+optimizer. Under "dp_reshardable" they are the flat buffers of the distributed optimizer as they lie in memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from services.trainer.megatron.torch_dist import Sharded
+
+Resharding = Literal["fully_reshardable", "dp_reshardable"]
+
+
+def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resharding, *, is_loading: bool) -> Sharded:
+    """The state of each chained optimizer; `model` has the sharded tensors of all parameters. All ranks call it."""
+    allocate(optimizer)
+    states: Sharded = {}
+    for index, part in _parts(optimizer):
+        if not isinstance(part, DistributedOptimizer):
+            states[index] = _whole_state(part, model)
+        elif resharding == "dp_reshardable":
+            states[index] = _bucket_state(part, model, index, is_loading)
+        else:
+            # Gathered in host memory on the first data-parallel rank, not in device memory on all of them.
+            how = {"distrib_optim_fully_reshardable_mem_efficient": True}
+            states[index] = part.sharded_param_state_fully_reshardable(model, is_loading, how)
+    return {index: state for index, state in states.items() if state}
+
+
+@torch.no_grad()
+def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded, resharding: Resharding) -> None:
+    """Takes over what was loaded into sharded_state(is_loading=True)."""
+    for index, part in _parts(optimizer):
+        for state in part.optimizer.state.values():
+            state.pop("step", None)  # Megatron wants it to be loaded with the rest; it is set by set_num_updates
+        if not isinstance(part, DistributedOptimizer):
+            _copy(_whole_state(part, model), loaded[index])
+        elif resharding == "dp_reshardable":
+            part.load_parameter_state_from_dp_reshardable(loaded[index])
+        else:
+            part.load_parameter_state_from_fully_reshardable(loaded[index])
+
+
+def num_updates(optimizer: MegatronOptimizer) -> int:
+    """Updates made so far, for Adam's bias correction."""
+    steps = [0]
+    for _, part in _parts(optimizer):
+        steps += [int(group.get("step", 0)) for group in part.optimizer.param_groups]
+        steps += [int(state["step"]) for state in part.optimizer.state.values() if "step" in state]
+    return max(steps)
+
+
+def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
+    """TransformerEngine's Adam counts per parameter group, torch's per parameter."""
+    for _, part in _parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(float(number))
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = number
+
+
+def allocate(optimizer: MegatronOptimizer) -> None:
+    """Makes the moments, which are otherwise made in the first update."""
+    for _, part in _parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def _parts(optimizer: MegatronOptimizer) -> Iterator[tuple[int, Any]]:
+    """The optimizers of the dense and of the expert parameters, where this rank has some that are trained."""
+    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        if not part.is_stub_optimizer:
+            yield index, part
+
+
+def _whole_state(part: Any, model: Sharded) -> Sharded:
+    """Named like the fully reshardable state of the distributed optimizer."""
+    states: Sharded = {}
+    for name, shard in model.items():
+        main = getattr(shard.data, "main_param", None)
+        main = shard.data if main is None else main
+        if main in part.optimizer.state:
+            moments = part.optimizer.state[main]
+            tensors = {"param": main.detach(), "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+            states[name] = {
+                key: make_sharded_optimizer_tensor(shard, tensor, prefix=f"optimizer.state.{key}")
+                for key, tensor in tensors.items()
+            }
+    return states
+
+
+def _bucket_state(part: Any, model: Sharded, index: int, is_loading: bool) -> Sharded:
+    state = part.sharded_param_state_dp_reshardable(model, is_loading)
+    for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # objects, and the tensors' shapes say as much
+        del state[name]
+    add_prefix_for_sharding(state, f"chained_{index}.")
+    return state
+
+
+def _copy(targets: Sharded, loaded: Sharded) -> None:
+    for name, tensors in targets.items():
+        for key, shard in tensors.items():
+            shard.data.copy_(loaded[name][key])

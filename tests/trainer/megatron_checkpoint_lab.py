@@ -1,0 +1,304 @@
+"""Real Megatron ranks that save, are killed, and are followed by others that load, in other layouts.
+
+`python -m tests.trainer.megatron_checkpoint_lab DIRECTORY` forks all of them from one process that has imported
+everything. What came out lies in DIRECTORY/NAME.{safetensors,json}, and DIRECTORY/checkpoints has what was saved.
+"""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.common.errors import LockstepError
+from services.trainer.checkpoint import begin
+from services.trainer.megatron import checkpoint as megatron_checkpoint
+from tests.support import descendants
+from tests.trainer.fsdp_lab import SMALL, samples, write
+from tests.trainer.megatron_lab import CP, EP, PP, TP, VPP, Layout, MegatronLab
+
+BUCKETS = {"fully_reshardable": False}
+PLAIN = {"use_distributed_optimizer": False}
+DROPOUT = {"transformer_config_kwargs": {"hidden_dropout": 0.2}}
+BF16 = SMALL | {"compute_dtype": "bfloat16"}
+LORA = SMALL | {"lora": {"rank": 4}}
+LAYOUTS = {
+    "1": Layout("untied", 1, {}, SMALL),
+    "dp2": Layout("untied", 2, {}, SMALL),
+    "tp2": Layout("untied", 2, TP, SMALL),
+    "pp2": Layout("untied", 2, PP, SMALL),
+    "cp2": Layout("untied", 2, CP, SMALL),
+    "tp2-dp2": Layout("untied", 4, TP, SMALL),
+    "dp2-dropout": Layout("untied", 2, DROPOUT, SMALL),
+    "tp2-offload": Layout("untied", 2, TP | {"auto_offload": True}, SMALL),
+    "dp2-plain": Layout("untied", 2, PLAIN, SMALL),
+    "dp2-bf16": Layout("untied", 2, {}, BF16),
+    "dp2-plain-bf16": Layout("untied", 2, PLAIN, BF16),
+    "1-buckets": Layout("untied", 1, BUCKETS, SMALL),
+    "dp2-buckets": Layout("untied", 2, BUCKETS, SMALL),
+    "tp2-buckets": Layout("untied", 2, BUCKETS | TP, SMALL),
+    "tp2-async": Layout("untied", 2, TP | {"async_save": True, "auto_offload": True}, SMALL),
+    "tied-pp2": Layout("tied", 2, PP, SMALL),
+    "tied-tp2": Layout("tied", 2, TP, SMALL),
+    "deep-1": Layout("deep", 1, {}, SMALL),
+    "deep-vpp2": Layout("deep", 2, PP | VPP, SMALL),
+    "moe-1": Layout("moe", 1, {}, SMALL),
+    "moe-ep2": Layout("moe", 2, EP, SMALL),
+    "moe-ep2-etp1": Layout("moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL),
+    "moe-ep2-etp2": Layout("moe", 4, TP | EP, SMALL),
+    "moe-ep2-buckets": Layout("moe", 2, EP | BUCKETS, SMALL),
+    "lora-tp2": Layout("untied", 2, TP, LORA),
+    "lora-pp2": Layout("untied", 2, PP, LORA),
+}
+# Saved under, loaded under.
+PAIRS = [
+    ("tp2", "pp2"),
+    ("tp2-dp2", "1"),
+    ("1", "cp2"),
+    ("dp2", "tp2"),
+    ("pp2", "tp2-dp2"),
+    ("dp2", "dp2-plain"),
+    ("dp2-plain", "dp2"),
+    ("dp2-buckets", "1-buckets"),
+    ("tied-pp2", "tied-tp2"),
+    ("deep-vpp2", "deep-1"),
+    ("deep-1", "deep-vpp2"),
+    ("moe-ep2", "moe-ep2-etp1"),
+    ("moe-ep2", "moe-ep2-etp2"),
+    ("moe-ep2-etp2", "moe-1"),
+    ("moe-1", "moe-ep2"),
+    ("lora-tp2", "lora-pp2"),
+    ("dp2-bf16", "dp2-plain-bf16"),
+]
+SAME = [
+    "1",
+    "tp2",
+    "tp2-dp2",
+    "dp2-dropout",
+    "tp2-offload",
+    "dp2-bf16",
+    "dp2-plain-bf16",
+    "dp2-buckets",
+    "deep-vpp2",
+    "moe-ep2",
+    "moe-ep2-etp2",
+    "moe-ep2-buckets",
+    "lora-tp2",
+]
+REFUSED = [
+    ("dp2-buckets", "tp2-buckets"),
+    ("dp2-buckets", "dp2-plain"),
+    ("dp2", "lora-tp2"),
+    ("lora-tp2", "tp2"),
+    ("dp2", "tied-pp2"),
+    ("dp2", "deep-1"),
+    ("dp2", "moe-1"),
+]
+
+
+def save(lab: MegatronLab, path: Path, version: int) -> None:
+    if lab.rank == 0:
+        begin(path)
+    dist.barrier()
+    lab.worker.save(path=str(path), state={"version": version, "last_batch_id": "b", "last_metrics": {}})
+
+
+def go_on(lab: MegatronLab, directory: Path, name: str) -> None:
+    """The update after the checkpoint."""
+    metrics = lab.train(samples(5), version=1)
+    weights = lab.weights()
+    if lab.rank == 0:
+        write(directory, name, weights, metrics)
+
+
+def save_all(lab: MegatronLab, directory: Path) -> None:
+    """One update, a checkpoint, the next update, in every layout of this world."""
+    names = {saved for saved, _ in PAIRS} | set(SAME)
+    for name in sorted(name for name in names if LAYOUTS[name].world == lab.world):
+        lab.open(LAYOUTS[name])
+        lab.train(samples())
+        save(lab, directory / "checkpoints" / name, version=1)
+        go_on(lab, directory, f"{name} went on")
+
+
+def load_all(lab: MegatronLab, directory: Path) -> None:
+    for saved, loaded in [*PAIRS, *((name, name) for name in (*SAME, "tp2-async"))]:
+        if LAYOUTS[loaded].world == lab.world:
+            lab.open(LAYOUTS[loaded], checkpoint=str(directory / "checkpoints" / saved))
+            go_on(lab, directory, f"{saved} to {loaded}")
+
+
+def refuse_all(lab: MegatronLab, directory: Path) -> None:
+    """The error, and weights and optimizer state as they were."""
+    for saved, loaded in REFUSED:
+        if LAYOUTS[loaded].world != lab.world:
+            continue
+        lab.open(LAYOUTS[loaded])
+        before, generator = lab.weights(), torch.get_rng_state()
+        error = refusal(lambda path=str(directory / "checkpoints" / saved): lab.worker.load(path=path))
+        after = lab.weights()
+        unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+        unchanged = unchanged and torch.equal(generator, torch.get_rng_state())
+        if lab.rank == 0:
+            content = {"error": error, "unchanged": unchanged}
+            (directory / f"{saved} to {loaded}.json").write_text(json.dumps(content))
+
+
+def save_in_background(lab: MegatronLab, directory: Path) -> None:
+    """An update between the copy and the end of the save; then a save whose files cannot be written, and the next."""
+    lab.open(LAYOUTS["tp2-async"])
+    lab.train(samples())
+    path = directory / "checkpoints" / "tp2-async"
+    with _held_writers() as let_go:
+        save(lab, path, version=1)
+        go_on(lab, directory, "tp2-async went on")
+        is_early = path.exists()
+        let_go.set()
+    saved = lab.worker.saved()
+    blocked = directory / "checkpoints" / "blocked"
+    if lab.rank == 0:
+        (begin(blocked) / "state").write_text("a file where a directory should be")
+    dist.barrier()
+    lab.worker.save(path=str(blocked), state={"version": 2, "last_batch_id": "b", "last_metrics": {}})
+    error = refusal(lab.worker.saved)
+    lab.train(samples(6), version=2)
+    save(lab, blocked, version=3)
+    lab.worker.saved()
+    children = list(descendants(os.getpid()).values())
+    if lab.rank == 0:
+        content = {"is_early": is_early, "saved": saved, "error": error, "children": children}
+        (directory / "background.json").write_text(json.dumps(content))
+
+
+@contextlib.contextmanager
+def _held_writers() -> Iterator[threading.Event]:
+    """Writers wait until the event is set."""
+    let_go, original = threading.Event(), megatron_checkpoint.write
+
+    def held(*args: Any) -> None:
+        assert let_go.wait(60)
+        original(*args)
+
+    megatron_checkpoint.write = held
+    try:
+        yield let_go
+    finally:
+        megatron_checkpoint.write = original
+
+
+def convert_all(lab: MegatronLab, directory: Path) -> None:
+    """Weights alone, from our checkpoints and from one as Megatron's own tools write it."""
+    from megatron.core import dist_checkpointing  # after the package, which makes it run on CPU
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+    checkpoints = directory / "checkpoints"
+    plain = directory / "plain"
+    if lab.rank == 0:
+        plain.mkdir()
+    dist.barrier()
+    lab.open(LAYOUTS["pp2"])
+    policy = lab.backend._policy
+    tensors = {name: tensor for chunk in policy.bare_chunks() for name, tensor in chunk.sharded_state_dict().items()}
+    add_prefix_for_sharding(tensors, "model.")
+    dist_checkpointing.save({**tensors, "args": Namespace(lr=1.0)}, str(plain))
+    before = lab.weights()
+    if lab.rank == 0:
+        write(directory, "plain", before, {})
+    sources = {"dp2": checkpoints / "dp2" / "state", "plain": plain, "moe-ep2-etp2": checkpoints / "moe-ep2-etp2/state"}
+    for name, source in sources.items():
+        layout = LAYOUTS["moe-ep2" if name.startswith("moe") else "tp2"]
+        lab.open(_converted(layout, source))
+        weights = lab.weights()
+        if lab.rank == 0:
+            write(directory, f"converted {name}", weights, {})
+    wrong = {
+        "experts": ("moe8", checkpoints / "moe-ep2" / "state"),
+        "dense": ("moe", checkpoints / "dp2" / "state"),
+        "deep": ("untied", checkpoints / "deep-1" / "state"),
+        "nothing": ("untied", directory),
+        "changed": ("untied", checkpoints / "changed" / "state"),
+    }
+    if lab.rank == 0:
+        shutil.copytree(checkpoints / "dp2", checkpoints / "changed")
+        with next((checkpoints / "changed" / "state").glob("*.distcp")).open("ab") as file:
+            file.write(b"x")
+    dist.barrier()
+    errors = {
+        name: refusal(lambda kind=kind, source=source: lab.open(_converted(Layout(kind, 2, {}, SMALL), source)))
+        for name, (kind, source) in wrong.items()
+    }
+    if lab.rank == 0:
+        (directory / "converted.json").write_text(json.dumps(errors))
+
+
+def _converted(layout: Layout, source: Path) -> Layout:
+    return dataclasses.replace(layout, megatron=layout.megatron | {"dist_checkpointing_path": str(source)})
+
+
+def refusal(call: Callable[[], Any]) -> list[str]:
+    """Class and message of the error that `call` raises."""
+    try:
+        call()
+    except LockstepError as error:
+        return [type(error).__name__, error.message]
+    return []
+
+
+def _rank(rank: int, world: int, directory: Path, acts: list[Callable[..., None]], done: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(directory / f"store-{acts[0].__name__}-{world}"), world)
+    lab = MegatronLab(store, rank, world, directory.parent / "models")
+    try:
+        for act in acts:
+            act(lab, directory)
+    except BaseException:
+        (directory / f"{acts[0].__name__}-{world}-{rank}.error").write_text(traceback.format_exc())
+        raise
+    done.send(rank)
+    signal.pause()
+
+
+def play(world: int, directory: Path, acts: list[Callable[..., None]]) -> None:
+    """Forks `world` ranks, which play `acts`, and kills them when all have."""
+    context = multiprocessing.get_context("fork")
+    done, send = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_rank, args=(rank, world, directory, acts, send)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    try:
+        for _ in ranks:
+            if done not in wait([done, *(process.sentinel for process in ranks)]):
+                raise SystemExit(f"{acts} of {world} ranks failed")
+            done.recv()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def main(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    torch.set_num_threads(1)
+    for world in (1, 2, 4):
+        more = [save_in_background] if world == 2 else []
+        play(world, directory, [save_all, *more])
+    for world in (1, 2, 4):
+        more = [convert_all] if world == 2 else []
+        play(world, directory, [load_all, refuse_all, *more])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,445 @@
+"""The Megatron backend's pure parts: micro-batches, the weight map, pass-through tables, model configs, offload."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import services.trainer.megatron  # noqa: F401  (before megatron itself)
+from services.common.errors import InternalError, InvalidInput
+from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, zigzag
+from services.trainer.megatron.offload import Offloader
+from services.trainer.megatron.passthrough import make
+from services.trainer.megatron.transformer import model_settings, read_config, transformer_settings
+from services.trainer.megatron.weight_map import WeightMap
+from services.trainer.packing import Pack
+
+quick = settings(max_examples=60, deadline=None)
+
+# ---- Micro-batches
+
+# (prompt tokens, completion tokens) of each sequence of a pack.
+packs_of = st.lists(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4), min_size=1, max_size=4
+)
+
+
+def make_pack(sizes: Sequence[tuple[int, int]], first_token: int) -> Pack:
+    """Tokens count on from `first_token`, so that each says where it comes from; targets are token + 1000."""
+    lengths = [prompt + completion - 1 for prompt, completion in sizes]
+    total = sum(lengths)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    predict = torch.cat([torch.arange(end - c, end) for end, (_, c) in zip(ends, sizes, strict=True)])
+    tokens = torch.arange(first_token, first_token + total)
+    return Pack(
+        tokens_T=tokens,
+        positions_T=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens_B1=torch.tensor([0, *ends], dtype=torch.int32),
+        lengths=tuple(lengths),
+        predict_N=predict,
+        targets_N=tokens[predict] + 1000,
+        completion_lengths=tuple(c for _, c in sizes),
+        columns={},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Packs, cut for every context-parallel rank: `cut[rank][pack]`."""
+
+    packs: list[Pack]
+    cut: list[list[MicroBatch]]
+    align: int
+    is_packed: bool
+    is_fixed_size: bool
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    first, packs = 1, []
+    for sizes in draw(packs_of):
+        packs.append(make_pack(sizes, first))
+        first += len(packs[-1].tokens_T)
+    cp, tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
+    align = tp * (2 * cp if cp > 1 else 1)
+    is_packed, is_fixed = draw(st.booleans()), draw(st.booleans())
+    cut = [cut_packs(packs, Cut(cp, rank, align, is_packed), is_fixed_size=is_fixed) for rank in range(cp)]
+    return Case(packs, cut, align, is_packed, is_fixed)
+
+
+@quick
+@given(cases())
+def test_every_token_is_on_exactly_one_context_parallel_rank(case: Case) -> None:
+    for index, pack in enumerate(case.packs):
+        held = torch.cat([micros[index].tokens.flatten() for micros in case.cut])
+        assert held[held > 0].sort().values.tolist() == pack.tokens_T.tolist()
+
+
+@quick
+@given(cases())
+def test_every_prediction_is_made_once_by_the_row_of_its_token(case: Case) -> None:
+    for index, pack in enumerate(case.packs):
+        seen: list[int] = []
+        for micros in case.cut:
+            micro = micros[index]
+            tokens_SB = micro.tokens.T.flatten()  # as the model's [S, B] output
+            assert torch.equal(micro.targets_M, pack.targets_N[micro.where_M])
+            assert torch.equal(tokens_SB[micro.rows_M] + 1000, micro.targets_M)
+            seen += micro.where_M.tolist()
+        assert sorted(seen) == list(range(len(pack.targets_N)))
+
+
+@quick
+@given(cases())
+def test_padded_lengths_divide_and_follow_the_packs(case: Case) -> None:
+    cp = len(case.cut)
+    for micros in case.cut:
+        for pack, micro in zip(case.packs, micros, strict=True):
+            assert micro.num_rows == micro.tokens.numel()
+            if not case.is_packed:
+                assert micro.packed is None
+                assert micro.tokens.size(1) * cp % case.align == 0
+                continue
+            starts = micro.packed.cu_seqlens_q
+            assert torch.equal(starts, micro.packed.cu_seqlens_kv) and starts.dtype == torch.int32
+            padded = starts.diff().tolist()
+            assert sum(padded) == micro.tokens.numel() * cp
+            assert all(length > 0 and length % case.align == 0 for length in padded)
+            assert all(0 <= full - n < case.align for n, full in zip(pack.lengths, padded, strict=False))
+            assert micro.packed.max_seqlen_q == micro.packed.max_seqlen_kv == max(padded)
+
+
+@quick
+@given(cases())
+def test_micro_batches_have_one_shape_where_the_pipeline_needs_it(case: Case) -> None:
+    shapes = {micro.tokens.shape for micros in case.cut for micro in micros}
+    if case.is_fixed_size:
+        assert len(shapes) == 1
+    elif case.is_packed:
+        for index, pack in enumerate(case.packs):
+            assert case.cut[0][index].num_rows * len(case.cut) < sum(pack.lengths) + case.align * len(pack.lengths)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_zigzag_gives_each_rank_as_much_causal_attention(cp: int) -> None:
+    parts = [zigzag(16, cp, rank) for rank in range(cp)]
+    assert torch.cat(parts).sort().values.tolist() == list(range(16))
+    assert len({int((part + 1).sum()) for part in parts}) == 1
+
+
+# ---- Weight map
+
+
+def hf_config(model_type: str = "qwen3", **changes: Any) -> SimpleNamespace:
+    shape = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 3, "hidden_size": 24}
+    shape |= {"num_hidden_layers": 2, "tie_word_embeddings": False}
+    return SimpleNamespace(model_type=model_type, **shape | changes)
+
+
+# Name of the local layers, name of TransformerEngine's, model family, shapes of the checkpoint tensors.
+PARAMETERS = [
+    ("embedding.word_embeddings.weight", None, "qwen3", [(16, 24)]),
+    ("output_layer.weight", None, "qwen3", [(16, 24)]),
+    ("decoder.final_layernorm.weight", None, "qwen3", [(24,)]),
+    ("self_attention.linear_qkv.weight", None, "qwen3", [(24, 24), (12, 24), (12, 24)]),
+    ("self_attention.linear_qkv.bias", None, "qwen2", [(24,), (12,), (12,)]),
+    ("self_attention.linear_proj.weight", None, "qwen3", [(24, 24)]),
+    ("self_attention.q_layernorm.weight", None, "qwen3", [(3,)]),
+    ("self_attention.k_layernorm.weight", None, "qwen3", [(3,)]),
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", "llama", [(24,)]),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "llama", [(24,)]),
+    ("mlp.linear_fc1.weight", None, "llama", [(8, 24), (8, 24)]),
+    ("mlp.linear_fc2.weight", None, "llama", [(24, 8)]),
+    ("mlp.router.weight", None, "qwen3_moe", [(6, 24)]),
+    ("mlp.experts.local_experts.5.linear_fc1.weight", "mlp.experts.linear_fc1.weight5", "qwen3_moe", [(8, 24)] * 2),
+    ("mlp.experts.local_experts.5.linear_fc2.weight", "mlp.experts.linear_fc2.weight5", "mixtral", [(24, 8)]),
+]
+
+
+def full_name(name: str) -> str:
+    return name if name.startswith(("embedding", "output", "decoder")) else f"decoder.layers.1.{name}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("name", "family", "shapes"), [(p[0], p[2], p[3]) for p in PARAMETERS])
+def test_joined_shards_are_the_checkpoint_bit_by_bit(
+    name: str, family: str, shapes: list[tuple[int, ...]], size: int
+) -> None:
+    part = WeightMap(hf_config(family)).part(full_name(name))
+    tensors = [torch.randn(shape) for shape in shapes]
+    assert len(part.names) == len(tensors)
+    shards = [part.cut(tensors, rank, size) for rank in range(size)]
+    assert len({shard.shape for shard in shards}) == 1
+    joined = part.join(shards)
+    assert all(torch.equal(a, b) for a, b in zip(joined, tensors, strict=True))
+    if "norm" not in name and "router" not in name:
+        assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_key_value_group_can_be_cut_too(size: int) -> None:
+    part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")
+    tensors = [torch.randn(rows, 24) for rows in (24, 12, 12)]
+    shards = [part.cut(tensors, rank, size) for rank in range(size)]
+    assert {shard.shape for shard in shards} == {(48 // size, 24)}
+    assert all(torch.equal(a, b) for a, b in zip(part.join(shards), tensors, strict=True))
+
+
+def test_queries_lie_with_their_key_value_group() -> None:
+    part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")
+    q, k, v = torch.arange(24.0)[:, None], 100 + torch.arange(12.0)[:, None], 200 + torch.arange(12.0)[:, None]
+    # 4 groups of 2 query heads, a key and a value head, 3 rows each; the second of 2 ranks has groups 2 and 3.
+    want = [*range(12, 18), *range(106, 109), *range(206, 209), *range(18, 24), *range(109, 112), *range(209, 212)]
+    assert part.cut([q, k, v], 1, 2)[:, 0].tolist() == want
+
+
+@pytest.mark.parametrize(("local", "te", "family"), [p[:3] for p in PARAMETERS if p[1]])
+def test_names_of_transformer_engine_are_known_too(local: str, te: str, family: str) -> None:
+    weight_map = WeightMap(hf_config(family))
+    one, other = weight_map.part(full_name(local)), weight_map.part(full_name(te))
+    assert (one.names, one.order, one.is_expert) == (other.names, other.order, other.is_expert)
+
+
+def test_experts_have_their_familys_names() -> None:
+    def names(family: str, name: str) -> tuple[str, ...]:
+        return WeightMap(hf_config(family)).part(f"decoder.layers.1.{name}").names
+
+    moe, mixtral = "model.layers.1.mlp", "model.layers.1.block_sparse_moe"
+    fc1, fc2 = (f"mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))
+    assert names("qwen3_moe", fc1) == (f"{moe}.experts.3.gate_proj.weight", f"{moe}.experts.3.up_proj.weight")
+    assert names("mixtral", fc1) == (f"{mixtral}.experts.3.w1.weight", f"{mixtral}.experts.3.w3.weight")
+    assert names("mixtral", fc2) == (f"{mixtral}.experts.3.w2.weight",)
+    assert names("mixtral", "mlp.router.weight") == (f"{mixtral}.gate.weight",)
+
+
+def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
+    weight_map = WeightMap(hf_config("qwen3_moe"))
+    names = [full_name(p[0]) for p in PARAMETERS]
+    names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
+    ordered = sorted(names, key=lambda name: weight_map.part(name).order)
+    assert ordered[0] == "embedding.word_embeddings.weight"
+    assert ordered[-2:] == ["decoder.final_layernorm.weight", "output_layer.weight"]
+    assert [name for name in ordered if "layers.1" in name] == [
+        n for n in ordered[len(ordered) // 2 - 1 :] if "1." in n
+    ]
+
+
+def test_tied_head_is_the_embedding_and_is_not_published() -> None:
+    weight_map = WeightMap(hf_config(tie_word_embeddings=True))
+    assert weight_map.part("output_layer.weight").names == ("model.embed_tokens.weight",)
+    assert not weight_map.is_published("output_layer.weight")
+    assert weight_map.is_published("embedding.word_embeddings.weight")
+    assert WeightMap(hf_config()).is_published("output_layer.weight")
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.self_attention.linear_proj.bias", "mtp.weight", "decoder.layers.0.mlp.shared.weight", ""]
+)
+def test_parameter_that_the_map_does_not_know_is_an_error(name: str) -> None:
+    with pytest.raises(InternalError, match="no checkpoint tensor is known"):
+        WeightMap(hf_config()).part(name)
+
+
+# ---- Pass-through tables
+
+
+def ddp(**given_keys: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    return make(DistributedDataParallelConfig, {"use_distributed_optimizer": True}, given_keys, "megatron.ddp_config")
+
+
+def transformer(**given_keys: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    known = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    return make(TransformerConfig, known, given_keys, "megatron.transformer_config_kwargs")
+
+
+def test_given_keys_go_over_ours() -> None:
+    config = ddp(overlap_grad_reduce=True, use_distributed_optimizer=False)
+    assert config.overlap_grad_reduce and not config.use_distributed_optimizer
+
+
+def test_unknown_key_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"megatron\.ddp_config\.overlap_grad_reduc:.*did you mean overlap_grad_reduce\?"
+    ) as caught:
+        ddp(overlap_grad_reduc=True)
+    assert caught.value.metadata["field"] == "megatron.ddp_config.overlap_grad_reduc"
+    with pytest.raises(InvalidInput) as caught:
+        ddp(xyzzy=1)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_names_of_dtypes_and_kernels_become_what_megatron_wants() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.enums import AttnBackend
+
+    optimizer = make(OptimizerConfig, {}, {"params_dtype": "bf16", "main_grads_dtype": "fp32"}, "t")
+    assert (optimizer.params_dtype, optimizer.main_grads_dtype) == (torch.bfloat16, torch.float32)
+    config = transformer(attention_backend="flash", moe_router_dtype="fp32", params_dtype="bf16")
+    assert (config.attention_backend, config.moe_router_dtype) == (AttnBackend.flash, "fp32")
+    assert config.params_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("key", "value"), [("params_dtype", "float31"), ("attention_backend", "cudnn")])
+def test_name_that_is_none_of_the_choices_is_refused(key: str, value: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{key}: '{value}' is none of"):
+        transformer(**{key: value})
+
+
+def test_combination_that_megatron_refuses_names_the_table() -> None:
+    with pytest.raises(InvalidInput, match=r"megatron\.transformer_config_kwargs: TransformerConfig refuses"):
+        transformer(recompute_granularity="sometimes")
+
+
+# ---- Model configs
+
+
+def write_config(directory: Path, model_type: str, **changes: Any) -> str:
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": model_type}
+    (directory / "config.json").write_text(json.dumps(shape | changes))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gpt2", {}, "knows llama, mistral"),
+        ("no-such-model", {}, "no-such-model"),
+        ("mistral", {"sliding_window": 128}, "sliding_window 128"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias True"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding_window 64"),
+    ],
+)
+def test_model_that_megatron_would_compute_otherwise_is_refused(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message) as caught:
+        read_config(write_config(tmp_path, model_type, **changes))
+    assert caught.value.metadata["field"] == "model"
+
+
+def test_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="model"):
+        read_config(str(tmp_path))
+
+
+def test_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
+    assert read_config(write_config(tmp_path, "qwen2", use_sliding_window=False, sliding_window=4096))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {**LLAMA3, "original_max_position_embeddings": 4096},
+        {**LLAMA3, "low_freq_factor": 2.0, "original_max_position_embeddings": 8192},
+    ],
+)
+def test_rotary_scaling_that_megatron_lacks_is_refused(tmp_path: Path, rope: dict[str, Any]) -> None:
+    hf = read_config(write_config(tmp_path, "llama", rope_parameters={"rope_theta": 10000.0, **rope}))
+    with pytest.raises(InvalidInput, match="rotary scaling"):
+        model_settings(hf)
+
+
+def test_layers_without_experts_are_marked(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    hf = read_config(write_config(tmp_path, "qwen3_moe", **experts, mlp_only_layers=[1], decoder_sparse_step=1))
+    assert transformer_settings(hf)["moe_layer_freq"] == [1, 0, 1, 1]
+    hf = read_config(write_config(tmp_path, "qwen3_moe", **experts, mlp_only_layers=[], decoder_sparse_step=2))
+    assert transformer_settings(hf)["moe_layer_freq"] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("is_normalised", "is_before"), [(True, False), (False, True)])
+def test_router_weights_are_normalised_as_the_model_says(tmp_path: Path, is_normalised: bool, is_before: bool) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    hf = read_config(write_config(tmp_path, "qwen3_moe", **experts, norm_topk_prob=is_normalised))
+    assert transformer_settings(hf)["moe_router_pre_softmax"] is is_before
+
+
+# ---- Offload
+
+
+class Groups:
+    """A flat buffer with two views, gradients, moments, and a master weight in the parameters' own memory."""
+
+    def __init__(self) -> None:
+        self.flat = torch.arange(8.0)
+        self.views = [self.flat[:3], self.flat[3:].view(5, 1)]
+        self.grads = torch.ones(8)
+        self.moments = torch.arange(10.0, 14.0)
+        self.master = self.flat[2:6]
+
+    def offloader(self, *leaving: str) -> Offloader:
+        groups = {
+            "params": lambda: self.views,
+            "grads": lambda: [self.grads],
+            "optimizer": lambda: [self.master, self.moments],
+        }
+        return Offloader(groups, frozenset(leaving))
+
+    def sizes(self) -> tuple[int, int, int]:
+        return tuple(tensor.untyped_storage().nbytes() for tensor in (self.flat, self.grads, self.moments))
+
+
+@pytest.mark.parametrize(
+    ("leaving", "sizes"),
+    [
+        ((), (32, 32, 16)),
+        (("params",), (0, 32, 16)),
+        (("grads",), (32, 0, 16)),
+        # Only the master weight is the optimizer's too: a forward needs it without the optimizer.
+        (("optimizer",), (32, 32, 0)),
+        (("params", "grads", "optimizer"), (0, 0, 0)),
+    ],
+)
+def test_only_what_was_asked_for_leaves(leaving: tuple[str, ...], sizes: tuple[int, int, int]) -> None:
+    groups = Groups()
+    offloader = groups.offloader(*leaving)
+    offloader.release("params", "grads", "optimizer")
+    assert groups.sizes() == sizes
+    offloader.release("params", "grads", "optimizer")  # nothing happens twice
+    offloader.load("params", "grads", "optimizer")
+    offloader.load("params", "grads", "optimizer")
+    assert groups.flat.tolist() == list(range(8))
+    assert groups.moments.tolist() == [10, 11, 12, 13]
+    assert groups.grads.tolist() == [0.0 if "grads" in leaving else 1.0] * 8
+
+
+def test_views_share_memory_after_they_came_back() -> None:
+    groups = Groups()
+    offloader = groups.offloader("params", "grads", "optimizer")
+    pointers = [view.untyped_storage()._cdata for view in groups.views]
+    for _ in range(3):
+        offloader.release("params", "grads", "optimizer")
+        offloader.load("params", "optimizer")
+        groups.flat += 1
+    assert [view.untyped_storage()._cdata for view in groups.views] == pointers
+    assert groups.views[0].tolist() == [3, 4, 5]
+    assert groups.views[1].flatten().tolist() == [6, 7, 8, 9, 10]
+    assert groups.master.tolist() == [5, 6, 7, 8]
+
+
+def test_memory_of_two_groups_is_there_with_the_first() -> None:
+    groups = Groups()
+    offloader = groups.offloader("params", "optimizer")
+    offloader.release("optimizer", "params")
+    offloader.load("params")
+    assert groups.sizes() == (32, 32, 0)
+    assert groups.master.tolist() == [2, 3, 4, 5]
