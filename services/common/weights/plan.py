@@ -71,7 +71,8 @@ def pack(plan: Plan, tensors: NamedTensors, device: torch.device) -> Iterator[tu
     """
     source = iter(tensors)
     for bucket in plan.buckets:
-        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+        flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
+        tensors_in_bucket = []
         for slot in bucket.slots:
             name, tensor = next(source, ("nothing", torch.empty(0)))
             if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
@@ -79,9 +80,9 @@ def pack(plan: Plan, tensors: NamedTensors, device: torch.device) -> Iterator[tu
                     f"export order changed: the plan has {slot.name} {slot.dtype} {slot.shape}, "
                     f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
                 )
-            end = slot.offset + slot.num_bytes
-            flat[slot.offset : end].view(slot.dtype).copy_(tensor.detach().reshape(-1))
-            flat[end : end + -end % ALIGN_BYTES] = 0
+            tensors_in_bucket.append(tensor.detach())
+        # One call for all: launching a copy for each would take longer than the copies.
+        torch._foreach_copy_([view for _, view in unpack(bucket, flat)], tensors_in_bucket)
         yield bucket, flat
     for name, _ in source:
         raise InternalError(f"export order changed: the plan ends before {name}")

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import LossFunction, Role
-from services.trainer.fsdp.model import LogprobModel, as_checkpoint, build, checkpoint_weights
+from services.trainer.fsdp.model import LogprobModel, build
+from services.trainer.fsdp.weights import WeightStream
 from services.trainer.optim import make_adamw
 from services.trainer.packing import Pack
 
@@ -26,6 +27,7 @@ class FsdpBackend:
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._dtype = dtype
         self._policy = build(model_path, config, self._mesh, self._dtype)
+        self._stream = WeightStream(self._policy.causal_lm, dtype, device)
         self._optimizer = make_adamw(config.optim, self._policy.named_parameters())
         self._reference = self._build_reference(model_path) if config.loss.kl_coef else None
 
@@ -70,18 +72,13 @@ class FsdpBackend:
         self._optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from checkpoint_weights(self._policy, self._dtype)
+        yield from self._stream
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
-        causal_lm = self._policy.causal_lm
-        return [
-            spec
-            for name, parameter in causal_lm.named_parameters()
-            for spec in as_checkpoint(causal_lm, name, torch.empty(parameter.shape, dtype=self._dtype, device="meta"))
-        ]
+        return self._stream.specs()
 
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()

@@ -1,6 +1,5 @@
 """A Hugging Face causal model that answers with log-probabilities, sharded over the ranks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
@@ -84,20 +82,6 @@ def build(model_path: str, config: TrainerConfig, mesh: DeviceMesh, dtype: torch
         full = {f"causal_lm.{name}": tensor for name, tensor in loaded.state_dict().items()}
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return model
-
-
-def checkpoint_weights(model: LogprobModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole weights, gathered one parameter at a time, under the names and in the parts that checkpoints use."""
-    for name, parameter in model.causal_lm.named_parameters():
-        whole = parameter.detach()
-        # Cast the shard, not the whole: half the bytes to gather.
-        whole = whole.to(dtype).full_tensor() if hasattr(whole, "full_tensor") else whole.to(dtype)
-        yield from as_checkpoint(model.causal_lm, name, whole)
-
-
-def as_checkpoint(causal_lm: nn.Module, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers fuses some weights in memory (experts); its own rule takes them apart again."""
-    yield from revert_weight_conversion(causal_lm, {name: tensor}).items()
 
 
 def _shard(model: LogprobModel, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> None:

@@ -103,6 +103,8 @@ class WeightStream:
         self._held = {parameter.name: parameter for parameter in held}
         self._device = device
         self._entries = self._find_holders(parallelism)
+        self._parts = {entry.name: names.part(entry.name) for entry in self._entries}
+        self._runs = list(_runs(self._entries))
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
         """Names and meta tensors."""
@@ -110,34 +112,32 @@ class WeightStream:
         return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for run in _runs(self._entries):
+        for run in self._runs:
             if self._rank == 0:
                 yield from self._receive(run)
             elif self._rank in run[0].holders:
                 dist.send(self._flat(run), dst=0)
 
     def _receive(self, run: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-        flats = []
-        for holder in run[0].holders:
-            if holder == 0:
-                flats.append(self._flat(run))
-                continue
-            size = sum(entry.num_bytes for entry in run)
-            flats.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-            dist.recv(flats[-1], src=holder)
-        begin = 0
-        for entry in run:
-            end = begin + entry.num_bytes
-            shards = [flat[begin:end].view(entry.dtype).view(entry.shape) for flat in flats]
+        """Every holder's shards; rank 0's own are not copied."""
+        per_holder = [self._own(run) if holder == 0 else self._shards_from(holder, run) for holder in run[0].holders]
+        for entry, *shards in zip(run, *per_holder, strict=True):
             yield from self._joined(entry, shards)
-            begin = end
+
+    def _shards_from(self, holder: int, run: Sequence[Entry]) -> list[torch.Tensor]:
+        flat = torch.empty(sum(entry.num_bytes for entry in run), dtype=torch.uint8, device=self._device)
+        dist.recv(flat, src=holder)
+        parts = flat.split([entry.num_bytes for entry in run])
+        return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
+
+    def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
+        return [self._value(self._held[entry.name]).detach().to(self._device) for entry in run]
 
     def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
-        shards = (self._value(self._held[entry.name]).detach().to(self._device).contiguous() for entry in run)
-        return torch.cat([shard.view(-1).view(torch.uint8) for shard in shards])
+        return torch.cat([shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)])
 
     def _joined(self, entry: Entry, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        part = self._map.part(entry.name)
+        part = self._parts[entry.name]
         return zip(part.names, part.join(shards), strict=True)
 
     def _find_holders(self, parallelism: Parallelism) -> list[Entry]:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -67,7 +68,8 @@ def _no_jit(module: Any) -> None:
 
 
 def _cpu_generator(module: Any) -> None:
-    """The two functions talk to torch._C's CUDA generator."""
+    """The two functions talk to torch._C's CUDA generator; with one generator for both, a warning is always wrong."""
+    logging.getLogger(module.__name__).setLevel(logging.ERROR)
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
