@@ -29,12 +29,12 @@ def main() -> None:
     chosen = {name: layout for name, layout in layouts() if options.only in name and layout.world <= num_gpus}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        (directory / "layouts.json").write_text(json.dumps(sorted(chosen)))
+        (directory / "layouts.json").write_text(json.dumps(list(chosen)))
         for model in {layout.model for layout in chosen.values()}:
             _run("benchmarks.megatron_model", str(directory), model, *(["tiny"] if options.tiny else []))
-        for world in sorted({layout.world for layout in chosen.values()}):
+        for world, model in dict.fromkeys((layout.world, layout.model) for layout in chosen.values()):
             launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m")
-            _run(*launcher, "benchmarks.megatron_rank", str(directory))
+            _run(*launcher, "benchmarks.megatron_rank", str(directory), model)
         _keep(options.name, directory, chosen)
 
 
@@ -48,6 +48,7 @@ def _run(*command: str) -> None:
 def _keep(name: str, directory: Path, chosen: dict[str, Layout]) -> None:
     kept: dict[str, list[float]] = {}
     norms: dict[str, float] = {}
+    saved: dict[str, list[list[float]]] = {}
     for layout_name, layout in chosen.items():
         path = directory / f"{layout_name}.json"
         if not path.exists():
@@ -55,16 +56,23 @@ def _keep(name: str, directory: Path, chosen: dict[str, Layout]) -> None:
             continue
         result = json.loads(path.read_text())
         logprobs = result.pop("logprobs")
+        saved = saved | {layout.model: result.pop("logprobs saved")} if layout.saves else saved
         reference = directory / f"{layout.model}.logprobs.json"
-        if reference.exists():
-            pairs = zip(logprobs, json.loads(reference.read_text()), strict=True)
-            gaps = np.concatenate([np.abs(np.array(a) - np.array(b)) for a, b in pairs])
-            result |= {"|logprob - transformers| mean": float(gaps.mean()), "max": float(gaps.max())}
-        one = norms.setdefault(layout.model, result["grad_norm"])
-        result["grad norm over that of 1 GPU, minus 1"] = result["grad_norm"] / one - 1
+        if layout.loads:
+            result |= _gap("saved", logprobs, saved[layout.model])
+        elif reference.exists():
+            result |= _gap("transformers", logprobs, json.loads(reference.read_text()))
+        if not layout.loads:
+            one = norms.setdefault(layout.like, result["grad_norm"])
+            result["grad norm over that of 1 GPU, minus 1"] = result["grad_norm"] / one - 1
         kept |= {f"{layout_name}: {quantity}": [value] for quantity, value in result.items()}
     libraries = ("torch", "transformers", "megatron-core")
     keep(name, kept, libraries=libraries, weights="random", batch="32 samples, 64-128 + 128-512 tokens", models=MODELS)
+
+
+def _gap(what: str, logprobs: list[list[float]], reference: list[list[float]]) -> dict[str, float]:
+    gaps = np.concatenate([np.abs(np.array(a) - np.array(b)) for a, b in zip(logprobs, reference, strict=True)])
+    return {f"|logprob - {what}| mean": float(gaps.mean()), f"|logprob - {what}| max": float(gaps.max())}
 
 
 if __name__ == "__main__":

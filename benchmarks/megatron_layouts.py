@@ -43,26 +43,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-a3b-4-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 4, "num_experts": 32}),
     "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),
 }
-# 12 bytes a weight of optimizer state and float32 gradients do not fit 30 B weights into four GPUs; 8 and bfloat16 do.
-_SMALL_STATE = {
+# Float32 gradients of 30 B weights do not fit four GPUs beside the optimizer's state.
+_BF16_GRADIENTS: dict[str, Any] = {
     "ddp_config": {"grad_reduce_in_fp32": False},
-    "optimizer_config_kwargs": {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": "bf16",
-        "exp_avg_sq_dtype": "bf16",
-        "main_grads_dtype": "bf16",
-    },
+    "optimizer_config_kwargs": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"},
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Model, ranks, Megatron settings, and further changes of the trainer's config."""
+    """Model, ranks, Megatron settings, further changes of the trainer's config, and a checkpoint to save or to load.
+
+    `like` names what the gradient norm is compared with: layouts that train the same weights.
+    """
 
     model: str
     world: int
     megatron: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
+    saves: bool = False
+    loads: bool = False
+
+    @property
+    def like(self) -> str:
+        return self.model + str(self.trainer.get("lora", ""))
 
 
 def layouts() -> Iterator[tuple[str, Layout]]:
@@ -94,9 +98,18 @@ def layouts() -> Iterator[tuple[str, Layout]]:
     for model, table in (("qwen3-0.6b", dense), ("qwen3-a3b-4-layers", experts)):
         for world, megatron in table:
             yield f"{model} {_describe(world, megatron)}", Layout(model, world, megatron)
-    large = {EP: 4, **_SMALL_STATE}
-    recompute = {"gradient_checkpointing": True, "max_tokens_per_microbatch": 8192}
+    lora = {"lora": {"rank": 16, "kind": "canonical_lora"}}
+    for world, megatron in ((1, {}), (2, {TP: 2})):
+        yield f"qwen3-0.6b LoRA {_describe(world, megatron)}", Layout("qwen3-0.6b", world, megatron, lora)
+    yield "qwen3-0.6b 1 GPUs saves", Layout("qwen3-0.6b", 1, saves=True)
+    yield "qwen3-0.6b 2 GPUs TP2 loads", Layout("qwen3-0.6b", 2, {TP: 2}, loads=True)
+    yield "qwen3-0.6b 2 GPUs PP2 loads", Layout("qwen3-0.6b", 2, {PP: 2}, loads=True)
+    recompute = {"gradient_checkpointing": True, "max_tokens_per_microbatch": 4096}
+    large = {EP: 4, **_BF16_GRADIENTS}
     yield "qwen3-30b-a3b 4 GPUs EP4", Layout("qwen3-30b-a3b", 4, large, recompute)
+    half = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    hybrid = {**large, "optimizer_config_kwargs": large["optimizer_config_kwargs"] | half}
+    yield "qwen3-30b-a3b 4 GPUs EP4 half the optimizer on CPU", Layout("qwen3-30b-a3b", 4, hybrid, recompute)
 
 
 def samples(vocab_size: int) -> pa.Table:

@@ -1,4 +1,4 @@
-"""`torchrun -m benchmarks.megatron_rank DIRECTORY`: all layouts of this number of ranks, one after the other."""
+"""`torchrun -m benchmarks.megatron_rank DIRECTORY MODEL`: its layouts of this number of ranks, one after the other."""
 
 import itertools
 import json
@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 
 from benchmarks.megatron_layouts import CP, PP, TP, Layout, layouts, samples
 from services.common import batch as batches
 from services.common.config.trainer import TrainerConfig
+from services.trainer.checkpoint import begin as begin_checkpoint
 from services.trainer.megatron import backend
 from services.trainer.shards import forward_parts, train_parts
 from services.trainer.worker import Worker
 
 
-def run_rank(directory: Path) -> None:
-    """All layouts of this world size, one after the other, in one process per GPU."""
+def run_rank(directory: Path, model: str) -> None:
+    """All layouts of one model and of this world size, one after the other, in one process per GPU."""
     store, rank, world = next(dist.rendezvous("env://"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -28,7 +30,7 @@ def run_rank(directory: Path) -> None:
     worker = Worker(store, rank, world, device)
     for name in json.loads((directory / "layouts.json").read_text()):
         layout = dict(layouts())[name]
-        if layout.world == world:
+        if layout.world == world and layout.model == model:
             result = measure(worker, rank, layout, directory)
             if rank == 0:
                 (directory / f"{name}.json").write_text(json.dumps(result))
@@ -42,20 +44,21 @@ def measure(worker: Worker, rank: int, layout: Layout, directory: Path) -> dict[
         backend.load_checkpoint_weights = lambda *args: None  # Megatron's own random weights
     config = _config(layout)
     begin = time.perf_counter()
+    checkpoint = directory / f"{layout.model}.checkpoint"
     answer = worker.open(
-        config_json=config.model_dump_json(), model_path=str(path), checkpoint_path="", seed=0, bucket_bytes=512 << 20
+        config_json=config.model_dump_json(),
+        model_path=str(path),
+        checkpoint_path=str(checkpoint) if layout.loads else "",
+        seed=0,
+        bucket_bytes=512 << 20,
     )
     result: dict[str, Any] = {"open [s]": time.perf_counter() - begin, "idle after open [GB]": _allocated()}
     sizes = [layout.megatron.get(key, 1) for key in (TP, PP, CP)]
     data_rank, data_ranks = answer.body["data_ranks"]["policy"], layout.world // int(np.prod(sizes))
     table = samples(json.loads((path / "config.json").read_text())["vocab_size"])
-    parts, order = forward_parts(table, config, data_ranks)
-    part = parts[data_rank]
-    answer = worker.forward(role="policy", **part.body, frames=part.frames, temperature=1.0)
-    gathered: list[Any] = [None] * layout.world
-    dist.all_gather_object(gathered, (data_rank, batches.decode(answer.frames)["logprobs"].to_pylist()))
-    flat = list(itertools.chain.from_iterable(dict(gathered)[r] for r in range(data_ranks)))
-    result["logprobs"] = [flat[index] for index in order]
+    result["logprobs"] = _logprobs(worker, config, table, data_rank, data_ranks)
+    if layout.loads:
+        return result
     part = train_parts(table, config, data_ranks)[data_rank]
     num_tokens = sum(len(row) for name in ("prompt_tokens", "tokens") for row in table[name])
     for version in (0, 1):
@@ -66,7 +69,22 @@ def measure(worker: Worker, rank: int, layout: Layout, directory: Path) -> dict[
         result.setdefault("loss", body["metrics"]["loss"])
     result |= {"second update [s]": seconds, "tokens/s/GPU": num_tokens / seconds / layout.world}
     result["idle after update [GB]"], result["peak [GB]"] = _allocated(), _peak()
+    if layout.saves:
+        result["logprobs saved"] = _logprobs(worker, config, table, data_rank, data_ranks)
+        begin_checkpoint(checkpoint)
+        worker.save(path=str(checkpoint), state={"version": 2, "last_batch_id": "", "last_metrics": {}})
     return result
+
+
+def _logprobs(worker: Worker, config: TrainerConfig, table: pa.Table, data_rank: int, data_ranks: int) -> list[Any]:
+    """Of all samples, in their order."""
+    parts, order = forward_parts(table, config, data_ranks)
+    part = parts[data_rank]
+    answer = worker.forward(role="policy", **part.body, frames=part.frames, temperature=1.0)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (data_rank, batches.decode(answer.frames)["logprobs"].to_pylist()))
+    flat = list(itertools.chain.from_iterable(dict(gathered)[r] for r in range(data_ranks)))
+    return [flat[index] for index in order]
 
 
 def _config(layout: Layout) -> TrainerConfig:
@@ -94,4 +112,4 @@ def _peak() -> float:
 
 
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]))
+    run_rank(Path(sys.argv[1]), sys.argv[2])
