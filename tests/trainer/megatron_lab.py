@@ -7,6 +7,7 @@ and runs all layouts of that world size. What came out lies in DIRECTORY/NAME.{s
 import functools
 import importlib
 import multiprocessing
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -238,6 +239,7 @@ def run(lab: MegatronLab, name: str, directory: Path) -> None:
     layout = (LAYOUTS | FAMILY_LAYOUTS)[name]
     batch = functools.partial(aligned_samples, align=layout.align)
     lab.open(layout)
+    num_threads, num_files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
     here = [lab.bytes_here()]
     before = lab.weights()
     here.append(lab.bytes_here())
@@ -256,6 +258,7 @@ def run(lab: MegatronLab, name: str, directory: Path) -> None:
     if lab.rank == 0:
         write(directory, f"{name}-before", before, {"logprobs": _lists(logprobs), "reference": _lists(reference)})
         answers = {"logprobs": _lists(after_logprobs), "updates": metrics, "bytes_here": here}
+        answers |= {"num_threads": num_threads, "num_files": num_files}
         write(directory, f"{name}-after", after, answers)
 
 

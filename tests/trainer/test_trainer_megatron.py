@@ -206,3 +206,13 @@ def test_bfloat16_follows_float32(megatron: Path) -> None:
     assert [update["loss"] for update in got.updates] == pytest.approx(
         [update["loss"] for update in want.updates], abs=0.02
     )
+
+
+def test_a_closed_run_leaves_neither_threads_nor_files(megatron: Path) -> None:
+    # Groups of a run bring some 60 threads and 90 files; a leak would add as many with every layout. Layouts with a
+    # reference of their own hold more while they are open.
+    opened = [name for name, layout in LAYOUTS.items() if layout.world == 2 and "full" not in name]
+    answers = [json.loads((megatron / "world2" / f"{name}-after.json").read_text()) for name in opened]
+    for key in ("num_threads", "num_files"):
+        counts = [answer[key] for answer in answers]
+        assert max(counts) - min(counts) < 20, dict(zip(opened, counts, strict=True))

@@ -124,13 +124,16 @@ class MegatronBackend:
         self._offloader.release("params", "optimizer")
 
     def close(self) -> None:
+        for model in filter(None, (self._policy, self._reference)):
+            model.close()
         forget_parallelism()
 
     def _check_layouts(self, architecture: Architecture) -> None:
         """By the ranks and the model that are really here, before any process group is made."""
         megatron, budget = self._config.megatron, self._config.max_tokens_per_microbatch
-        for sizes in (megatron, self._config.reference.megatron or megatron):
-            check_layout(sizes, dist.get_world_size(), architecture=architecture, max_tokens=budget)
+        keys = {"trainer.megatron": megatron, "trainer.reference.megatron": self._config.reference.megatron or megatron}
+        for key, sizes in keys.items():
+            check_layout(sizes, dist.get_world_size(), architecture=architecture, max_tokens=budget, key=key)
 
     def _build(self, megatron: MegatronConfig, *, is_trained: bool) -> MegatronModel:
         timeout_s, seed = self._config.collective_timeout_s, torch.initial_seed() % 2**31

@@ -65,9 +65,7 @@ def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
 
 def cut_packs(packs: Sequence[Pack], cut: Cut, *, is_fixed_size: bool) -> list[MicroBatch]:
     """Micro-batches of `packs`; with `is_fixed_size` (interleaved pipelines need it) filled up to one shape."""
-    num_tokens = [
-        sum(map(cut.padded, pack.lengths)) if cut.is_packed else cut.padded(pack.max_seqlen) for pack in packs
-    ]
+    num_tokens = [cut.num_tokens(pack) for pack in packs]
     num_sequences = max(len(pack.lengths) for pack in packs)
     return [
         _cut_pack(

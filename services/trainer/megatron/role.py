@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
@@ -79,6 +80,18 @@ class MegatronModel:
             forward_only=is_forward_only,
             collect_non_loss_data=is_forward_only,
         )
+
+    def close(self) -> None:
+        """Breaks the cycles through C++ that Python's collector does not see, so that memory and groups are freed."""
+        self.config.grad_scale_func = self.config.no_sync_func = None
+        RotaryEmbedding.forward.cache_clear()
+        for chunk in self.chunks:
+            getattr(chunk, "grad_accs", []).clear()
+            for parameter in chunk.parameters():
+                vars(parameter).pop("main_param", None)
+            for module in list(chunk.modules()):
+                vars(module).clear()
+        self.chunks.clear()
 
     def bare_chunks(self) -> list[Any]:
         """The chunks without their wrappers."""

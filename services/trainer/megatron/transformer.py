@@ -115,14 +115,10 @@ def _llama3_constants(rope: dict[str, Any]) -> tuple[float, float, int]:
 
 
 def _expert_settings(hf: PretrainedConfig) -> dict[str, Any]:
-    dense = set(getattr(hf, "mlp_only_layers", None) or ())
-    every = getattr(hf, "decoder_sparse_step", 1)
-    frequency = [int(layer not in dense and (layer + 1) % every == 0) for layer in range(hf.num_hidden_layers)]
     return {
         "num_moe_experts": getattr(hf, "num_experts", None) or hf.num_local_experts,
         "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
-        "moe_layer_freq": frequency,
         "moe_router_score_function": "softmax",
         # Softmax over the chosen experts alone is softmax over all, renormalised.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),

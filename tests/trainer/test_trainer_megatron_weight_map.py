@@ -1,0 +1,120 @@
+"""The weight map: which checkpoint tensors a Megatron parameter is made of, and its shards."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.errors import InternalError
+from services.trainer.megatron.weight_map import WeightMap
+
+
+def hf_config(model_type: str = "qwen3", **changes: Any) -> SimpleNamespace:
+    shape = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 3, "hidden_size": 24}
+    shape |= {"num_hidden_layers": 2, "tie_word_embeddings": False}
+    return SimpleNamespace(model_type=model_type, **shape | changes)
+
+
+# Name of the local layers, name of TransformerEngine's, model family, shapes of the checkpoint tensors.
+PARAMETERS = [
+    ("embedding.word_embeddings.weight", None, "qwen3", [(16, 24)]),
+    ("output_layer.weight", None, "qwen3", [(16, 24)]),
+    ("decoder.final_layernorm.weight", None, "qwen3", [(24,)]),
+    ("self_attention.linear_qkv.weight", None, "qwen3", [(24, 24), (12, 24), (12, 24)]),
+    ("self_attention.linear_qkv.bias", None, "qwen2", [(24,), (12,), (12,)]),
+    ("self_attention.linear_proj.weight", None, "qwen3", [(24, 24)]),
+    ("self_attention.q_layernorm.weight", None, "qwen3", [(3,)]),
+    ("self_attention.k_layernorm.weight", None, "qwen3", [(3,)]),
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", "llama", [(24,)]),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "llama", [(24,)]),
+    ("mlp.linear_fc1.weight", None, "llama", [(8, 24), (8, 24)]),
+    ("mlp.linear_fc2.weight", None, "llama", [(24, 8)]),
+    ("mlp.router.weight", None, "qwen3_moe", [(6, 24)]),
+    ("mlp.experts.local_experts.5.linear_fc1.weight", "mlp.experts.linear_fc1.weight5", "qwen3_moe", [(8, 24)] * 2),
+    ("mlp.experts.local_experts.5.linear_fc2.weight", "mlp.experts.linear_fc2.weight5", "mixtral", [(24, 8)]),
+]
+
+
+def full_name(name: str) -> str:
+    return name if name.startswith(("embedding", "output", "decoder")) else f"decoder.layers.1.{name}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("name", "family", "shapes"), [(p[0], p[2], p[3]) for p in PARAMETERS])
+def test_joined_shards_are_the_checkpoint_bit_by_bit(
+    name: str, family: str, shapes: list[tuple[int, ...]], size: int
+) -> None:
+    part = WeightMap(hf_config(family)).part(full_name(name))
+    tensors = [torch.randn(shape) for shape in shapes]
+    assert len(part.names) == len(tensors)
+    shards = [part.cut(tensors, rank, size) for rank in range(size)]
+    assert len({shard.shape for shard in shards}) == 1
+    joined = part.join(shards)
+    assert all(torch.equal(a, b) for a, b in zip(joined, tensors, strict=True))
+    if "norm" not in name and "router" not in name:
+        assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_key_value_group_can_be_cut_too(size: int) -> None:
+    part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")
+    tensors = [torch.randn(rows, 24) for rows in (24, 12, 12)]
+    shards = [part.cut(tensors, rank, size) for rank in range(size)]
+    assert {shard.shape for shard in shards} == {(48 // size, 24)}
+    assert all(torch.equal(a, b) for a, b in zip(part.join(shards), tensors, strict=True))
+
+
+def test_queries_lie_with_their_key_value_group() -> None:
+    part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")
+    q, k, v = torch.arange(24.0)[:, None], 100 + torch.arange(12.0)[:, None], 200 + torch.arange(12.0)[:, None]
+    # 4 groups of 2 query heads, a key and a value head, 3 rows each; the second of 2 ranks has groups 2 and 3.
+    want = [*range(12, 18), *range(106, 109), *range(206, 209), *range(18, 24), *range(109, 112), *range(209, 212)]
+    assert part.cut([q, k, v], 1, 2)[:, 0].tolist() == want
+
+
+@pytest.mark.parametrize(("local", "te", "family"), [p[:3] for p in PARAMETERS if p[1]])
+def test_names_of_transformer_engine_are_known_too(local: str, te: str, family: str) -> None:
+    weight_map = WeightMap(hf_config(family))
+    one, other = weight_map.part(full_name(local)), weight_map.part(full_name(te))
+    assert (one.names, one.order, one.is_expert) == (other.names, other.order, other.is_expert)
+
+
+def test_experts_have_their_familys_names() -> None:
+    def names(family: str, name: str) -> tuple[str, ...]:
+        return WeightMap(hf_config(family)).part(f"decoder.layers.1.{name}").names
+
+    moe, mixtral = "model.layers.1.mlp", "model.layers.1.block_sparse_moe"
+    fc1, fc2 = (f"mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))
+    assert names("qwen3_moe", fc1) == (f"{moe}.experts.3.gate_proj.weight", f"{moe}.experts.3.up_proj.weight")
+    assert names("mixtral", fc1) == (f"{mixtral}.experts.3.w1.weight", f"{mixtral}.experts.3.w3.weight")
+    assert names("mixtral", fc2) == (f"{mixtral}.experts.3.w2.weight",)
+    assert names("mixtral", "mlp.router.weight") == (f"{mixtral}.gate.weight",)
+
+
+def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
+    weight_map = WeightMap(hf_config("qwen3_moe"))
+    names = [full_name(p[0]) for p in PARAMETERS]
+    names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
+    ordered = sorted(names, key=lambda name: weight_map.part(name).order)
+    assert ordered[0] == "embedding.word_embeddings.weight"
+    assert ordered[-2:] == ["decoder.final_layernorm.weight", "output_layer.weight"]
+    assert [name for name in ordered if "layers.1" in name] == [
+        n for n in ordered[len(ordered) // 2 - 1 :] if "1." in n
+    ]
+
+
+def test_tied_head_is_the_embedding_and_is_not_published() -> None:
+    weight_map = WeightMap(hf_config(tie_word_embeddings=True))
+    assert weight_map.part("output_layer.weight").names == ("model.embed_tokens.weight",)
+    assert not weight_map.is_published("output_layer.weight")
+    assert weight_map.is_published("embedding.word_embeddings.weight")
+    assert WeightMap(hf_config()).is_published("output_layer.weight")
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.self_attention.linear_proj.bias", "mtp.weight", "decoder.layers.0.mlp.shared.weight", ""]
+)
+def test_parameter_that_the_map_does_not_know_is_an_error(name: str) -> None:
+    with pytest.raises(InternalError, match="no checkpoint tensor is known"):
+        WeightMap(hf_config()).part(name)
