@@ -98,12 +98,12 @@ def layouts() -> Iterator[tuple[str, Layout]]:
     for model, table in (("qwen3-0.6b", dense), ("qwen3-a3b-4-layers", experts)):
         for world, megatron in table:
             yield f"{model} {_describe(world, megatron)}", Layout(model, world, megatron)
-    lora = {"lora": {"rank": 16, "kind": "canonical_lora"}}
-    for world, megatron in ((1, {}), (2, {TP: 2})):
-        yield f"qwen3-0.6b LoRA {_describe(world, megatron)}", Layout("qwen3-0.6b", world, megatron, lora)
     yield "qwen3-0.6b 1 GPUs saves", Layout("qwen3-0.6b", 1, saves=True)
     yield "qwen3-0.6b 2 GPUs TP2 loads", Layout("qwen3-0.6b", 2, {TP: 2}, loads=True)
     yield "qwen3-0.6b 2 GPUs PP2 loads", Layout("qwen3-0.6b", 2, {PP: 2}, loads=True)
+    lora = {"lora": {"rank": 16, "kind": "canonical_lora"}}
+    for world, megatron in ((1, {}), (2, {TP: 2})):
+        yield f"qwen3-0.6b LoRA {_describe(world, megatron)}", Layout("qwen3-0.6b", world, megatron, lora)
     recompute = {"gradient_checkpointing": True, "max_tokens_per_microbatch": 4096}
     large = {EP: 4, **_BF16_GRADIENTS}
     yield "qwen3-30b-a3b 4 GPUs EP4", Layout("qwen3-30b-a3b", 4, large, recompute)

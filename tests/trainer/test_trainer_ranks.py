@@ -6,7 +6,6 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
@@ -19,7 +18,6 @@ from services.common.rpc import Client, Server
 from services.trainer import ranks as ranks_module
 from services.trainer.ranks import Message, Ranks, follow
 from services.trainer.servicer import NAME, TrainerServicer
-from services.trainer.worker import Worker
 from tests.support import make_batch
 from tests.trainer.deployment import messages
 
@@ -35,6 +33,8 @@ class FakeWorker:
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
+        self.writers = threading.Event()
+        self.write_error: Exception | None = None
 
     def echo(self, *, value: Any, own: Any = None, frames: list[bytes] = ()) -> Message:
         return Message({"rank": self.rank, "value": value, "own": own}, [*frames, b"from the rank"])
@@ -61,6 +61,24 @@ class FakeWorker:
         self.calls.append("train")
         return Message({"metrics": {"loss": 0.5}})
 
+    def save(self, *, state: dict[str, Any], **_: Any) -> Message:
+        self.calls.append(f"save {state['version']}")
+        return Message({})  # goes on in the background
+
+    def saved(self) -> dict[str, Any]:
+        """The end of the background save, which the test lets come."""
+        self.entered.set()
+        self.writers.wait()
+        if self.write_error is not None:
+            raise self.write_error
+        return {"num_bytes": 7, "manifest_digest": "m"}
+
+    def kill_epoch(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.calls.append("close")
+
     def join(self, **_: Any) -> Message:
         return Message({"plan_digest": "p"})
 
@@ -85,6 +103,7 @@ class Crew:
     def open_gates(self) -> None:
         for worker in self.workers:
             worker.gate.set()
+            worker.writers.set()
 
 
 @pytest.fixture
@@ -168,6 +187,10 @@ class Service:
         request = pb.SendWeightsRequest(epoch=1, version=0)
         return (await self.client.call("SendWeights", request, timeout_s=timeout_s)).stamp
 
+    def save(self, path: Path, **fields: Any) -> asyncio.Task[pb.SaveCheckpointResponse]:
+        request = pb.SaveCheckpointRequest(path=str(path), **fields)
+        return asyncio.create_task(self.client.call("SaveCheckpoint", request, timeout_s=10))
+
     async def version(self) -> int:
         return (await self.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)).stamp.version
 
@@ -175,7 +198,7 @@ class Service:
 @pytest.fixture
 async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
     server = Server()
-    servicer = TrainerServicer(crew.ranks, Mock(spec=Worker), "127.0.0.1", 1)
+    servicer = TrainerServicer(crew.ranks, crew.workers[0], "127.0.0.1", 1)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     client = Client(f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}", trainer_pb2_grpc.TrainerServiceStub)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64}))
@@ -220,3 +243,42 @@ async def test_weights_are_not_sent_as_the_version_before_a_batch_in_progress(se
         await sending
     assert caught.value.reason is Reason.STALE_STAMP
     assert [worker.calls for worker in crew.workers] == [["send", "train"]] * 2
+
+
+async def test_background_save_lets_train_go_on_and_what_would_disturb_it_wait(
+    service: Service, tmp_path: Path
+) -> None:
+    rank_0 = service.crew.workers[0]
+    first = service.save(tmp_path / "a", version=0)
+    await asyncio.to_thread(rank_0.entered.wait)
+    assert (await service.train(timeout_s=10)).version == 1
+    second = service.save(tmp_path / "b")
+    closing = asyncio.create_task(service.client.call("CloseRun", pb.CloseRunRequest(run_id="r"), timeout_s=10))
+    await service.version()  # the server has read what came before
+    assert not first.done() and not second.done() and not closing.done()
+    assert rank_0.calls == ["send", "save 0", "train"]
+    rank_0.writers.set()
+    assert (await first).manifest_digest == "m"
+    await second
+    await closing
+    assert rank_0.calls == ["send", "save 0", "train", "save 1", "close"]
+
+
+async def test_failed_background_save_is_its_error_and_the_trainer_goes_on(service: Service, tmp_path: Path) -> None:
+    rank_0 = service.crew.workers[0]
+    rank_0.write_error = InternalError("no space left on device")
+    rank_0.writers.set()
+    with pytest.raises(InternalError, match="no space left"):
+        await service.save(tmp_path / "a")
+    assert (await service.train(timeout_s=10)).version == 1
+    rank_0.write_error = None
+    await service.save(tmp_path / "a")
+    assert not service.crew.failures
+
+
+async def test_another_version_than_asked_for_is_not_saved(service: Service, tmp_path: Path) -> None:
+    await service.train(timeout_s=10)
+    with pytest.raises(PreconditionFailed) as caught:
+        await service.save(tmp_path / "a", version=0)
+    assert caught.value.reason is Reason.STALE_STAMP
+    assert not list(tmp_path.glob("*a*"))

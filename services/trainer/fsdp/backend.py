@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -82,7 +83,10 @@ class FsdpBackend:
 
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+        try:
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+        except CheckpointException as error:  # torch's is not an Exception
+            raise RuntimeError(f"{directory} cannot be written: {error}") from error
 
     def load(self, directory: Path) -> None:
         model, optimizer = self._state()

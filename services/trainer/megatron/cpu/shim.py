@@ -74,25 +74,6 @@ def _cpu_generator(module: Any) -> None:
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _own_adam_step(module: Any) -> None:
-    """A resharded Adam state comes with one `step` tensor, which Megatron would share between all parameters.
-
-    TransformerEngine's Adam keeps its step elsewhere; torch's, which runs on CPU, would then count every parameter.
-    """
-    cls = module.DistributedOptimizer
-    set_state = cls._set_main_param_and_optimizer_states
-
-    def set_state_with_own_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        step = state.pop("step", None)
-        set_state(self, model_param, tensors)
-        if step is not None:
-            state["step"] = step.clone()
-
-    cls._set_main_param_and_optimizer_states = set_state_with_own_step
-
-
 def _experts_without_te(module: Any) -> None:
     vars(module).setdefault("te_general_gemm", None)  # read, but only imported with TransformerEngine
     # Megatron's turns split sizes into numpy only if they were on a GPU; the all-to-all wants them so.
@@ -104,7 +85,6 @@ def _experts_without_te(module: Any) -> None:
 _MODULES: dict[str, Callable[[Any], None]] = {
     "jit": _no_jit,
     "tensor_parallel.random": _cpu_generator,
-    "optimizer.distrib_optimizer": _own_adam_step,
     "transformer.moe.moe_utils": _experts_without_te,
 }
 

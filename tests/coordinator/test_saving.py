@@ -1,0 +1,97 @@
+"""Checkpoints are saved while the run goes on, one at a time, and recorded when they are whole."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import InternalError
+from services.coordinator.ledger import Kind
+from services.coordinator.resume import open_run
+from services.coordinator.run import Run
+from tests.coordinator.fake_services import make_config
+
+
+class FakeTrainer:
+    """Ends a save, or lets it fail, when the test says so."""
+
+    def __init__(self) -> None:
+        self.saving: list[int] = []
+        self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
+
+    async def save(self, path: str, version: int) -> str:
+        self.saving.append(version)
+        error = await self.ends.get()
+        if error is not None:
+            raise error
+        Path(path).mkdir(parents=True)
+        return "digest"
+
+
+@pytest.fixture
+def open_again(tmp_path: Path) -> Iterator[Callable[[], Run]]:
+    """Opens the run, also after it was closed."""
+    config = make_config(name="run", runs_dir=tmp_path, checkpoint={"save_freq": 1, "max_ckpts_to_keep": 2})
+    runs: list[Run] = []
+
+    def opening() -> Run:
+        runs.append(Run(config, open_run(config)))
+        return runs[-1]
+
+    yield opening
+    runs[-1].close()
+
+
+def recorded(run: Run, kind: Kind) -> list[str]:
+    return [Path(row["path"]).name for row in run._ledger.all(kind)]
+
+
+async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callable[[], Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    await run.begin_checkpoint(trainer, 1)  # returns, though the save does not
+    second = asyncio.create_task(run.begin_checkpoint(trainer, 2))
+    await asyncio.sleep(0)
+    run.check_checkpoint()
+    assert not second.done() and trainer.saving == [1] and recorded(run, Kind.SAVED) == []
+    trainer.ends.put_nowait(None)
+    await second
+    assert recorded(run, Kind.SAVED) == ["step-000001"]
+    trainer.ends.put_nowait(None)
+    trainer.ends.put_nowait(None)
+    await run.begin_checkpoint(trainer, 3)
+    assert recorded(run, Kind.DELETED) == []  # the third is not whole yet
+    await run.finish_checkpoint()
+    assert recorded(run, Kind.SAVED) == ["step-000001", "step-000002", "step-000003"]
+    assert recorded(run, Kind.DELETED) == ["step-000001"]
+    assert sorted(path.name for path in (run.config.run_dir / "checkpoints").iterdir()) == [
+        "step-000002",
+        "step-000003",
+    ]
+
+
+async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    trainer.ends.put_nowait(InternalError("disk"))
+    await run.begin_checkpoint(trainer, 1)
+    with pytest.raises(InternalError, match="disk"):
+        await run.finish_checkpoint()
+    with pytest.raises(InternalError, match="disk"):
+        run.check_checkpoint()
+    assert recorded(run, Kind.SAVED) == []
+
+
+async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again: Callable[[], Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    await run.begin_checkpoint(trainer, 1)
+    await asyncio.sleep(0)
+    run.close()
+    # The trainer goes on: the checkpoint is whole, but the ledger does not know it.
+    path = run.config.run_dir / "checkpoints" / "step-000001"
+    path.mkdir(parents=True)
+    again, trainer = open_again(), FakeTrainer()
+    assert again.resume_from == ""
+    trainer.ends.put_nowait(None)
+    await again.begin_checkpoint(trainer, 1)
+    await again.finish_checkpoint()
+    assert recorded(again, Kind.SAVED) == ["step-000001"] and path.is_dir()
