@@ -1,7 +1,8 @@
 """Megatron's layouts on this host's GPUs: log-probabilities against transformers, gradient norms against one GPU.
 
-`python -m benchmarks.megatron [NAME] [--tiny] [--only WORD]` runs every layout that this host has GPUs for, and keeps
-the result as NAME. Weights are random, of real shapes; `--tiny` is for a machine without GPUs.
+`python -m benchmarks.megatron [NAME] [--tiny] [--only WORDS] [--directory DIR]` runs every layout that this host has GPUs
+for, or those whose name holds one of the comma-separated WORDS, and keeps the result as NAME. Weights are random, of
+real shapes; `--tiny` is for a machine without GPUs. What each layout gave lies in DIR at once.
 """
 
 import argparse
@@ -24,18 +25,20 @@ def main() -> None:
     parser.add_argument("name", nargs="?", default="megatron-layouts")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--directory", default="")
     options = parser.parse_args()
     num_gpus = torch.cuda.device_count() or 4
-    chosen = {name: layout for name, layout in layouts() if options.only in name and layout.world <= num_gpus}
+    words = options.only.split(",")
+    chosen = {name: x for name, x in layouts() if x.world <= num_gpus and any(word in name for word in words)}
     with tempfile.TemporaryDirectory() as temporary:
-        directory = Path(temporary)
+        directory = Path(options.directory or temporary)
         (directory / "layouts.json").write_text(json.dumps(list(chosen)))
         for model in {layout.model for layout in chosen.values()}:
             _run("benchmarks.megatron_model", str(directory), model, *(["tiny"] if options.tiny else []))
         for world, model in dict.fromkeys((layout.world, layout.model) for layout in chosen.values()):
             launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m")
             _run(*launcher, "benchmarks.megatron_rank", str(directory), model)
-        _keep(options.name, directory, chosen)
+            _keep(options.name, directory, chosen)
 
 
 def _run(*command: str) -> None:

@@ -95,7 +95,7 @@ def layouts() -> Iterator[tuple[str, Layout]]:
         (4, {CP: 2, EP: 4}),
         (4, {TP: 2, EP: 2, ETP: 2}),
     ]
-    for model, table in (("qwen3-0.6b", dense), ("qwen3-a3b-4-layers", experts)):
+    for model, table in (("qwen3-a3b-4-layers", experts), ("qwen3-0.6b", dense)):
         for world, megatron in table:
             yield f"{model} {_describe(world, megatron)}", Layout(model, world, megatron)
     yield "qwen3-0.6b 1 GPUs saves", Layout("qwen3-0.6b", 1, saves=True)

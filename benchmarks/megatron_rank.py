@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ def run_rank(directory: Path, model: str) -> None:
     """All layouts of one model and of this world size, one after the other, in one process per GPU."""
     store, rank, world = next(dist.rendezvous("env://"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     worker = Worker(store, rank, world, device)

@@ -24,8 +24,9 @@ def _join_torchrun() -> tuple[dist.Store, int, int]:
 
 
 def _device() -> torch.device:
+    # torchrun leaves one thread to each; an optimizer on CPU wants its share of the cores also where there are GPUs.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

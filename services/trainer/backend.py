@@ -56,8 +56,14 @@ class Backend(Protocol):
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's adapters in PEFT's names, like `weights`; nothing if the whole model is trained."""
 
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The frozen weights that the adapters are beside, in the names and order of `weights`."""
+
+    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and order of `adapter`, with meta tensors."""
+
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
-        """The same names and order with meta tensors."""
+        """Names and order of `weights`, with meta tensors."""
 
     def save(self, directory: Path) -> Callable[[], None] | None:
         """Writes policy and optimizer state into `directory`, each rank its part.

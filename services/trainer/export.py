@@ -1,6 +1,7 @@
 """The policy on disk as others read it: a Hugging Face model directory, and a PEFT directory of its adapters."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,7 +48,15 @@ def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, dire
         return 0
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
+    config = adapter_config(lora, base_path, list(tensors))
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def adapter_config(lora: LoraConfig, base_path: str, names: Sequence[str]) -> dict[str, object]:
+    """PEFT's adapter_config.json for adapter tensors of these names."""
+    modules = dict.fromkeys(name.split(".lora_")[0].removeprefix(_PEFT_PREFIX) for name in names)
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_path,
@@ -56,10 +65,8 @@ def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, dire
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "bias": "none",
-        "target_modules": list(dict.fromkeys(name.split(".lora_")[0].removeprefix(_PEFT_PREFIX) for name in tensors)),
+        "target_modules": list(modules),
     }
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None:

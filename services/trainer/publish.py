@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.errors import PreconditionFailed, Reason
-from services.common.weights.digest import WeightDigest
+from services.common.weights.digest import Sums, WeightDigest
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import NamedTensors, Plan, pack
 
@@ -21,19 +21,28 @@ class Publication:
     digest: str
     num_bytes: int
     duration_s: float
+    base_sums: Sums | None
+    """Of the base, if the plan has an adapter beside it."""
 
 
-def send(group: WeightGroup, plan: Plan, weights: NamedTensors, *, version: int) -> Publication:
+def send(
+    group: WeightGroup, plan: Plan, weights: NamedTensors, *, version: int, base_sums: Sums | None = None
+) -> Publication:
     """Broadcasts `weights` to the group and waits until every member has loaded the same content.
+
+    With `base_sums` every member holds the base that has them, and `weights` are the adapter's only.
 
     Raises:
         Aborted: A member failed, left or was too slow.
         PreconditionFailed: A member received other bytes than were sent.
     """
     begin = time.perf_counter()
-    digest = WeightDigest(plan.digest, group.device)
+    skips_base = base_sums is not None
+    digest = WeightDigest(plan.digest, group.device, base_sums or (0, 0))
     in_flight: list[tuple[torch.Tensor, torch.distributed.Work]] = []
-    for bucket, flat in pack(plan, weights, group.device):
+    for bucket, flat in pack(plan, weights, group.device, skips_base=skips_base):
+        if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:
+            base_sums = digest.sums()
         digest.update(flat, start=bucket.start)
         in_flight.append((flat, group.broadcast(flat)))
         if len(in_flight) >= _DEPTH:
@@ -46,4 +55,5 @@ def send(group: WeightGroup, plan: Plan, weights: NamedTensors, *, version: int)
         raise PreconditionFailed(
             f"sent weights {content}, members received {received}", reason=Reason.DIGEST_MISMATCH, sent=content
         )
-    return Publication(content, plan.num_bytes, time.perf_counter() - begin)
+    num_bytes = plan.num_bytes_sent(skips_base=skips_base)
+    return Publication(content, num_bytes, time.perf_counter() - begin, base_sums)

@@ -159,7 +159,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     f"asked to send version {request.version}, held is {self._state.version}",
                     reason=Reason.STALE_STAMP,
                 )
-            answers = await self._killing_epoch_on_cancel("send", version=request.version)
+            skips_base = False
+            if self._opened.plan.adapter_config_json:
+                agreed = await self._killing_epoch_on_cancel("agree")
+                skips_base = agreed[0].body["skips_base"]
+            answers = await self._killing_epoch_on_cancel("send", version=request.version, skips_base=skips_base)
             sent = answers[0].body
             self._digest = sent["digest"]
         return pb.SendWeightsResponse(stamp=self._held(), num_bytes=sent["num_bytes"], duration_s=sent["duration_s"])

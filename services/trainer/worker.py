@@ -1,6 +1,8 @@
 """What every trainer rank can do. Rank 0's `Ranks` calls the same method on all of them at once."""
 
 import gc
+import itertools
+import json
 from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import asdict
@@ -18,12 +20,13 @@ from services.common.config.load import parse_json
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.model_card import read_model_card
+from services.common.weights.digest import Sums
 from services.common.weights.group import WeightGroup
-from services.common.weights.plan import Plan
+from services.common.weights.plan import NamedTensors, Plan
 from services.trainer import checkpoint
 from services.trainer.backend import Backend, Role, compute_dtype
 from services.trainer.background import in_background
-from services.trainer.export import export_adapter, export_hugging_face
+from services.trainer.export import adapter_config, export_adapter, export_hugging_face
 from services.trainer.losses import Totals
 from services.trainer.packing import build_pack
 from services.trainer.profiler import Profiler
@@ -48,6 +51,7 @@ class Worker:
         self._config: TrainerConfig | None = None
         self._backend: Backend | None = None
         self._plan: Plan | None = None
+        self._base_sums: Sums | None = None  # of the base, which is frozen, once it was sent
         self._group: WeightGroup | None = None
         self._model_path = ""
         self._profiler: Profiler | None = None
@@ -65,7 +69,7 @@ class Worker:
         self._model_path = model_path
         if checkpoint_path:
             self._backend.load(Path(checkpoint_path) / "state")
-        self._plan = Plan.of(self._backend.weight_specs(), bucket_bytes=bucket_bytes)
+        self._plan, self._base_sums = self._make_plan(bucket_bytes), None
         roles = [Role.POLICY, *([Role.REFERENCE] if self._config.loss.kl_coef else [])]
         data_ranks = {role.value: self._backend.data_rank(role) for role in roles}
         frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
@@ -124,9 +128,18 @@ class Worker:
             self._group = WeightGroup(message, rank=0, device=self._device)
         return Message({"plan_digest": self._plan.digest})
 
-    def send(self, *, version: int) -> Message:
+    def agree(self) -> Message:
+        """Before `send`, if adapters are published: whether all members hold this very base, so that it is skipped."""
+        if self._rank != 0:
+            return Message({})
+        if self._group is None:
+            raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
+        agrees = self._group.agrees(self._base_sums or (0, 0))
+        return Message({"skips_base": agrees and self._base_sums is not None})
+
+    def send(self, *, version: int, skips_base: bool) -> Message:
         """Publishes. All ranks gather, rank 0 broadcasts; if that fails, the gather is still finished on all."""
-        weights = self._open().weights()
+        weights, base_sums = self._published(skips_base), self._base_sums if skips_base else None
         with torch.no_grad():
             if self._rank != 0:
                 _exhaust(weights)
@@ -135,9 +148,10 @@ class Worker:
                 _exhaust(weights)
                 raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
             try:
-                publication = send(self._group, self._plan, weights, version=version)
+                publication = send(self._group, self._plan, weights, version=version, base_sums=base_sums)
             finally:
                 _exhaust(weights)
+            self._base_sums = publication.base_sums
         return Message(asdict(publication))
 
     def leave(self) -> None:
@@ -178,6 +192,7 @@ class Worker:
     def load(self, *, path: str) -> None:
         """Loads a checkpoint that rank 0 has verified."""
         self._open().load(Path(path) / "state")
+        self._base_sums = None
 
     def export(self, *, path: str) -> Message:
         """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`.
@@ -195,6 +210,20 @@ class Worker:
         num_bytes += export_adapter(adapter, self._config.lora, self._model_path, partial / "adapter")
         partial.rename(final)
         return Message({"num_bytes": num_bytes})
+
+    def _make_plan(self, bucket_bytes: int) -> Plan:
+        base, lora = self._open().weight_specs(), self._config.lora
+        if not lora.published_rank:
+            return Plan.of(base, bucket_bytes=bucket_bytes)
+        adapter = self._open().adapter_specs()
+        config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
+        return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
+
+    def _published(self, skips_base: bool) -> NamedTensors:
+        backend = self._open()
+        if not self._plan.has_adapter:
+            return backend.weights()
+        return itertools.chain(() if skips_base else backend.base(), backend.adapter())
 
     def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:
         if self._rank != 0:

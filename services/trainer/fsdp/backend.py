@@ -78,6 +78,12 @@ class FsdpBackend:
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()
 
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._stream
+
+    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
+        return []
+
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
 

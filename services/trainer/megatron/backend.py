@@ -46,7 +46,7 @@ class MegatronBackend:
             self._reference = self._build(config.reference.megatron or config.megatron, is_trained=False)
         groups = {"params": self._parameter_tensors, "grads": self._gradient_tensors, "optimizer": self._state_tensors}
         self._offloader = Offloader(groups, config.megatron.offloads)
-        self._stream, self._adapter = self._streams()
+        self._stream, self._base, self._adapter = self._streams()
         self._checkpointer = Checkpointer(
             self._policy, self._optimizer, config, Layout.of(config, self._hf.model_type, device)
         )
@@ -107,6 +107,12 @@ class MegatronBackend:
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._adapter is not None:
             yield from self._streamed(self._adapter)
+
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._streamed(self._base)
+
+    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
+        return self._adapter.specs() if self._adapter is not None else []
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
@@ -171,15 +177,16 @@ class MegatronBackend:
         yield from stream
         self._offloader.release("params")
 
-    def _streams(self) -> tuple[WeightStream, WeightStream | None]:
-        """The merged policy and, if it has adapters, those alone."""
+    def _streams(self) -> tuple[WeightStream, WeightStream, WeightStream | None]:
+        """The merged policy, its base and, if it has adapters, those alone."""
         chunks, parallelism = self._policy.bare_chunks(), self._policy.parallelism
         value = merged_values(chunks)
         merged = WeightStream(self._held(self._policy), self._map, parallelism, self.device, value)
         if not self._config.lora.rank:
-            return merged, None
+            return merged, merged, None
+        base = WeightStream(self._held(self._policy), self._map, parallelism, self.device)
         held = held_parameters(chunks, parallelism, adapters=True)
-        return merged, WeightStream(held, AdapterMap(self._map), parallelism, self.device)
+        return merged, base, WeightStream(held, AdapterMap(self._map), parallelism, self.device)
 
     @property
     def _is_reference_the_base(self) -> bool:

@@ -150,13 +150,6 @@ def add_adapters(chunks: Sequence[LogprobModel], lora: LoraConfig, parallelism: 
     Raises:
         InvalidInput: A target that `lora.kind` does not have, an exclusion that excludes nothing, or no target is left.
     """
-    if lora.publish == "adapter":
-        raise InvalidInput(
-            "trainer.lora.publish: adapter is not supported by the weight plan; use merged. ExportHuggingFace writes "
-            "the adapter alone too",
-            reason=Reason.INVALID_CONFIG,
-            field="trainer.lora.publish",
-        )
     targets = _targets(lora)
     sites = [site for chunk in chunks for site in _sites(chunk)]
     candidates = {site: [part for part in PARTS[lora.kind][site.layer] if part in targets] for site in sites}
