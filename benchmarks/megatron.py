@@ -1,8 +1,8 @@
 """Megatron's layouts on this host's GPUs: log-probabilities against transformers, gradient norms against one GPU.
 
-`python -m benchmarks.megatron [NAME] [--tiny] [--only WORDS] [--directory DIR]` runs every layout that this host has GPUs
-for, or those whose name holds one of the comma-separated WORDS, and keeps the result as NAME. Weights are random, of
-real shapes; `--tiny` is for a machine without GPUs. What each layout gave lies in DIR at once.
+`python -m benchmarks.megatron [NAME] [--tiny] [--only WORDS] [--directory DIR]` runs every layout that this host has
+GPUs for, or those whose name holds one of the comma-separated WORDS, and keeps the result as NAME. Weights are random,
+of real shapes; `--tiny` is for a machine without GPUs. What each layout gave lies in DIR at once.
 """
 
 import argparse
