@@ -67,7 +67,8 @@ def functions(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = sum(1 for argument in named if argument.arg not in ("self", "cls"))
-            yield node.name, node.end_lineno - node.lineno + 1, count
+            is_kernel = any(_dotted(decorator) == "triton.jit" for decorator in node.decorator_list)  # pointers, sizes
+            yield node.name, node.end_lineno - node.lineno + 1, 0 if is_kernel else count
 
 
 def _parse(path: Path) -> ast.AST:

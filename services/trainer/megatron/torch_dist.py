@@ -5,7 +5,6 @@ the file, and never read. `.metadata` is a pickle of torch's: read only what the
 you trust as you trust a program.
 """
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
@@ -61,7 +60,7 @@ def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup |
         causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items()))
         raise InternalError(f"checkpoint {directory}: not written: {causes}") from error
     if dist.get_rank() == 0:
-        torch.save({}, directory / COMMON_STATE_FNAME)
+        TorchCommonSaveStrategy("torch", 1).save_common({}, directory)
         save_config(CheckpointingConfig("torch_dist"), str(directory))
 
 
@@ -71,10 +70,9 @@ def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         InvalidInput: There is no checkpoint in `directory`.
     """
-    try:
-        metadata = dcp.FileSystemReader(directory).read_metadata()
-    except (OSError, pickle.UnpicklingError, EOFError) as error:
-        raise InvalidInput(f"path: {directory} is no torch_dist checkpoint: {error}", field="path") from error
+    if not (directory / ".metadata").is_file():
+        raise InvalidInput(f"path: {directory} is no torch_dist checkpoint: it has no .metadata", field="path")
+    metadata = dcp.FileSystemReader(directory).read_metadata()
     tensors = metadata.state_dict_metadata.items()
     return {key: tuple(saved.size) for key, saved in tensors if isinstance(saved, TensorStorageMetadata)}
 
