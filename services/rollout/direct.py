@@ -6,20 +6,32 @@ checked against them byte by byte, and from then on they alone are done (`Direct
 after loading (quantization, packing, absorbed projections) leaves no such map and keeps the reload.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from services.common.weights.digest import WeightDigest
+from services.common.weights.plan import ALIGN_BYTES
 
 # Layers whose weights an engine uses as they were loaded.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 _PLAIN_ATTENTION = ("Attention",)
+
+
+class Place(NamedTuple):
+    """A strided part of a storage, in elements."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,67 +61,102 @@ class Copy:
 
 
 class Recorder(TorchDispatchMode):
-    """Watches a reload; `copies` is then what a `DirectMap` needs, None if there was more to it than copies."""
+    """Watches a reload; `copies` is then what a `DirectMap` needs, None if there was more to it than copies.
+
+    Storages are known by their addresses: an operator that returns new memory makes what was known of it void.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._buckets: dict[int, int] = {}  # address of received bytes -> number of the bucket
-        self._between: dict[int, list[Copy]] = defaultdict(list)  # address of a tensor being loaded -> its pieces
-        self._filled: dict[int, int] = defaultdict(int)  # constant elements, such as padding
+        # Address of a tensor being loaded -> what its parts got; None: a constant, such as padding.
+        self._between: dict[int, dict[Place, Copy | None]] = defaultdict(dict)
+        self._done: set[int] = set()  # addresses of loaded tensors, the engine's among them
         self._copies: list[Copy] = []
         self.problem = ""
 
     def add_bucket(self, index: int, flat: torch.Tensor) -> None:
         """`flat` holds what was received as bucket `index`."""
-        self._buckets[flat.untyped_storage().data_ptr()] = index
+        self._buckets[_address(flat)] = index
 
     @property
     def copies(self) -> list[Copy] | None:
         """All copies from received bytes to the engine's tensors."""
-        if self._between:
-            self.problem = self.problem or "a weight was loaded but not into the engine"
+        if any(map(self._is_loading, self._between)):
+            self._refuse("a weight was loaded but not into the engine")
         return None if self.problem else self._copies
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
-            self._see(func, args)
+        outputs = _tensors(result)
+        if not outputs or any(not output.is_meta for output in outputs):  # vLLM counts elements on meta tensors
+            self._see(func, [t for t in _tensors((args, kwargs)) if not t.is_meta], outputs)
         return result
 
-    def _see(self, func: Any, args: Sequence[Any]) -> None:
-        target = args[0]
-        address = target.untyped_storage().data_ptr()
-        self._buckets.pop(address, None)  # freed since, and allocated again for something else
+    def _see(self, func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        known = {_address(tensor) for tensor in inputs}
+        new = {_address(tensor) for tensor in outputs} - known
+        is_view = outputs and not new and not func._schema.is_mutable
         if func is torch.ops.aten.copy_.default:
-            self._see_copy(target, args[1], address)
+            self._see_copy(*inputs)
         elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            self._filled[address] += target.numel()
-        elif address in self._between:
-            self.problem = self.problem or f"{func} changes a weight after it was loaded"
+            self._between[_address(inputs[0])][_place(inputs[0])] = None
+        elif not is_view and any(map(self._is_weight, known)):
+            self._refuse(f"{func} computes with a weight")
+        for address in new:
+            self._forget(address)
 
-    def _see_copy(self, target: torch.Tensor, source: torch.Tensor, address: int) -> None:
-        source_address = source.untyped_storage().data_ptr()
+    def _see_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        address, source_address = _address(target), _address(source)
         if source_address in self._buckets:
             if target.dtype != source.dtype or target.shape != source.shape:
-                self.problem = self.problem or f"{tuple(source.shape)} {source.dtype} is converted when loaded"
-                return
-            place = source.storage_offset(), tuple(source.shape), source.stride()
-            piece = Piece(self._buckets[source_address], source.dtype, *place)
+                self._refuse(f"{tuple(source.shape)} {source.dtype} is converted when loaded")
+            piece = Piece(self._buckets[source_address], source.dtype, *_place(source))
             copy = Copy(piece, target.untyped_storage(), target.storage_offset(), target.stride())
-            self._between[address].append(copy)
-        elif source_address in self._between:
-            self._move(target, source, source_address)
+            # The same place again counts once: vLLM loads a bias twice.
+            self._between[address][_place(target)] = copy
+        elif self._is_loading(source_address):
+            self._move(target, source)
+        elif self._is_weight(address) or self._is_weight(source_address):
+            self._refuse("a loaded weight is written or read again")
 
-    def _move(self, target: torch.Tensor, source: torch.Tensor, address: int) -> None:
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """A loaded weight is copied, whole, to the tensor that kernels read."""
-        copies, num_filled = self._between.pop(address), self._filled.pop(address, 0)
-        num_known = sum(copy.target().numel() for copy in copies) + num_filled
+        parts = self._between.pop(_address(source))
+        num_known = sum(math.prod(place.size) for place in parts)
         if target.stride() != source.stride() or target.dtype != source.dtype or num_known != source.numel():
-            self.problem = self.problem or "a weight is rearranged or completed after it was loaded"
-            return
-        shift = target.storage_offset() - source.storage_offset()
-        storage = target.untyped_storage()
-        self._copies += [Copy(copy.piece, storage, copy.offset + shift, copy.stride) for copy in copies]
+            self._refuse("a weight is rearranged or completed after it was loaded")
+        shift, storage = target.storage_offset() - source.storage_offset(), target.untyped_storage()
+        moved = (copy for copy in parts.values() if copy)
+        self._copies += [Copy(copy.piece, storage, copy.offset + shift, copy.stride) for copy in moved]
+        self._done |= {_address(target), _address(source)}
+
+    def _is_loading(self, address: int) -> bool:
+        return any(self._between.get(address, {}).values())
+
+    def _is_weight(self, address: int) -> bool:
+        return address in self._buckets or address in self._done or self._is_loading(address)
+
+    def _forget(self, address: int) -> None:
+        """What was here is freed, and the memory is used for something else."""
+        self._buckets.pop(address, None)
+        self._done.discard(address)
+        self._between.pop(address, None)  # nothing but constants: a copy keeps its storage
+
+    def _refuse(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return Place(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def is_plain(model: nn.Module) -> str:
@@ -139,25 +186,20 @@ class DirectMap:
 
     def load(self, index: int) -> None:
         """From bucket `index`'s buffer into the engine."""
-        _copy(self._targets[index], self._sources[index])
+        if self._targets[index]:
+            torch._foreach_copy_(self._targets[index], self._sources[index], non_blocking=True)
 
     def digest_received(self, digest: WeightDigest, index: int, flat: torch.Tensor, start: int) -> None:
         """Adds what the map takes of a bucket."""
-        buffer = self.buffers[index % len(self.buffers)]
-        buffer[: flat.numel()].copy_(flat)
-        picked = [source.clone() for source in self._sources[index]]
-        buffer.zero_()
-        _copy(self._sources[index], picked)
-        digest.update(buffer[: flat.numel()], start=start)
+        self.buffers[index % len(self.buffers)][: flat.numel()].copy_(flat)
+        _add(digest, self._sources[index], start)
 
-    def digest_loaded(self, digest: WeightDigest, index: int, num_bytes: int, start: int) -> None:
+    def digest_loaded(self, digest: WeightDigest, index: int, start: int) -> None:
         """Adds what is in the engine where the map would put a bucket."""
-        buffer = self.buffers[index % len(self.buffers)]
-        buffer.zero_()
-        _copy(self._sources[index], self._targets[index])
-        digest.update(buffer[:num_bytes], start=start)
+        _add(digest, self._targets[index], start)
 
 
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+def _add(digest: WeightDigest, tensors: Sequence[torch.Tensor], start: int) -> None:
+    if tensors:
+        flats = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        digest.update(torch.cat([F.pad(flat, (0, -flat.numel() % ALIGN_BYTES)) for flat in flats]), start=start)

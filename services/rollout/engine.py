@@ -7,13 +7,15 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, ModelCard, SamplingParams
 from vllm import SamplingParams as EngineSampling
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -21,11 +23,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
+from services.rollout.adapter import adapter_request
 
 _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
 
 
-def engine_arguments(config: RolloutConfig, model_path: str, seed: int) -> dict[str, Any]:
+def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_rank: int = 0) -> dict[str, Any]:
     """vLLM engine arguments; `config.engine` has the last word."""
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -49,13 +52,27 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int) -> dict[
             "kv_cache_memory_bytes": 1 << 28,
             "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
         }
+    if adapter_rank:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": next(rank for rank in get_args(MaxLoRARanks) if rank >= adapter_rank),
+            "max_loras": 1,
+            "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        }
     return arguments | config.engine
 
 
 class Engine:
     """One running engine. `on_death` is called once if it dies by itself."""
 
-    def __init__(self, llm: AsyncLLM, directory: tempfile.TemporaryDirectory, on_death: Callable[[], None]):
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        directory: tempfile.TemporaryDirectory,
+        on_death: Callable[[], None],
+        adapter: LoRARequest | None = None,
+    ):
+        self._adapter = adapter
         self._llm, self._directory = llm, directory
         self._loop = asyncio.get_running_loop()
         self._died: asyncio.Future[None] = self._loop.create_future()
@@ -66,8 +83,10 @@ class Engine:
         self.samples_in_flight = 0
 
     @classmethod
-    async def start(cls, config: RolloutConfig, card: ModelCard, seed: int, on_death: Callable[[], None]) -> "Engine":
-        """Starts vLLM with dummy weights.
+    async def start(
+        cls, config: RolloutConfig, card: ModelCard, seed: int, on_death: Callable[[], None], adapter_rank: int = 0
+    ) -> "Engine":
+        """Starts vLLM with dummy weights; with `adapter_rank`, for an adapter that is published beside the base.
 
         Raises:
             InvalidInput: The model card or an engine argument is wrong.
@@ -75,12 +94,14 @@ class Engine:
         directory = tempfile.TemporaryDirectory(prefix="lockstep-rollout-")
         write_model_card(card, Path(directory.name))
         try:
-            arguments = AsyncEngineArgs(**engine_arguments(config, directory.name, seed))
+            arguments = AsyncEngineArgs(**engine_arguments(config, directory.name, seed, adapter_rank))
+            if adapter_rank:
+                _check_adapters_run(arguments)
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except (TypeError, ValueError) as error:  # vLLM's words for an argument that it does not know or accept
             message = " ".join(str(error).split())
             raise InvalidInput(f"rollout: vLLM refuses its arguments: {message}", field="rollout.engine") from error
-        return cls(llm, directory, on_death)
+        return cls(llm, directory, on_death, adapter_request(directory.name) if adapter_rank else None)
 
     @property
     def num_workers(self) -> int:
@@ -108,7 +129,10 @@ class Engine:
         prompt = {"type": "token", "prompt_token_ids": list(prompt_tokens)}
         self.samples_in_flight += 1
         try:
-            async for output in self._llm.generate(prompt, _engine_sampling(sampling, seed), uuid.uuid4().hex):
+            outputs = self._llm.generate(
+                prompt, _engine_sampling(sampling, seed), uuid.uuid4().hex, lora_request=self._adapter
+            )
+            async for output in outputs:
                 result = output.outputs[0]
         except EngineDeadError as error:
             raise Unavailable("the engine died", reason=Reason.ENGINE_DEAD) from error
@@ -166,6 +190,14 @@ class Engine:
             with contextlib.suppress(ValueError):
                 self._loop.remove_reader(sentinel)
         self._sentinels = []
+
+
+def _check_adapters_run(arguments: AsyncEngineArgs) -> None:
+    if not torch.cuda.is_available() and arguments.create_model_config().is_moe:
+        raise InvalidInput(
+            "trainer.lora.publish: with adapters vLLM computes experts in Triton, which CPUs do not have; use merged",
+            field="trainer.lora.publish",
+        )
 
 
 def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:

@@ -88,7 +88,7 @@ class Loading:
         self._reload(digested())
         loaded = WeightDigest("", self._device)
         for index, bucket in enumerate(self._plan.buckets):
-            direct.digest_loaded(loaded, index, bucket.num_bytes, bucket.start)
+            direct.digest_loaded(loaded, index, bucket.start)
         self._is_checked = loaded.hexdigest() == received.hexdigest()
         if not self._is_checked:
             self._give_up("what was loaded is not what the copies would load")

@@ -4,6 +4,7 @@ vLLM refuses a mixin whose attributes collide with the Worker's, hence the prefi
 engine's processes; the calls arrive through `collective_rpc` with plain values only.
 """
 
+import itertools
 import time
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from lockstep.types.v1 import types_pb2
 from vllm.config import set_current_vllm_config
 
-from services.common.errors import LockstepError
+from services.common.errors import InternalError, LockstepError
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
-from services.common.weights.plan import Plan
+from services.common.weights.plan import Plan, unpack
+from services.rollout.adapter import load_adapter
 from services.rollout.loading import NUM_BUFFERS, Arrivals, Loading
 
 # Broadcasts posted ahead of the one that is being loaded.
@@ -42,11 +44,17 @@ class WeightReceiver:
         An error is a value, not an exception: vLLM would report the first failing worker only.
         """
         loading, group, begin = self._lockstep_loading, self._lockstep_group, time.perf_counter()
-        timing = {"wait_s": 0.0}
-        digest = WeightDigest(self._lockstep_plan.digest, self.device)
+        plan, timing = self._lockstep_plan, {"wait_s": 0.0}
         try:
-            with torch.no_grad(), torch.device(self.device), set_current_vllm_config(self.vllm_config):
-                loading.load(self._lockstep_arrivals(digest, timing, loading.buffers))
+            skips_base = self._lockstep_skips_base()
+            digest = WeightDigest(plan.digest, self.device, self._lockstep_base_sums if skips_base else (0, 0))
+            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, timing)
+            if not skips_base:
+                self._lockstep_base_sums = (0, 0)  # torn from here on
+                self._lockstep_load_base(itertools.islice(arrivals, plan.num_base_buckets))
+            if plan.has_adapter:
+                self._lockstep_base_sums = digest.sums()
+                self._lockstep_load_adapter(arrivals)
             content = digest.hexdigest()
             group.acknowledge(version, content)
         except Exception as error:  # noqa: BLE001 whatever it was, the engine must stay reloadable
@@ -54,7 +62,7 @@ class WeightReceiver:
             group.kill()
             self.lockstep_leave()
             return {"error": f"{type(error).__name__}: {error}"}
-        num_bytes, duration_s = self._lockstep_plan.num_bytes, time.perf_counter() - begin
+        num_bytes, duration_s = plan.num_bytes_sent(skips_base=skips_base), time.perf_counter() - begin
         return {"digest": content, "num_bytes": num_bytes, "duration_s": duration_s, **timing}
 
     def lockstep_leave(self) -> None:
@@ -74,12 +82,31 @@ class WeightReceiver:
             self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
             model = self.model_runner.get_model()
             self._lockstep_loading = Loading(model, self.model_config, self._lockstep_plan, self.device)
-            self._lockstep_plan_message = message
+            self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
 
-    def _lockstep_arrivals(
-        self, digest: WeightDigest, timing: dict[str, float], buffers: list[torch.Tensor] | None
-    ) -> Arrivals:
-        group, buckets = self._lockstep_group, self._lockstep_plan.buckets
+    def _lockstep_skips_base(self) -> bool:
+        """As the sender decides it: whether all members hold the same base."""
+        if not self._lockstep_plan.has_adapter:
+            return False
+        agrees = self._lockstep_group.agrees(self._lockstep_base_sums)
+        return agrees and self._lockstep_base_sums != (0, 0)
+
+    def _lockstep_load_base(self, arrivals: Arrivals) -> None:
+        with torch.no_grad(), torch.device(self.device), set_current_vllm_config(self.vllm_config):
+            self._lockstep_loading.load(arrivals)
+        if next(arrivals, None) is not None:
+            raise InternalError("vLLM did not read all weights that were sent")
+
+    def _lockstep_load_adapter(self, arrivals: Arrivals) -> None:
+        tensors = {
+            name: tensor.to("cpu", copy=True)  # the bucket's memory may be used again
+            for _, bucket, flat in arrivals
+            for name, tensor in unpack(bucket, flat)
+        }
+        load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
+
+    def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float]) -> Arrivals:
+        group, buckets, buffers = self._lockstep_group, self._lockstep_plan.buckets, self._lockstep_loading.buffers
 
         def post(index: int) -> tuple[torch.Tensor, Any]:
             size = buckets[index].num_bytes
@@ -91,8 +118,8 @@ class WeightReceiver:
             )
             return flat, group.broadcast(flat)
 
-        posted = [post(index) for index in range(min(_DEPTH, len(buckets)))]
-        for index, bucket in enumerate(buckets):
+        posted = [post(index) for index in range(first, len(buckets))[:_DEPTH]]
+        for index, bucket in enumerate(buckets[first:], first):
             flat, work = posted.pop(0)
             begin = time.perf_counter()
             group.wait(work)

@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
-from services.common.errors import Aborted, PreconditionFailed, Reason
+from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
 from services.common.rpc import service_info
 from services.common.stamps import require_stamp, show
 from services.common.tasks import gather
@@ -29,6 +29,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._fail = fail
         self._engine: Engine | None = None
         self._run: tuple[str, str] = ("", "")  # run id, digest of the config section
+        self._adapter_rank = 0
         self._max_samples = 0
         self._stamp: PolicyStamp | None = None
         self._received: PolicyStamp | None = None
@@ -51,12 +52,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         config = parse_json(RolloutConfig, request.config_json)
         run = (request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
-            if self._engine and self._run != run:
+            if self._engine and (self._run, self._adapter_rank) != (run, request.adapter_rank):
                 await self._close()
             if self._engine is None:
                 on_death = lambda: self._fail("the engine died")  # noqa: E731
-                self._engine = await Engine.start(config, request.model_card, request.seed, on_death)
-                self._run, self._max_samples = run, config.max_samples
+                self._engine = await Engine.start(
+                    config, request.model_card, request.seed, on_death, request.adapter_rank
+                )
+                self._run, self._adapter_rank, self._max_samples = run, request.adapter_rank, config.max_samples
         return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
 
     async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Any) -> rollout_pb2.CloseRunResponse:
@@ -92,6 +95,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if epoch <= self._epoch:
             raise PreconditionFailed(
                 f"epoch {epoch} is not above {self._epoch}, which this replica has seen", reason=Reason.OLD_EPOCH
+            )
+        if bool(request.plan.adapter_config_json) != bool(self._adapter_rank):
+            raise InvalidInput(
+                f"plan: the engine was opened with adapter_rank {self._adapter_rank}, the plan has "
+                f"{'an' if request.plan.adapter_config_json else 'no'} adapter; open both with the same config",
+                field="plan",
             )
         async with self._changing:
             self._epoch, self._joined = epoch, False

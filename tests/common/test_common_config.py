@@ -211,6 +211,16 @@ CROSS_FIELD = {
         ["decay_steps"],
         ["trainer.optim.schedule=cosine", "trainer.optim.decay_steps=10"],
     ),
+    "published adapters exist": (
+        ["trainer.lora.publish=adapter"],
+        ["lora.rank from 1 to 512", "not 0", "lora.publish merged"],
+        ["trainer.lora.publish=adapter", "trainer.lora.rank=512", "trainer.strategy=megatron"],
+    ),
+    "an engine serves the adapters": (
+        ["trainer.lora.publish=adapter", "trainer.lora.rank=513", "trainer.strategy=megatron"],
+        ["lora.rank from 1 to 512", "not 513"],
+        ["trainer.lora.rank=513", "trainer.strategy=megatron"],
+    ),
     "decay ends after the warm-up": (
         ["trainer.optim.decay_steps=10", "trainer.optim.warmup_steps=10"],
         ["decay_steps 10", "warmup_steps 10"],

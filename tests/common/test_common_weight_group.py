@@ -57,6 +57,27 @@ def form(pool: ThreadPoolExecutor, store: dist.TCPStore, epoch: int, world_size:
     return [future.result(10) for future in join_all(pool, group, range(world_size))]
 
 
+def test_members_agree_if_all_bring_the_same(store, pool, next_epoch) -> None:
+    members = form(pool, store, next_epoch(), 3)
+    largest, smallest = (1 << 63) - 1, -(1 << 63)
+
+    def answers(*values: tuple[int, int]) -> set[bool]:
+        return set(pool.map(lambda member, value: member.agrees(value), members, values))
+
+    assert answers(*[(largest, smallest)] * 3) == {True}
+    for odd in range(3):  # the first and the last member too, in either value, above and below the others'
+        for value in ((5, -6), (5, -8), (4, -7), (6, -7), (largest, -7), (5, smallest)):
+            values = [(5, -7)] * 3
+            values[odd] = value
+            assert answers(*values) == {False}
+    assert answers(*[(5, -7)] * 3) == {True}
+    members[0].kill()
+    with aborted_within(NOTICED_S):
+        members[1].agrees((5, -7))
+    for member in members:
+        member.abort()
+
+
 def test_every_member_gets_what_was_sent(store, pool, next_epoch) -> None:
     first, *others = form(pool, store, next_epoch(), 3)
     received = [pool.submit(receive, group, PLAN, 7) for group in others]

@@ -1,6 +1,7 @@
 """The plan's buckets and the content digest."""
 
 import hashlib
+import itertools
 import math
 import struct
 
@@ -73,6 +74,39 @@ def test_unpacked_weights_are_the_packed_ones(weights, bucket_bytes: int) -> Non
 def test_plan_digest_does_not_depend_on_the_bucket_size(weights, sizes: list[int]) -> None:
     one, other = (Plan.of(weights, bucket_bytes=size) for size in sizes)
     assert one.digest == other.digest
+
+
+@settings(max_examples=40, deadline=None)
+@given(base=weights(), adapter=weights(), bucket_bytes=st.integers(1, 600))
+def test_an_adapter_begins_with_a_bucket_of_its_own_and_completes_the_digest_of_its_base(
+    base, adapter, bucket_bytes: int
+) -> None:
+    plan = Plan.with_adapter(base, adapter, adapter_config_json="{}", bucket_bytes=bucket_bytes)
+    plan = Plan(WeightPlan.FromString(plan.message.SerializeToString()))
+    assert plan.has_adapter
+    names = [[slot.name for slot in bucket.slots] for bucket in plan.buckets]
+    assert [*itertools.chain(*names[: plan.num_base_buckets])] == [name for name, _ in base]
+    assert [*itertools.chain(*names[plan.num_base_buckets :])] == [name for name, _ in adapter]
+    base_bytes, adapter_bytes = (sum(tensor.nbytes for _, tensor in part) for part in (base, adapter))
+    assert plan.num_bytes_sent(skips_base=False) == plan.num_bytes == base_bytes + adapter_bytes
+    assert plan.num_bytes_sent(skips_base=True) == adapter_bytes
+
+    first = WeightDigest("", CPU)
+    for bucket, flat in list(pack(plan, [*base, *adapter], CPU))[: plan.num_base_buckets]:
+        first.update(flat, start=bucket.start)
+    second = WeightDigest(plan.digest, CPU, first.sums())
+    for bucket, flat in pack(plan, adapter, CPU, skips_base=True):
+        second.update(flat, start=bucket.start)
+    assert second.hexdigest() == digest_of(plan, [*base, *adapter])
+
+
+def test_the_scale_of_an_adapter_is_part_of_the_digest() -> None:
+    weights = some_weights()
+    one, other = (
+        Plan.with_adapter(weights[:3], weights[3:], adapter_config_json=config, bucket_bytes=600)
+        for config in ('{"lora_alpha": 1}', '{"lora_alpha": 2}')
+    )
+    assert one.digest != other.digest
 
 
 def test_content_digest_does_not_depend_on_the_bucket_size_or_order() -> None:

@@ -51,9 +51,9 @@ class Replica:
     client: Client
     pid: int
 
-    async def open(self, model: Path, run_id: str, **config: object) -> pb.OpenRunResponse:
-        config_json = json.dumps({"max_model_len": MAX_MODEL_LEN} | config)
-        request = pb.OpenRunRequest(run_id=run_id, config_json=config_json, model_card=read_model_card(model))
+    async def open(self, model: Path, run_id: str, *, adapter_rank: int = 0, **config: object) -> pb.OpenRunResponse:
+        config_json, card = json.dumps({"max_model_len": MAX_MODEL_LEN} | config), read_model_card(model)
+        request = pb.OpenRunRequest(run_id=run_id, config_json=config_json, model_card=card, adapter_rank=adapter_rank)
         return await self.client.call("OpenRun", request, timeout_s=120, wait_for_ready=True)
 
     async def info(self) -> pb.GetInfoResponse:
@@ -112,8 +112,9 @@ class Stack:
     opened: trainer_pb2.OpenRunResponse = field(default_factory=trainer_pb2.OpenRunResponse)
     run_id: str = ""
     epoch: int = 0
+    members: list[Replica] = field(default_factory=list)
 
-    async def open(self, model: Path, trainer_config: dict[str, object]) -> None:
+    async def open(self, model: Path, trainer_config: dict[str, object], *, adapter_rank: int = 0) -> None:
         self.run_id = f"stack-{next(_run_numbers)}"
         request = trainer_pb2.OpenRunRequest(
             run_id=self.run_id,
@@ -123,35 +124,43 @@ class Stack:
         )
         self.opened, *_ = await asyncio.gather(
             self.trainer.call("OpenRun", request, timeout_s=120, wait_for_ready=True),
-            *(replica.open(model, self.run_id) for replica in self.replicas),
+            *(replica.open(model, self.run_id, adapter_rank=adapter_rank) for replica in self.replicas),
         )
 
     async def publish(self, version: int) -> PolicyStamp:
         """All of section 8 of the protocol, with the digests of both ends compared."""
+        await self.form_group(self.replicas)
+        return (await self.send(version)).stamp
+
+    async def form_group(self, members: list[Replica]) -> None:
         self.epoch += 1
+        self.members = members
         group = WeightGroup(
             run_id=self.run_id,
             epoch=self.epoch,
             store_host=self.opened.store_host,
             store_port=self.opened.store_port,
-            world_size=1 + len(self.replicas),
+            world_size=1 + len(members),
             backend=self.opened.weight_backend,
             timeout_s=30,
         )
         joined = await asyncio.gather(
             self.trainer.call("JoinWeightGroup", trainer_pb2.JoinWeightGroupRequest(group=group), timeout_s=60),
-            *(replica.join(group, self.opened.plan, rank) for rank, replica in enumerate(self.replicas, 1)),
+            *(replica.join(group, self.opened.plan, rank) for rank, replica in enumerate(members, 1)),
         )
         assert len({answer.plan_digest for answer in joined}) == 1
+
+    async def send(self, version: int) -> trainer_pb2.SendWeightsResponse:
+        """Another publication in the same epoch."""
         request = trainer_pb2.SendWeightsRequest(epoch=self.epoch, version=version)
         sent, *received = await asyncio.gather(
             self.trainer.call("SendWeights", request, timeout_s=60),
-            *(replica.receive(self.epoch, version) for replica in self.replicas),
+            *(replica.receive(self.epoch, version) for replica in self.members),
         )
         assert {answer.digest for answer in received} == {sent.stamp.digest}
         assert {answer.num_bytes for answer in received} == {sent.num_bytes}
-        await asyncio.gather(*(replica.commit(sent.stamp) for replica in self.replicas))
-        return sent.stamp
+        await asyncio.gather(*(replica.commit(sent.stamp) for replica in self.members))
+        return sent
 
 
 class PlayedTrainer:

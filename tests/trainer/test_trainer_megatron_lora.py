@@ -231,7 +231,6 @@ def test_ranks_with_the_same_input_drop_the_same(results: Path, name: str, same_
         ),
         ({"exclude_modules": ["*.mlp.linear_q"]}, "exclude_modules", "decoder.layers.0.mlp.linear_fc1"),
         ({"exclude_modules": ["*"]}, "lora", "nothing to train"),
-        ({"publish": "adapter"}, "publish", "use merged"),
     ],
 )
 def test_a_wrong_setting_is_refused(rank: MegatronLab, lora: dict, field: str, words: str) -> None:

@@ -94,6 +94,9 @@ class FsdpConfig(Strict):
     """Free a layer's gathered weights after its forward; False trades memory for fewer gathers."""
 
 
+MAX_PUBLISHED_RANK = 512
+
+
 class LoraConfig(Strict):
     """Low-rank adapters (arXiv 2106.09685): the base is frozen, only the adapters are trained and saved."""
 
@@ -112,6 +115,20 @@ class LoraConfig(Strict):
     """Shell patterns of module names that get no adapter, such as decoder.layers.0.*."""
     publish: Literal["merged", "adapter"] = "merged"
     """Publish whole merged weights, or only the adapter, which the engine adds to its own copy of the base."""
+
+    @property
+    def published_rank(self) -> int:
+        """Rank of the adapters that engines get beside the base; 0 if they get merged weights."""
+        return self.rank if self.publish == "adapter" else 0
+
+    @model_validator(mode="after")
+    def _adapter_can_be_published(self) -> Self:
+        if self.publish == "adapter" and not 0 < self.rank <= MAX_PUBLISHED_RANK:
+            raise ValueError(
+                f"lora.publish adapter needs lora.rank from 1 to {MAX_PUBLISHED_RANK} (the largest that vLLM serves), "
+                f"not {self.rank}; set lora.rank, or lora.publish merged"
+            )
+        return self
 
 
 class ProfilerConfig(Strict):

@@ -28,12 +28,19 @@ def _mix(words: torch.Tensor, first: int) -> torch.Tensor:
     return words ^ _shift_right(words, 33)
 
 
-class WeightDigest:
-    """Takes the buckets of a publication in any order; `hexdigest` names the whole content."""
+# Of a part of the content; what is left of a WeightDigest without its plan. Nothing has (0, 0).
+Sums = tuple[int, int]
 
-    def __init__(self, plan_digest: str, device: torch.device):
+
+class WeightDigest:
+    """Takes the buckets of a publication in any order; `hexdigest` names the whole content.
+
+    A part of the content that is known by its `sums` need not be taken again.
+    """
+
+    def __init__(self, plan_digest: str, device: torch.device, sums: Sums = (0, 0)):
         self._plan_digest = plan_digest
-        self._sums = torch.zeros(2, dtype=torch.int64, device=device)
+        self._sums = torch.tensor(sums, dtype=torch.int64, device=device)
 
     def update(self, flat: torch.Tensor, *, start: int) -> None:
         """Adds a bucket (uint8, a multiple of 16 bytes) that begins `start` bytes into the publication."""
@@ -48,9 +55,14 @@ class WeightDigest:
             self._sums[0] += mixed.sum()
             self._sums[1] += ((mixed ^ _shift_right(mixed, 29)) * _MIX_1).sum()
 
+    def sums(self) -> Sums:
+        """Of what was taken so far. Waits for the device."""
+        first, second = self._sums.tolist()
+        return first, second
+
     def hexdigest(self) -> str:
         """32 hexadecimal digits over the plan and the content. Waits for the device."""
         hasher = hashlib.blake2b(self._plan_digest.encode(), digest_size=16)
-        for value in self._sums.tolist():
+        for value in self.sums():
             hasher.update(value.to_bytes(8, "little", signed=True))
         return hasher.hexdigest()

@@ -8,14 +8,14 @@ the epoch's kill key and aborts; the others see the key while they wait, so nobo
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from lockstep.types.v1 import types_pb2
-from torch._C._distributed_c10d import BroadcastOptions
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from services.common.errors import Aborted, InvalidInput
 
@@ -99,6 +99,22 @@ class WeightGroup:
             Aborted: It failed, timed out, or another member gave up.
         """
         self._wait(work)
+
+    def agrees(self, values: Sequence[int]) -> bool:
+        """Whether all members bring the same 64-bit integers. A collective, in order with the broadcasts.
+
+        Raises:
+            Aborted: A member failed, left or was too slow.
+        """
+        if self._pg is None:
+            raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
+        own = torch.tensor(values, dtype=torch.int64, device=self.device)
+        smallest = torch.cat([own, ~own])  # of ~x is ~(the largest x)
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._wait(self._pg.allreduce([smallest], options))
+        least, not_most = smallest.chunk(2)
+        return torch.equal(least, ~not_most)
 
     def acknowledge(self, version: int, digest: str) -> None:
         """Tells rank 0 that this member loaded `version` and what its content hashes to."""

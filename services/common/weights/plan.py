@@ -1,6 +1,7 @@
 """What a publication sends, cut into byte buckets by the same rule on both ends."""
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -44,33 +45,67 @@ class Plan:
         self.message = message
         self.buckets = tuple(_cut(message))
         self.num_bytes = sum(slot.num_bytes for bucket in self.buckets for slot in bucket.slots)
+        self.num_base_buckets = len(self.buckets)
+        if self.has_adapter:
+            lengths = itertools.accumulate(len(bucket.slots) for bucket in self.buckets)
+            self.num_base_buckets = sum(length <= message.num_base_tensors for length in lengths)
 
     @classmethod
     def of(cls, tensors: NamedTensors, *, bucket_bytes: int) -> "Plan":
         """The plan of `tensors` (meta tensors will do) in their order."""
-        specs = [
-            types_pb2.TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape)
-            for name, tensor in tensors
-        ]
-        return cls(types_pb2.WeightPlan(tensors=specs, bucket_bytes=bucket_bytes))
+        return cls(types_pb2.WeightPlan(tensors=_specs(tensors), bucket_bytes=bucket_bytes))
+
+    @classmethod
+    def with_adapter(
+        cls, base: NamedTensors, adapter: NamedTensors, *, adapter_config_json: str, bucket_bytes: int
+    ) -> "Plan":
+        """The plan of a base and, in PEFT's names, of the adapters beside it."""
+        specs = _specs(base)
+        return cls(
+            types_pb2.WeightPlan(
+                tensors=[*specs, *_specs(adapter)],
+                bucket_bytes=bucket_bytes,
+                num_base_tensors=len(specs),
+                adapter_config_json=adapter_config_json,
+            )
+        )
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the base may be left out of a publication."""
+        return bool(self.message.adapter_config_json)
+
+    def first_bucket(self, *, skips_base: bool) -> int:
+        """Where a publication begins."""
+        return self.num_base_buckets if skips_base else 0
+
+    def num_bytes_sent(self, *, skips_base: bool) -> int:
+        """Of the tensors of a publication."""
+        buckets = self.buckets[self.first_bucket(skips_base=skips_base) :]
+        return sum(slot.num_bytes for bucket in buckets for slot in bucket.slots)
 
     @cached_property
     def digest(self) -> str:
-        """128-bit hash, in hexadecimal, of the names, dtypes and shapes, whatever the bucket size."""
+        """128-bit hash, in hexadecimal, of names, dtypes, shapes and adapter config, whatever the bucket size."""
         hasher = hashlib.blake2b(digest_size=16)
         for spec in self.message.tensors:
             hasher.update(f"{spec.name} {spec.dtype} {list(spec.shape)}\n".encode())
+        hasher.update(self.message.adapter_config_json.encode())
         return hasher.hexdigest()
 
 
-def pack(plan: Plan, tensors: NamedTensors, device: torch.device) -> Iterator[tuple[Bucket, torch.Tensor]]:
+def pack(
+    plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False
+) -> Iterator[tuple[Bucket, torch.Tensor]]:
     """Fills one new buffer (uint8 [num_bytes]) after the other from `tensors`, which must come in the plan's order.
+
+    With `skips_base`, tensors and buckets are the adapter's only.
 
     Raises:
         InternalError: A tensor is not the one that the plan has at its place, or comes after its end.
     """
     source = iter(tensors)
-    for bucket in plan.buckets:
+    for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
         flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
         tensors_in_bucket = []
         for slot in bucket.slots:
@@ -94,15 +129,23 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield slot.name, flat[slot.offset : slot.offset + slot.num_bytes].view(slot.dtype).view(slot.shape)
 
 
+def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:
+    return [
+        types_pb2.TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape)
+        for name, tensor in tensors
+    ]
+
+
 def _cut(message: types_pb2.WeightPlan) -> Iterator[Bucket]:
     slots: list[Slot] = []
     start = offset = 0
-    for spec in message.tensors:
+    for index, spec in enumerate(message.tensors):
         dtype = getattr(torch, spec.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise InvalidInput(f"plan: {spec.name} has unknown dtype {spec.dtype!r}", field="plan")
         num_bytes = math.prod(spec.shape) * dtype.itemsize
-        if slots and offset + num_bytes > message.bucket_bytes:
+        is_first_of_adapter = message.adapter_config_json and index == message.num_base_tensors
+        if slots and (is_first_of_adapter or offset + num_bytes > message.bucket_bytes):
             yield Bucket(start=start, num_bytes=offset, slots=tuple(slots))
             start, offset, slots = start + offset, 0, []
         slots.append(Slot(spec.name, dtype, tuple(spec.shape), offset, num_bytes))

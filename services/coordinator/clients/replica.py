@@ -40,7 +40,11 @@ class Replica:
     async def open(self, run_id: str, config: Config, card: object) -> None:
         """Waits for the service and starts its engine; afterwards the replica is STALE."""
         request = pb.OpenRunRequest(
-            run_id=run_id, config_json=config.rollout.model_dump_json(), model_card=card, seed=config.seed
+            run_id=run_id,
+            config_json=config.rollout.model_dump_json(),
+            model_card=card,
+            seed=config.seed,
+            adapter_rank=config.trainer.lora.published_rank,
         )
         answer = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
         self.num_workers, self.max_samples = answer.num_workers, answer.max_samples

@@ -26,16 +26,18 @@ class GetInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., samples_in_flight: _Optional[int] = ..., num_workers: _Optional[int] = ..., max_samples: _Optional[int] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("run_id", "config_json", "model_card", "seed")
+    __slots__ = ("run_id", "config_json", "model_card", "seed", "adapter_rank")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_CARD_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     config_json: str
     model_card: _types_pb2.ModelCard
     seed: int
-    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    adapter_rank: int
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., seed: _Optional[int] = ..., adapter_rank: _Optional[int] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
     __slots__ = ("num_workers", "max_samples")

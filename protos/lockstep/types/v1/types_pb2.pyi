@@ -88,12 +88,16 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WeightPlan(_message.Message):
-    __slots__ = ("tensors", "bucket_bytes")
+    __slots__ = ("tensors", "bucket_bytes", "num_base_tensors", "adapter_config_json")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BASE_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+    num_base_tensors: int
+    adapter_config_json: str
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., num_base_tensors: _Optional[int] = ..., adapter_config_json: _Optional[str] = ...) -> None: ...
 
 class ServiceInfo(_message.Message):
     __slots__ = ("service", "version", "incarnation", "state", "run_id", "config_digest", "libraries")

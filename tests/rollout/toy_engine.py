@@ -1,0 +1,255 @@
+"""An engine worker with a small model, for what cannot be seen in vLLM on CPU, where it packs its weights.
+
+The layers, and how their weights are loaded, are like vLLM's; the layerwise reload and the receiver are the real ones.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+from services.common.weights.digest import Sums
+from services.common.weights.plan import NamedTensors, Plan, pack
+from services.rollout.receiver import WeightReceiver
+
+CPU = torch.device("cpu")
+TP_RANK, TP_SIZE = 1, 2
+HIDDEN, HEAD, INNER, VOCAB, PADDED_VOCAB, EXPERTS = 12, 5, 14, 21, 32, 3
+Loader = Callable[..., None]
+
+
+class Method(QuantizeMethodBase):
+    """What vLLM calls after it has loaded a layer; `process` changes it, or does nothing."""
+
+    def __init__(self, process: Callable[[nn.Module], None]):
+        self._process = process
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None: ...
+
+    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self._process(layer)
+
+
+def method(name: str, process: Callable[[nn.Module], None] = lambda layer: None) -> Method:
+    return type(name, (Method,), {})(process)
+
+
+class Layer(nn.Module):
+    """Parameters, each with its loader, and what is done with them after loading."""
+
+    def __init__(self, quant_method: Method | None = None, **parameters: tuple[torch.Tensor, Loader | None]):
+        super().__init__()
+        self.quant_method = quant_method
+        for name, (tensor, loader) in parameters.items():
+            parameter = nn.Parameter(tensor, requires_grad=False)
+            if loader:
+                parameter.weight_loader = loader
+            self.register_parameter(name, parameter)
+
+
+def into_rows(begins: dict[str, int]) -> Loader:
+    """q, k and v, or gate and up, below each other; of each, this rank's rows."""
+
+    def load(param: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+        rows = loaded.shape[0] // TP_SIZE
+        param.data.narrow(0, begins[part], rows).copy_(loaded.narrow(0, TP_RANK * rows, rows))
+
+    return load
+
+
+def own_columns(param: torch.Tensor, loaded: torch.Tensor) -> None:
+    param.data.copy_(loaded.narrow(1, TP_RANK * param.shape[1], param.shape[1]))
+
+
+def padded_rows(param: torch.Tensor, loaded: torch.Tensor) -> None:
+    param[: loaded.shape[0]].data.copy_(loaded)
+    param[loaded.shape[0] :].data.fill_(0)
+
+
+def one_expert(param: torch.Tensor, loaded: torch.Tensor, expert: int, part: str) -> None:
+    rows = param.shape[1] // 2
+    mine = param.data[expert] if part == "down" else param.data[expert].narrow(0, rows * (part == "up"), rows)
+    mine.copy_(loaded)
+
+
+# Checkpoint name -> parameter and what its loader must know.
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "embed.weight": ("embed.weight", {}),
+    "norm.weight": ("norm.weight", {}),
+    "o.weight": ("o.weight", {}),
+    "odd.weight": ("odd.weight", {}),
+    **{f"{part}.{kind}": (f"qkv.{kind}", {"part": part}) for part in "qkv" for kind in ("weight", "bias")},
+    **{f"{part}.weight": ("gate_up.weight", {"part": part}) for part in ("gate", "up")},
+    **{
+        f"experts.{index}.{part}": (f"experts.{'w2' if part == 'down' else 'w13'}", {"expert": index, "part": part})
+        for index in range(EXPERTS)
+        for part in ("gate", "up", "down")
+    },
+}
+
+
+class Toy(nn.Module):
+    """One rank's part of the model; `odd` is a layer that may be special."""
+
+    def __init__(self, odd: Layer | None = None):
+        super().__init__()
+        linear, filler, bf16 = method("UnquantizedLinearMethod"), torch.full, {"dtype": torch.bfloat16}
+        qkv = into_rows({"q": 0, "k": HEAD, "v": 2 * HEAD})
+        self.embed = Layer(
+            method("UnquantizedEmbeddingMethod"), weight=(filler((PADDED_VOCAB, HIDDEN), 7.0), padded_rows)
+        )
+        self.norm = Layer(weight=(filler((HIDDEN,), 7.0), None))
+        self.qkv = Layer(
+            linear, weight=(filler((3 * HEAD, HIDDEN), 7.0, **bf16), qkv), bias=(filler((3 * HEAD,), 7.0), qkv)
+        )
+        self.o = Layer(linear, weight=(filler((HIDDEN, HEAD), 7.0), own_columns))
+        gate_up = into_rows({"gate": 0, "up": INNER // TP_SIZE})
+        self.gate_up = Layer(linear, weight=(filler((INNER, HIDDEN), 7.0), gate_up))
+        self.experts = Layer(
+            method("UnquantizedFusedMoEMethod"),
+            w13=(filler((EXPERTS, 6, HIDDEN), 7.0, **bf16), one_expert),
+            w2=(filler((EXPERTS, HIDDEN, 3), 7.0, **bf16), one_expert),
+        )
+        self.odd = odd or Layer(linear, weight=(filler((4, 6), 7.0), None))
+        self.head = Layer(method("UnquantizedEmbeddingMethod"))
+        self.head.weight = self.embed.weight
+        record_metadata_for_reloading(self)
+        if self.odd.quant_method:
+            self.odd.quant_method.process_weights_after_loading(self.odd)
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        for name, tensor in weights:
+            target, arguments = NAMES[name]
+            parameter = self.get_parameter(target)
+            parameter.weight_loader(parameter, tensor, **arguments)
+
+
+def checkpoint(seed: int) -> list[tuple[str, torch.Tensor]]:
+    """All weights of all ranks, other ones for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    qkv_rows, bf16 = TP_SIZE * HEAD, torch.bfloat16
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"embed.weight": ((VOCAB, HIDDEN), torch.float32)}
+    for part in "qkv":
+        shapes |= {f"{part}.weight": ((qkv_rows, HIDDEN), bf16), f"{part}.bias": ((qkv_rows,), torch.float32)}
+    shapes |= {"o.weight": ((HIDDEN, qkv_rows), torch.float32), "norm.weight": ((HIDDEN,), torch.float32)}
+    shapes |= {f"{part}.weight": ((INNER, HIDDEN), torch.float32) for part in ("gate", "up")}
+    for index in range(EXPERTS):
+        for part in ("gate", "up", "down"):
+            shapes[f"experts.{index}.{part}"] = ((HIDDEN, 3) if part == "down" else (3, HIDDEN), bf16)
+    shapes["odd.weight"] = ((4, 6), torch.float32)
+    return [(name, torch.randn(shape, generator=generator).to(dtype)) for name, (shape, dtype) in shapes.items()]
+
+
+ADAPTER_CONFIG = '{"r": 2}'
+
+
+def adapter(seed: int) -> list[tuple[str, torch.Tensor]]:
+    """Some adapter tensors, other ones for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"A": (2, HIDDEN), "B": (HIDDEN, 2)}
+    return [
+        (f"base_model.model.{part}.lora_{kind}.weight", torch.randn(shape, generator=generator))
+        for part in "qkv"
+        for kind, shape in shapes.items()
+    ]
+
+
+class Broken(Exception):
+    """The publication ended."""
+
+
+class Wire:
+    """In the group's place: a bucket arrives, unseen by torch's dispatcher as from a network, when it is waited for."""
+
+    def __init__(self, flats: Iterable[torch.Tensor], breaks_after: int | None, agrees: bool = False):
+        self._flats, self._left, self._agrees = iter(flats), breaks_after, agrees
+        self.acknowledged: list[str] = []
+
+    def agrees(self, values: Sums) -> bool:
+        return self._agrees
+
+    def broadcast(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return flat, next(self._flats)
+
+    def wait(self, work: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise Broken
+        flat, sent = work
+        assert flat.numel() == sent.numel()
+        ctypes.memmove(flat.data_ptr(), sent.data_ptr(), sent.numel())
+
+    def acknowledge(self, version: int, digest: str) -> None:
+        self.acknowledged.append(digest)
+
+    def kill(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Worker(WeightReceiver):
+    """vLLM's Worker, as far as the receiver knows it."""
+
+    def __init__(self, model: Toy, bucket_bytes: int):
+        self.model, self.device, self.rank = model, CPU, 0
+        self.vllm_config, self.model_config = VllmConfig(), SimpleNamespace(dtype=torch.float32)
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
+        self.set_bucket_bytes(bucket_bytes)
+
+    def set_bucket_bytes(self, bucket_bytes: int) -> None:
+        self._lockstep_set_plan(Plan.of(checkpoint(0), bucket_bytes=bucket_bytes).message.SerializeToString())
+
+    @property
+    def loading(self) -> Any:
+        return self._lockstep_loading
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._lockstep_plan.buckets)
+
+    def set_adapter_plan(self, bucket_bytes: int) -> None:
+        plan = Plan.with_adapter(
+            checkpoint(0), adapter(0), adapter_config_json=ADAPTER_CONFIG, bucket_bytes=bucket_bytes
+        )
+        self._lockstep_set_plan(plan.message.SerializeToString())
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """In the place of vLLM's; the directory is gone when this returns."""
+        directory = Path(request.lora_path)
+        assert request.load_inplace
+        assert (directory / "adapter_config.json").read_text() == ADAPTER_CONFIG
+        self.adapter = load_file(directory / "adapter_model.safetensors")
+        return True
+
+    @property
+    def base_sums(self) -> Sums:
+        return self._lockstep_base_sums
+
+    def publish_adapter(
+        self, base_seed: int, adapter_seed: int, *, sender_sums: Sums, breaks_after: int | None = None
+    ) -> dict[str, Any]:
+        """Receives `adapter(adapter_seed)`, after `checkpoint(base_seed)` unless it holds that with `sender_sums`."""
+        skips_base = sender_sums == self.base_sums != (0, 0)
+        weights = [*([] if skips_base else checkpoint(base_seed)), *adapter(adapter_seed)]
+        flats = (flat for _, flat in pack(self._lockstep_plan, weights, CPU, skips_base=skips_base))
+        self._lockstep_group = Wire(flats, breaks_after, sender_sums == self.base_sums)
+        return self.lockstep_receive(adapter_seed)
+
+    def publish(self, seed: int, *, breaks_after: int | None = None) -> dict[str, Any]:
+        """Receives `checkpoint(seed)`, or only its first buckets."""
+        flats = (flat for _, flat in pack(self._lockstep_plan, checkpoint(seed), CPU))
+        self._lockstep_group = Wire(flats, breaks_after)
+        return self.lockstep_receive(seed)
