@@ -107,9 +107,6 @@ def layouts() -> Iterator[tuple[str, Layout]]:
     recompute = {"gradient_checkpointing": True, "max_tokens_per_microbatch": 4096}
     large = {EP: 4, **_BF16_GRADIENTS}
     yield "qwen3-30b-a3b 4 GPUs EP4", Layout("qwen3-30b-a3b", 4, large, recompute)
-    half = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
-    hybrid = {**large, "optimizer_config_kwargs": large["optimizer_config_kwargs"] | half}
-    yield "qwen3-30b-a3b 4 GPUs EP4 half the optimizer on CPU", Layout("qwen3-30b-a3b", 4, hybrid, recompute)
 
 
 def samples(vocab_size: int) -> pa.Table:

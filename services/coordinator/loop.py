@@ -36,7 +36,7 @@ async def train(run: Run, parts: Parts, version: int) -> None:
 
     while version < run.num_steps and not run.stopping:
         with run.phase(Phase.GENERATING):
-            batch = run.recorded_batch(stamp) or await collect(run, parts, stamp)
+            batch = await run.recorded_batch(stamp) or await collect(run, parts, stamp)
         with run.phase(Phase.TRAINING):
             version, metrics = await trainer.train(batch, run.batch_id(stamp), stamp)
         with run.phase(Phase.PUBLISHING):

@@ -60,8 +60,8 @@ class Memory:
     @property
     def idle(self) -> int:
         """What stays between the updates."""
-        parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
-        return self.reference + sum(size for name, size in parts.items() if name not in self.offloads)
+        parts = {"params": self.weights + self.reference, "grads": self.gradients, "optimizer": self.optimizer}
+        return sum(size for name, size in parts.items() if name not in self.offloads)
 
 
 def weight_bytes(trainer: TrainerConfig) -> int:

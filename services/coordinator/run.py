@@ -93,11 +93,15 @@ class Run:
         )
         return batch
 
-    def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
-        """The batch that was drawn from exactly `stamp` before a restart, if there is one, whole."""
+    async def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
+        """The batch that was drawn from exactly `stamp` before a restart, if there is one, whole.
+
+        A checkpoint in progress is finished first: nothing else keeps the training from overtaking it.
+        """
         recorded, path = self._ledger.last(Kind.COLLECTED, stamp.version), self._batch_path(stamp.version)
         if not recorded or recorded["digest"] != stamp.digest or not path.is_file():
             return None
+        await self.finish_checkpoint()
         return pq.read_table(path) if _sha256(path) == recorded["sha256"] else None
 
     def checkpoint_due(self, version: int) -> bool:
@@ -141,7 +145,7 @@ class Run:
         kept = [old for old in dict.fromkeys([*saved, path]) if old not in deleted]
         for old in kept[: -self.config.checkpoint.max_ckpts_to_keep]:
             self._ledger.record(Kind.DELETED, path=old)
-            shutil.rmtree(old, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
     def eval_due(self, version: int) -> bool:
         """Whether `version` is to be evaluated."""

@@ -157,7 +157,7 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [f"transformer_config_kwargs.{TP}", f"use trainer.megatron.{TP}"],
     ),
     "the optimizer has one set of keys": (
-        (1, {"optimizer_config_kwargs": {"optimizer_cpu_offload": True}}, {}),
+        (1, {"optimizer_config_kwargs": {"use_precision_aware_optimizer": True}}, {}),
         [(1, {"optimizer_config_kwargs": {"lr": 1.0}}, {})],
         ["optimizer_config_kwargs.lr", "use trainer.optim.lr"],
     ),

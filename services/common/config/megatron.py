@@ -20,10 +20,10 @@ class MoeConfig(Strict):
     """Weight of the auxiliary loss; 0 turns it off."""
     router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Precision of the router's scores; null is the model's."""
-    router_score_function: Literal["softmax", "sigmoid"] | None = None
-    """Overrides the model's; null is the model's."""
-    router_enable_expert_bias: bool | None = None
-    """A bias per expert that balances without a loss (arXiv 2408.15664); null is the model's."""
+    router_score_function: Literal["softmax"] | None = None
+    """null is the model's; any other than the model's would train another function than the engine samples from."""
+    router_enable_expert_bias: Literal[False] | None = None
+    """A bias per expert (arXiv 2408.15664); no model family here has one, so the engine could not be given it."""
     freeze_router: bool = False
     """The router's weights are not trained."""
 

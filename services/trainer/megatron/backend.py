@@ -38,17 +38,25 @@ class MegatronBackend:
         self._model_path, self._hf = model_path, read_config(model_path)
         self._check_layouts(read_architecture(model_path))
         self._map = WeightMap(self._hf)
+        self._policy = self._reference = None
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        config = self._config
         self._policy = self._build(config.megatron, is_trained=True)
-        self._optimizer = make_optimizer(self._policy.chunks, config, dtype)
+        self._optimizer = make_optimizer(self._policy.chunks, config, self._dtype)
         self._policy.config.grad_scale_func = self._optimizer.scale_loss
-        self._reference = None
         if config.loss.kl_coef and not self._is_reference_the_base:
             self._reference = self._build(config.reference.megatron or config.megatron, is_trained=False)
         groups = {"params": self._parameter_tensors, "grads": self._gradient_tensors, "optimizer": self._state_tensors}
         self._offloader = Offloader(groups, config.megatron.offloads)
         self._stream, self._base, self._adapter = self._streams()
         self._checkpointer = Checkpointer(
-            self._policy, self._optimizer, config, Layout.of(config, self._hf.model_type, device)
+            self._policy, self._optimizer, config, Layout.of(config, self._hf.model_type, self.device)
         )
         self._offloader.release("params", "grads", "optimizer")
 

@@ -113,7 +113,8 @@ class Checkpointer:
         """
         self._policy.parallelism.activate()
         staged = stage(self._sharded(self._own.resharding, is_loading=False), is_copy=self._is_async)
-        number = num_updates(self._optimizer)
+        # A pipeline stage without adapters has an optimizer that never counts.
+        number = max(gather_json(num_updates(self._optimizer), torch.device("cpu")))
 
         def write_all() -> None:
             write(staged, directory, self._writers)
@@ -142,8 +143,8 @@ class Checkpointer:
             del sharded["rng"]
         targets = _tensors(sharded["model"])
         loaded = read(sharded, directory)
-        _copy_into(targets, loaded["model"])
-        set_state(self._optimizer, loaded["optimizer"], self._all_tensors(), saved.resharding)
+        _copy_into(targets, loaded.get("model", {}))
+        set_state(self._optimizer, loaded.get("optimizer", {}), self._all_tensors(), saved.resharding)
         set_num_updates(self._optimizer, number)
         if "rng" in loaded:
             _set_generators(loaded["rng"])

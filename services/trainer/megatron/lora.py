@@ -263,6 +263,12 @@ def _shape(site: _Site, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
     num_rows, num_groups = site.module.weight.size(0), 1
     weights = [1] * len(parts)
     if len(parts) == 3:
+        if config.num_query_groups % parallelism.tp_index[1]:
+            raise InvalidInput(
+                f"lora.kind {lora.kind}: tensor_model_parallel_size {parallelism.tp_index[1]} cuts the model's "
+                f"{config.num_query_groups} key-value groups; use kind lora, or a size that divides them",
+                field="lora.kind",
+            )
         num_groups = config.num_query_groups // parallelism.tp_index[1]
         weights = [config.num_attention_heads // config.num_query_groups, 1, 1]
     return _Shape(

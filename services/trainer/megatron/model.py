@@ -29,7 +29,7 @@ from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
 from services.trainer.logprobs import linear_logprobs
 from services.trainer.megatron.microbatch import MicroBatch
-from services.trainer.megatron.passthrough import make
+from services.trainer.megatron.passthrough import make, refusals
 from services.trainer.megatron.transformer import model_settings, transformer_settings
 
 # Kernels that exist only there.
@@ -156,10 +156,11 @@ def wrap_chunks(
         "average_in_collective": False,
     }
     ddp = make(DistributedDataParallelConfig, settings, megatron.ddp_config, "megatron.ddp_config")
-    wrapped = [
-        DistributedDataParallel(config, ddp, half_precision(chunk, config), disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    with refusals("megatron.ddp_config"):
+        wrapped = [
+            DistributedDataParallel(config, ddp, half_precision(chunk, config), disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -7,7 +7,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from services.common.config.trainer import TrainerConfig
-from services.trainer.megatron.passthrough import make
+from services.trainer.megatron.passthrough import make, refusals
 
 
 def make_optimizer(
@@ -34,7 +34,8 @@ def make_optimizer(
     }
     given = config.megatron.optimizer_config_kwargs
     options = make(OptimizerConfig, settings, given, "megatron.optimizer_config_kwargs")
-    return get_megatron_optimizer(options, list(chunks))
+    with refusals("megatron.optimizer_config_kwargs"):
+        return get_megatron_optimizer(options, list(chunks))
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

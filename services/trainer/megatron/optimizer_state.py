@@ -38,6 +38,8 @@ def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resh
 def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded, resharding: Resharding) -> None:
     """Takes over what was loaded into sharded_state(is_loading=True)."""
     for index, part in _parts(optimizer):
+        if index not in loaded:  # a pipeline stage without adapters
+            continue
         for state in part.optimizer.state.values():
             state.pop("step", None)  # Megatron wants it to be loaded with the rest; it is set by set_num_updates
         if not isinstance(part, DistributedOptimizer):

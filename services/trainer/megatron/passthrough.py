@@ -1,8 +1,9 @@
 """Tables of the config that go to Megatron's dataclasses as they are."""
 
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -31,11 +32,18 @@ def make(cls: type[Settings], settings: Mapping[str, Any], given: Mapping[str, A
                 reason=Reason.INVALID_CONFIG,
                 field=f"{field}.{key}",
             )
-    try:
+    with refusals(field):
         return cls(**{**settings, **{key: _typed(key, value, field) for key, value in given.items()}})
+
+
+@contextlib.contextmanager
+def refusals(field: str) -> Iterator[None]:
+    """Megatron's own checks of a combination are errors of the config that it came from."""
+    try:
+        yield
     except (AssertionError, ValueError, TypeError) as error:
         raise InvalidInput(
-            f"{field}: {cls.__qualname__} refuses the settings: {error}", reason=Reason.INVALID_CONFIG, field=field
+            f"{field}: Megatron refuses the settings: {error}", reason=Reason.INVALID_CONFIG, field=field
         ) from error
 
 

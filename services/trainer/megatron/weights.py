@@ -177,7 +177,8 @@ def _runs(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
             yield run
             run = []
         run.append(entry)
-    yield run
+    if run:
+        yield run
 
 
 def _global_name(name: str, layers: dict[int, int], chunk: LogprobModel, parallelism: Parallelism) -> str:
