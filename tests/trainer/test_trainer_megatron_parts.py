@@ -182,7 +182,7 @@ def test_name_that_is_none_of_the_choices_is_refused(key: str, value: str) -> No
 
 
 def test_combination_that_megatron_refuses_names_the_table() -> None:
-    with pytest.raises(InvalidInput, match=r"megatron\.transformer_config_kwargs: TransformerConfig refuses"):
+    with pytest.raises(InvalidInput, match=r"megatron\.transformer_config_kwargs: Megatron refuses"):
         transformer(recompute_granularity="sometimes")
 
 
