@@ -131,7 +131,7 @@ async def test_endless_answers_end_typed_and_in_time_and_the_next_samples_are_ri
     async def grade(text: str) -> tuple[str, FailureReason | None, bool]:
         start = time.monotonic()
         (outcome,) = await run.score([make_item(text, "16")])
-        in_time = time.monotonic() - start < TIMEOUT_S + 1
+        in_time = time.monotonic() - start < TIMEOUT_S + 3  # a hang would never end
         return text[:60], outcome.failure and outcome.failure.reason, in_time
 
     # Two at a time, as many as there are workers, so that the time measured has no queue in it.
