@@ -231,20 +231,21 @@ def test_a_map_with_the_same_bytes_in_two_places_is_checked_in_both():
 
 def test_addresses_that_are_used_again_are_not_confused():
     """The memory of a received bucket, of a loaded weight and of padding is freed, and comes back as something else."""
-    recorder, engine, others = Recorder(), torch.zeros(4), torch.zeros(4)
+    size = 4096  # glibc gives back small pieces to other callers only
+    recorder, engine, others = Recorder(), torch.zeros(size), torch.zeros(size)
     freed, num_reused = set(), 0
     with recorder:
         for index in range(20):
-            flat = torch.empty(16, dtype=torch.uint8)
+            flat = torch.empty(4 * size, dtype=torch.uint8)
             recorder.add_bucket(index, flat)
-            between = torch.empty(4)
+            between = torch.empty(size)
             between.copy_(flat.view(torch.float32))
             engine.copy_(between)
-            padding = torch.empty(4)
+            padding = torch.empty(size)
             padding.fill_(1)
             freed |= {tensor.data_ptr() for tensor in (flat, between, padding)}
             del flat, between, padding
-            computed = [torch.ones(4), torch.ones(4), torch.ones(4)]
+            computed = [torch.ones(size), torch.ones(size), torch.ones(size)]
             num_reused += len(freed & {tensor.data_ptr() for tensor in computed})
             for tensor in computed:
                 others.copy_(tensor * 3)

@@ -33,9 +33,9 @@ from tests.trainer.megatron_lab import CP, EP, PP, TP, VPP, Layout, MegatronLab
 
 BUCKETS = {"fully_reshardable": False}
 PLAIN = {"use_distributed_optimizer": False}
-DROPOUT = {"transformer_config_kwargs": {"hidden_dropout": 0.2}}
 BF16 = SMALL | {"compute_dtype": "bfloat16"}
 LORA = SMALL | {"lora": {"rank": 4}}
+DROPOUT = SMALL | {"lora": {"rank": 4, "dropout": 0.2}}
 LAYOUTS = {
     "1": Layout("untied", 1, {}, SMALL),
     "dp2": Layout("untied", 2, {}, SMALL),
@@ -43,7 +43,6 @@ LAYOUTS = {
     "pp2": Layout("untied", 2, PP, SMALL),
     "cp2": Layout("untied", 2, CP, SMALL),
     "tp2-dp2": Layout("untied", 4, TP, SMALL),
-    "dp2-dropout": Layout("untied", 2, DROPOUT, SMALL),
     "tp2-offload": Layout("untied", 2, TP | {"auto_offload": True}, SMALL),
     "dp2-plain": Layout("untied", 2, PLAIN, SMALL),
     "dp2-bf16": Layout("untied", 2, {}, BF16),
@@ -60,6 +59,7 @@ LAYOUTS = {
     "moe-ep2": Layout("moe", 2, EP, SMALL),
     "moe-ep2-etp2": Layout("moe", 4, TP | EP, SMALL),
     "lora-tp2": Layout("untied", 2, TP, LORA),
+    "lora-tp2-dropout": Layout("untied", 2, TP, DROPOUT),
     "lora-pp2": Layout("untied", 2, PP, LORA),
 }
 # Saved under, loaded under.
@@ -79,13 +79,12 @@ PAIRS = [
 ]
 SAME = [
     "tp2",
-    "dp2-dropout",
     "tp2-offload",
     "dp2-plain-bf16",
     "dp2-buckets",
     "deep-vpp2",
     "moe-ep2-etp2",
-    "lora-tp2",
+    "lora-tp2-dropout",
 ]
 REFUSED = [
     ("dp2-buckets", "tp2-buckets"),

@@ -245,23 +245,25 @@ async def test_weights_are_not_sent_as_the_version_before_a_batch_in_progress(se
     assert [worker.calls for worker in crew.workers] == [["send", "train"]] * 2
 
 
+@pytest.mark.parametrize("disturbs", ["save", "close"])
 async def test_background_save_lets_train_go_on_and_what_would_disturb_it_wait(
-    service: Service, tmp_path: Path
+    service: Service, tmp_path: Path, disturbs: str
 ) -> None:
     rank_0 = service.crew.workers[0]
     first = service.save(tmp_path / "a", version=0)
     await asyncio.to_thread(rank_0.entered.wait)
     assert (await service.train(timeout_s=10)).version == 1
-    second = service.save(tmp_path / "b")
-    closing = asyncio.create_task(service.client.call("CloseRun", pb.CloseRunRequest(run_id="r"), timeout_s=10))
+    if disturbs == "save":
+        waiting = service.save(tmp_path / "b")
+    else:
+        waiting = asyncio.create_task(service.client.call("CloseRun", pb.CloseRunRequest(run_id="r"), timeout_s=10))
     await service.version()  # the server has read what came before
-    assert not first.done() and not second.done() and not closing.done()
+    assert not first.done() and not waiting.done()
     assert rank_0.calls == ["send", "save 0", "train"]
     rank_0.writers.set()
     assert (await first).manifest_digest == "m"
-    await second
-    await closing
-    assert rank_0.calls == ["send", "save 0", "train", "save 1", "close"]
+    await waiting
+    assert rank_0.calls == ["send", "save 0", "train", {"save": "save 1", "close": "close"}[disturbs]]
 
 
 async def test_failed_background_save_is_its_error_and_the_trainer_goes_on(service: Service, tmp_path: Path) -> None:
