@@ -219,7 +219,7 @@ def convert_all(lab: MegatronLab, directory: Path) -> None:
     wrong = {
         "experts": ("moe8", checkpoints / "moe-ep2" / "state"),
         "dense": ("moe", checkpoints / "dp2" / "state"),
-        "deep": ("untied", checkpoints / "deep-1" / "state"),
+        "deep": ("untied", checkpoints / "deep-vpp2" / "state"),
         "nothing": ("untied", directory),
         "changed": ("untied", checkpoints / "changed" / "state"),
     }
