@@ -10,7 +10,7 @@ from services.common.errors import InvalidInput, NotFound
 
 
 @dataclass(frozen=True)
-class _Family:
+class Family:
     """What config.json does not say. `expert_width` is its key for the width of an expert, if there are any."""
 
     has_qkv_bias: bool = False
@@ -18,13 +18,13 @@ class _Family:
     expert_width: str = ""
 
 
-_FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "mixtral": _Family(expert_width="intermediate_size"),
-    "qwen2": _Family(has_qkv_bias=True),
-    "qwen3": _Family(has_qk_norm=True),
-    "qwen3_moe": _Family(has_qk_norm=True, expert_width="moe_intermediate_size"),
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(expert_width="intermediate_size"),
+    "qwen2": Family(has_qkv_bias=True),
+    "qwen3": Family(has_qk_norm=True),
+    "qwen3_moe": Family(has_qk_norm=True, expert_width="moe_intermediate_size"),
 }
 
 
@@ -144,15 +144,15 @@ def read_architecture(model_path: str | Path) -> Architecture:
 
 def _architecture(content: Mapping[str, Any], file: Path) -> Architecture:
     model_type = content.get("model_type")
-    if model_type not in _FAMILIES:
+    if model_type not in FAMILIES:
         raise InvalidInput(
-            f"model: {file} is of model_type {model_type!r}; known are {', '.join(_FAMILIES)}", field="model"
+            f"model: {file} is of model_type {model_type!r}; known are {', '.join(FAMILIES)}", field="model"
         )
     if content.get("mlp_only_layers") or content.get("decoder_sparse_step", 1) != 1:
         raise InvalidInput(
             f"model: {file} mixes dense layers and experts (mlp_only_layers, decoder_sparse_step)", field="model"
         )
-    family = _FAMILIES[model_type]
+    family = FAMILIES[model_type]
     if family.expert_width:
         feed_forward = {
             # transformers 5 writes num_local_experts, the published Qwen3 models have num_experts.

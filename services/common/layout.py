@@ -138,14 +138,19 @@ def data_parallel_size(trainer: TrainerConfig, megatron: MegatronConfig | None =
     return Layout.of(megatron or trainer.megatron, trainer.num_ranks).dp
 
 
-def samples_at_once(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> int:
-    """Fewest samples with work for all: one for each data-parallel rank, or with VPP for each stage of its pipeline.
+def packs_multiple(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> int:
+    """Micro-batches of a data-parallel rank come in multiples of this: with VPP, of one for each pipeline stage.
 
     An interleaved schedule runs micro-batches in rounds of PP (megatron.core.pipeline_parallel.schedules).
     """
     sizes = megatron or trainer.megatron
     is_interleaved = trainer.strategy == "megatron" and sizes.virtual_pipeline_model_parallel_size
-    return data_parallel_size(trainer, megatron) * (sizes.pipeline_model_parallel_size if is_interleaved else 1)
+    return sizes.pipeline_model_parallel_size if is_interleaved else 1
+
+
+def samples_at_once(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> int:
+    """Fewest samples with work for all: one for each micro-batch that each data-parallel rank must have."""
+    return data_parallel_size(trainer, megatron) * packs_multiple(trainer, megatron)
 
 
 def check_layout(

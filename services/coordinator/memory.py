@@ -9,32 +9,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from services.common.architecture import Architecture, Tensor
-from services.common.config.megatron import MegatronConfig
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
 from services.common.layout import Layout
+from services.common.lora import FUSED, PARTS
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _ACTIVATION = 2  # bfloat16
 _ALIGN = 16  # of tensors in a bucket, as in services.common.weights.plan
 
-# Matrices of each LoRA target. Those of one target share the adapter's first matrix.
-_LORA_TARGETS = {
-    "lora": {
-        "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-        "linear_proj": ("o_proj",),
-        "linear_fc1": ("gate_proj", "up_proj"),
-        "linear_fc2": ("down_proj",),
-    },
-    "canonical_lora": {
-        "linear_q": ("q_proj",),
-        "linear_k": ("k_proj",),
-        "linear_v": ("v_proj",),
-        "linear_proj": ("o_proj",),
-        "linear_fc1_gate": ("gate_proj",),
-        "linear_fc1_up": ("up_proj",),
-        "linear_fc2": ("down_proj",),
-    },
+# What each part of a layer is called in services.common.architecture.
+_PROJECTIONS = {
+    "linear_q": "q_proj",
+    "linear_k": "k_proj",
+    "linear_v": "v_proj",
+    "linear_proj": "o_proj",
+    "linear_fc1_gate": "gate_proj",
+    "linear_fc1_up": "up_proj",
+    "linear_fc2": "down_proj",
 }
 
 
@@ -159,17 +151,19 @@ def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layo
 def publication(config: Config, model: Architecture) -> tuple[int, int]:
     """Bytes and buckets of one publication: the whole checkpoint, or the adapters with two factors for each matrix."""
     trainer, sizes = config.trainer, model.tensor_sizes()
-    if trainer.lora.rank and trainer.lora.publish == "adapter":
+    if rank := trainer.lora.published_rank:
         layer = [tensor.shape for tensors in _lora_targets(trainer, model) for tensor in tensors]
-        sizes = (trainer.lora.rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
+        sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
     return _cut((size * weight_bytes(trainer) for size in sizes), config.weights.bucket_bytes)
 
 
 def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[list[Tensor]]:
+    """The matrices of each adapter; those of one share its first factor."""
     tensors = {tensor.name: tensor for tensor in model.layer_tensors()}
-    for target, names in _LORA_TARGETS[trainer.lora.kind].items():
-        is_wanted = target in trainer.lora.target_modules or not trainer.lora.target_modules
-        if is_wanted and names[0] in tensors:  # experts get no adapters
+    targets = [part for parts in PARTS[trainer.lora.kind].values() for part in parts]
+    for target in trainer.lora.target_modules or targets:
+        names = [_PROJECTIONS[part] for part in FUSED.get(target, (target,))]
+        if names[0] in tensors:  # experts get no adapters
             yield [tensors[name] for name in names]
 
 
@@ -188,8 +182,5 @@ def _reference(config: Config, model: Architecture) -> int:
     trainer = config.trainer
     if not trainer.loss.kl_coef or trainer.lora.rank:
         return 0
-    megatron: MegatronConfig = trainer.reference.megatron or trainer.megatron
-    if "params" in megatron.offloads:
-        return 0
-    layout = Layout.of(megatron, trainer.num_ranks)
+    layout = Layout.of(trainer.reference.megatron or trainer.megatron, trainer.num_ranks)
     return weight_bytes(trainer) * max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))

@@ -84,7 +84,7 @@ def _memory_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
     unit, size = _unit(max(memory.peak for memory in memories))
     has_activations, has_reference = any(m.activations for m in memories), any(m.reference for m in memories)
     columns = ["ranks", "params", "weights", "grads", "optimizer"]
-    columns += ["activations"] * has_activations + ["reference"] * has_reference + ["peak", "idle"]
+    columns += ["activations"] * has_activations + ["ref"] * has_reference + ["peak", "idle"]
     table = _table(*columns, title=f"Memory per rank in {unit}")
     for name, memory in zip(names, memories, strict=True):
         cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
@@ -109,8 +109,8 @@ def _offloaded(config: Config) -> str:
 def _publication(config: Config, model: Architecture) -> str:
     num_bytes, buckets = publication(config, model)
     unit, size = _unit(num_bytes)
-    is_adapter = config.trainer.lora.rank and config.trainer.lora.publish == "adapter"
-    what = f"adapters of rank {config.trainer.lora.rank}" if is_adapter else "whole checkpoint"
+    rank = config.trainer.lora.published_rank
+    what = f"adapters of rank {rank}" if rank else "whole checkpoint"
     return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {buckets}"
 
 

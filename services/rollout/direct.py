@@ -36,13 +36,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A strided part of bucket number `bucket`, in elements of `dtype` from the bucket's begin."""
+    """A part of bucket number `bucket`, in elements of `dtype` from the bucket's begin."""
 
     bucket: int
     dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Copy:
     def target(self) -> torch.Tensor:
         """The engine's memory."""
         empty = torch.empty(0, dtype=self.piece.dtype, device=self.storage.device)
-        return empty.set_(self.storage, self.offset, self.piece.size, self.stride)
+        return empty.set_(self.storage, self.offset, self.piece.place.size, self.stride)
 
 
 class Recorder(TorchDispatchMode):
@@ -111,7 +109,7 @@ class Recorder(TorchDispatchMode):
         if source_address in self._buckets:
             if target.dtype != source.dtype or target.shape != source.shape:
                 self._refuse(f"{tuple(source.shape)} {source.dtype} is converted when loaded")
-            piece = Piece(self._buckets[source_address], source.dtype, *_place(source))
+            piece = Piece(self._buckets[source_address], source.dtype, _place(source))
             copy = Copy(piece, target.untyped_storage(), target.storage_offset(), target.stride())
             # The same place again counts once: vLLM loads a bias twice.
             self._between[address][_place(target)] = copy
@@ -159,8 +157,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def is_plain(model: nn.Module) -> str:
-    """Empty if every layer uses its weights as they were loaded; else what does not."""
+def not_plain(model: nn.Module) -> str:
+    """The first kind of layer that does not use its weights as they were loaded; empty if all do."""
     for module in model.modules():
         method = type(getattr(module, "quant_method", None)).__name__
         if method not in (*_PLAIN_METHODS, "NoneType", "BaseKVCacheMethod"):
@@ -179,9 +177,9 @@ class DirectMap:
         self._targets: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
         self._sources: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
         for copy in copies:
-            piece = copy.piece
+            piece, place = copy.piece, copy.piece.place
             buffer = buffers[piece.bucket % len(buffers)].view(piece.dtype)
-            self._sources[piece.bucket].append(buffer.as_strided(piece.size, piece.stride, piece.offset))
+            self._sources[piece.bucket].append(buffer.as_strided(place.size, place.stride, place.offset))
             self._targets[piece.bucket].append(copy.target())
 
     def load(self, index: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import Bucket, Plan, unpack
-from services.rollout.direct import DirectMap, Recorder, is_plain
+from services.rollout.direct import DirectMap, Recorder, not_plain
 from services.rollout.reload import abort_reload, reload_weights
 
 log = logging.getLogger(__name__)
@@ -27,10 +27,9 @@ class Loading:
     def __init__(self, model: nn.Module, model_config: Any, plan: Plan, device: torch.device):
         self._model, self._model_config, self._device = model, model_config, device
         self._plan = plan
-        self._recorder: Recorder | None = None
         self._map: DirectMap | None = None
         self._is_checked = False
-        self._problem = is_plain(model)
+        self._problem = not_plain(model)
 
     @property
     def buffers(self) -> list[torch.Tensor] | None:

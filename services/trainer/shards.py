@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from services.common import batch as batches
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
+from services.common.layout import packs_multiple
 from services.trainer.backend import Role
 from services.trainer.losses import Totals
 from services.trainer.packing import assign
@@ -95,16 +96,8 @@ def _assign(
         lengths.tolist(),
         num_ranks=num_ranks,
         max_tokens=config.max_tokens_per_microbatch,
-        multiple_of=_packs_multiple(config, role),
+        multiple_of=packs_multiple(config, config.reference.megatron if role is Role.REFERENCE else None),
     )
-
-
-def _packs_multiple(config: TrainerConfig, role: Role) -> int:
-    """An interleaved pipeline runs its micro-batches in rounds of one for each stage."""
-    own = config.reference.megatron if role is Role.REFERENCE else None
-    megatron = own or config.megatron
-    is_interleaved = config.strategy == "megatron" and megatron.virtual_pipeline_model_parallel_size
-    return megatron.pipeline_model_parallel_size if is_interleaved else 1
 
 
 def _minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndarray]:

@@ -186,7 +186,9 @@ def test_a_wrong_map_is_found_out(end: str, number: int, monkeypatch: pytest.Mon
         copies = list(right(recorder))
         copy = copies[number]
         if end == "source":
-            copy = dataclasses.replace(copy, piece=dataclasses.replace(copy.piece, offset=copy.piece.offset + 1))
+            place = copy.piece.place
+            piece = dataclasses.replace(copy.piece, place=place._replace(offset=place.offset + 1))
+            copy = dataclasses.replace(copy, piece=piece)
         else:
             copy = dataclasses.replace(copy, offset=copy.offset + 1)
             copy.storage.resize_(copy.storage.nbytes() + 16)  # else a shifted copy would not fit

@@ -1,7 +1,6 @@
 """The Megatron-Core backend."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.layout import check_layout
 from services.trainer.backend import LossFunction, Role
-from services.trainer.megatron.checkpoint import Checkpointer, Layout, load_converted_weights
+from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import add_adapters, merged_values, without_adapters
 from services.trainer.megatron.lora_map import AdapterMap
 from services.trainer.megatron.microbatch import MicroBatch
@@ -25,7 +24,7 @@ from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import MegatronModel
 from services.trainer.megatron.transformer import read_config
 from services.trainer.megatron.weight_map import WeightMap
-from services.trainer.megatron.weights import WeightStream, held_parameters, load_checkpoint_weights
+from services.trainer.megatron.weights import WeightStream, gather_json, held_parameters, load_checkpoint_weights
 from services.trainer.packing import Pack
 
 
@@ -56,7 +55,7 @@ class MegatronBackend:
         self._offloader = Offloader(groups, config.megatron.offloads)
         self._stream, self._base, self._adapter = self._streams()
         self._checkpointer = Checkpointer(
-            self._policy, self._optimizer, config, Layout.of(config, self._hf.model_type, self.device)
+            self._policy, self._optimizer, config, SavedUnder.of(config, self._hf.model_type, self.device)
         )
         self._offloader.release("params", "grads", "optimizer")
 
@@ -176,9 +175,6 @@ class MegatronBackend:
             if chunk.ddp_config.overlap_param_gather:  # else the last update would be gathered in the next forward
                 chunk.start_param_sync(force_sync=True)
 
-    def _held(self, model: MegatronModel) -> list[Any]:
-        return held_parameters(model.bare_chunks(), model.parallelism)
-
     def _streamed(self, stream: WeightStream) -> Iterator[tuple[str, torch.Tensor]]:
         self._offloader.load("params")
         self._finish_update()
@@ -188,13 +184,13 @@ class MegatronBackend:
     def _streams(self) -> tuple[WeightStream, WeightStream, WeightStream | None]:
         """The merged policy, its base and, if it has adapters, those alone."""
         chunks, parallelism = self._policy.bare_chunks(), self._policy.parallelism
-        value = merged_values(chunks)
-        merged = WeightStream(self._held(self._policy), self._map, parallelism, self.device, value)
+        held = held_parameters(chunks, parallelism)
+        merged = WeightStream(held, self._map, parallelism, self.device, merged_values(chunks))
         if not self._config.lora.rank:
             return merged, merged, None
-        base = WeightStream(self._held(self._policy), self._map, parallelism, self.device)
-        held = held_parameters(chunks, parallelism, adapters=True)
-        return merged, base, WeightStream(held, AdapterMap(self._map), parallelism, self.device)
+        base = WeightStream(held, self._map, parallelism, self.device)
+        adapters = held_parameters(chunks, parallelism, adapters=True)
+        return merged, base, WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)
 
     @property
     def _is_reference_the_base(self) -> bool:
@@ -220,7 +216,7 @@ class MegatronBackend:
             totals = torch.stack([torch.stack([metrics[name] for metrics in kept]).sum() for name in kept[0]])
             sums = dict(zip(kept[0], self.reduce(totals, dist.ReduceOp.SUM).tolist(), strict=True))
         if self._policy.config.pipeline_model_parallel_size > 1:
-            sums = _broadcast_json(sums, parallelism, self.device)
+            sums = gather_json(sums, self.device, parallelism.pp_group)[-1]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
 
     def _parameter_tensors(self) -> Iterator[torch.Tensor]:
@@ -233,14 +229,3 @@ class MegatronBackend:
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         return state_tensors(self._optimizer)
-
-
-def _broadcast_json(value: Any, parallelism: Parallelism, device: torch.device) -> Any:
-    """The last pipeline stage's plain data, on all stages."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    size = torch.tensor([text.numel()], device=device)
-    dist.broadcast(size, src=parallelism.last_stage_rank, group=parallelism.pp_group)
-    if not parallelism.is_last_stage:
-        text = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(text, src=parallelism.last_stage_rank, group=parallelism.pp_group)
-    return json.loads(bytes(text.cpu().numpy()))

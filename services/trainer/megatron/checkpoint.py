@@ -35,7 +35,7 @@ from services.trainer.megatron.optimizer_state import (
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import MegatronModel
 from services.trainer.megatron.torch_dist import Sharded, read, saved_shapes, stage, write
-from services.trainer.megatron.weights import gather_json
+from services.trainer.megatron.weights import gather_json, is_adapter
 
 _LAYOUT = "layout.json"
 _FIELD = "trainer.megatron.dist_checkpointing_path"
@@ -44,7 +44,7 @@ _PREFIXES = ("", "model.", "module.")
 
 
 @dataclass(frozen=True)
-class Layout:
+class SavedUnder:
     """What a checkpoint was saved under. `sizes` are the parallel sizes by name."""
 
     model_type: str
@@ -55,7 +55,7 @@ class Layout:
     sizes: dict[str, int]
 
     @classmethod
-    def of(cls, config: TrainerConfig, model_type: str, device: torch.device) -> "Layout":
+    def of(cls, config: TrainerConfig, model_type: str, device: torch.device) -> "SavedUnder":
         """That of this run."""
         megatron = config.megatron
         is_by_bucket = megatron.use_distributed_optimizer and not megatron.fully_reshardable
@@ -80,11 +80,11 @@ class Layout:
         adapters = f", adapters of rank {self.lora_rank}" if self.lora_rank else ""
         return f"{self.model_type}{adapters} on {self.num_ranks} ranks of {sizes} ({self.resharding})"
 
-    def has_ranks_of(self, other: "Layout") -> bool:
+    def has_ranks_of(self, other: "SavedUnder") -> bool:
         """Whether each rank is what it is in `other`."""
         return (self.device, self.num_ranks, self.sizes) == (other.device, other.num_ranks, other.sizes)
 
-    def require_loadable(self, own: "Layout") -> None:
+    def require_loadable(self, own: "SavedUnder") -> None:
         """Raises PreconditionFailed if a run of layout `own` cannot load a checkpoint of this one."""
         hint = ""
         if (self.model_type, self.lora_rank) != (own.model_type, own.lora_rank):
@@ -98,7 +98,7 @@ class Layout:
 class Checkpointer:
     """Saves and loads one policy with its optimizer. All ranks call everything in the same order."""
 
-    def __init__(self, policy: MegatronModel, optimizer: MegatronOptimizer, config: TrainerConfig, own: Layout):
+    def __init__(self, policy: MegatronModel, optimizer: MegatronOptimizer, config: TrainerConfig, own: SavedUnder):
         self._policy, self._optimizer, self._own = policy, optimizer, own
         self._is_async = config.megatron.async_save
         # The writers of a background thread must not meet with the collectives of the training.
@@ -158,11 +158,6 @@ class Checkpointer:
 
     def _all_tensors(self) -> Sharded:
         return model_tensors(self._policy.bare_chunks(), self._policy.parallelism)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a model tensor belongs to a LoRA adapter."""
-    return ".lora_" in name
 
 
 def model_tensors(
@@ -237,12 +232,12 @@ def _set_generators(loaded: Sharded) -> None:
     get_cuda_rng_tracker().set_states(states)
 
 
-def _read_layout(directory: Path) -> tuple[Layout, int]:
+def _read_layout(directory: Path) -> tuple[SavedUnder, int]:
     file = directory / _LAYOUT
     if not file.is_file():
         raise PreconditionFailed(f"{directory} was not written by strategy megatron: it has no {_LAYOUT}")
     try:
         content = json.loads(file.read_text())
-        return Layout(**content["layout"]), int(content["num_updates"])
+        return SavedUnder(**content["layout"]), int(content["num_updates"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataLoss(f"{file} is damaged: {error}") from error

@@ -32,22 +32,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput, Reason
+from services.common.lora import FUSED, PARTS
 from services.trainer.megatron.model import LogprobModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights import Held, gather_json
 
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
-_FUSED = {
-    "linear_qkv": ("linear_q", "linear_k", "linear_v"),
-    "linear_proj": ("linear_proj",),
-    "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
-    "linear_fc2": ("linear_fc2",),
-}
-# Kind -> layer -> its parts, each with an A and B of its own, in the order of the layer's rows.
-PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "lora": {layer: (layer,) for layer in _FUSED},
-    "canonical_lora": _FUSED,
-}
 
 
 @dataclass(frozen=True)
@@ -209,7 +199,7 @@ def _sites(chunk: LogprobModel) -> Iterator[_Site]:
     for layer in chunk.decoder.layers:
         for name, module in layer.named_modules():
             parent, _, leaf = name.rpartition(".")
-            if leaf in _FUSED and ".experts." not in name:
+            if leaf in FUSED and ".experts." not in name:
                 yield _Site(f"decoder.layers.{layer.layer_number - 1}.{parent}", leaf, module)
 
 

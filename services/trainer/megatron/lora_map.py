@@ -7,7 +7,8 @@ from typing import NoReturn
 import torch
 
 from services.common.errors import InternalError
-from services.trainer.megatron.lora import COLUMN_PARALLEL, PARTS
+from services.common.lora import PARTS
+from services.trainer.megatron.lora import COLUMN_PARALLEL
 from services.trainer.megatron.weight_map import Part, WeightMap
 
 

@@ -1,6 +1,7 @@
 """Megatron's Adam, and the learning rate and weight decay of each update."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -47,14 +48,15 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
 
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Everything the optimizer keeps on the device: its float32 weights and moments."""
-    for inner in _torch_optimizers(optimizer):
-        for group in inner.param_groups:
+    for _, part in chained_parts(optimizer):
+        for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
-        for state in inner.state.values():
+        for state in part.optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value))
 
 
-def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(part, "optimizer", None) is not None:
-            yield part.optimizer
+def chained_parts(optimizer: MegatronOptimizer) -> Iterator[tuple[int, Any]]:
+    """The optimizers of the dense and of the expert parameters, where this rank has some that are trained."""
+    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        if not part.is_stub_optimizer:
+            yield index, part

@@ -4,7 +4,6 @@ Under "fully_reshardable" every model parameter has its own tensors, in its own 
 optimizer. Under "dp_reshardable" they are the flat buffers of the distributed optimizer as they lie in memory.
 """
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from services.trainer.megatron.optimizer import chained_parts
 from services.trainer.megatron.torch_dist import Sharded
 
 Resharding = Literal["fully_reshardable", "dp_reshardable"]
@@ -22,7 +22,7 @@ def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resh
     """The state of each chained optimizer; `model` has the sharded tensors of all parameters. All ranks call it."""
     allocate(optimizer)
     states: Sharded = {}
-    for index, part in _parts(optimizer):
+    for index, part in chained_parts(optimizer):
         if not isinstance(part, DistributedOptimizer):
             states[index] = _whole_state(part, model)
         elif resharding == "dp_reshardable":
@@ -37,7 +37,7 @@ def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resh
 @torch.no_grad()
 def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded, resharding: Resharding) -> None:
     """Takes over what was loaded into sharded_state(is_loading=True)."""
-    for index, part in _parts(optimizer):
+    for index, part in chained_parts(optimizer):
         if index not in loaded:  # a pipeline stage without adapters
             continue
         for state in part.optimizer.state.values():
@@ -53,7 +53,7 @@ def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded, res
 def num_updates(optimizer: MegatronOptimizer) -> int:
     """Updates made so far, for Adam's bias correction."""
     steps = [0]
-    for _, part in _parts(optimizer):
+    for _, part in chained_parts(optimizer):
         steps += [int(group.get("step", 0)) for group in part.optimizer.param_groups]
         steps += [int(state["step"]) for state in part.optimizer.state.values() if "step" in state]
     return max(steps)
@@ -61,7 +61,7 @@ def num_updates(optimizer: MegatronOptimizer) -> int:
 
 def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
     """TransformerEngine's Adam counts per parameter group, torch's per parameter."""
-    for _, part in _parts(optimizer):
+    for _, part in chained_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             for state in part.optimizer.state.values():
                 state["step"] = torch.tensor(float(number))
@@ -72,18 +72,11 @@ def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
 
 def allocate(optimizer: MegatronOptimizer) -> None:
     """Makes the moments, which are otherwise made in the first update."""
-    for _, part in _parts(optimizer):
+    for _, part in chained_parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):
             for state in part.optimizer.state.values():
                 state.setdefault("step", torch.tensor(0.0))
-
-
-def _parts(optimizer: MegatronOptimizer) -> Iterator[tuple[int, Any]]:
-    """The optimizers of the dense and of the expert parameters, where this rank has some that are trained."""
-    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        if not part.is_stub_optimizer:
-            yield index, part
 
 
 def _whole_state(part: Any, model: Sharded) -> Sharded:

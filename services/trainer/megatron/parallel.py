@@ -31,7 +31,6 @@ class Parallelism:
         self.dp_group = parallel_state.get_data_parallel_group()
         self.dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
-        self.is_first_stage = parallel_state.is_pipeline_first_stage()
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self.last_stage_rank = parallel_state.get_pipeline_model_parallel_last_rank()
         self.expert_rank = parallel_state.get_expert_model_parallel_rank()

@@ -11,6 +11,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+from services.common.layout import Layout
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs
 from services.trainer.megatron.model import unwrap
 from services.trainer.megatron.parallel import Parallelism
@@ -25,12 +26,11 @@ class MegatronModel:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, parallelism: Parallelism):
         self.chunks, self.config, self.parallelism = list(chunks), config, parallelism
-        megatron, cp_size = parallelism.config, config.context_parallel_size
         self._cut = Cut(
-            cp_size=cp_size,
+            cp_size=config.context_parallel_size,
             cp_rank=dist.get_rank(parallelism.cp_group),
-            align=config.tensor_model_parallel_size * (2 * cp_size if cp_size > 1 else 1),
-            is_packed=megatron.packed_sequences,
+            align=Layout.of(parallelism.config, dist.get_world_size()).align,
+            is_packed=parallelism.config.packed_sequences,
         )
 
     def cut(self, packs: Sequence[Pack]) -> list[MicroBatch]:

@@ -6,29 +6,22 @@ from typing import Any
 from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig
 
+from services.common.architecture import FAMILIES
 from services.common.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Family:
-    """What differs between the model families, besides numbers. `expert` and `router` are Hugging Face names."""
+class ExpertNames:
+    """What the Hugging Face checkpoints of a family call the router, the experts, and gate, up and down of each."""
 
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    router: str = ""
-    expert: str = ""
-    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str
+    expert: str
+    parts: tuple[str, str, str]
 
 
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(has_qkv_bias=True),
-    "qwen3": Family(has_qk_norm=True),
-    "qwen3_moe": Family(has_qk_norm=True, router="mlp.gate", expert="mlp.experts"),
-    "mixtral": Family(
-        router="block_sparse_moe.gate", expert="block_sparse_moe.experts", expert_parts=("w1", "w3", "w2")
-    ),
+EXPERT_NAMES = {
+    "qwen3_moe": ExpertNames("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
 }
 
 
@@ -82,7 +75,7 @@ def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
         "add_qkv_bias": family.has_qkv_bias,
         "qk_layernorm": family.has_qk_norm,
     }
-    return settings | (_expert_settings(hf) if family.expert else {})
+    return settings | (_expert_settings(hf) if family.expert_width else {})
 
 
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from services.common.errors import InternalError
-from services.trainer.megatron.transformer import FAMILIES
+from services.trainer.megatron.transformer import EXPERT_NAMES
 
 
 class Sliceable(Protocol):
@@ -41,7 +41,7 @@ class WeightMap:
     """The map of one model."""
 
     def __init__(self, hf: PretrainedConfig):
-        self._family, self._is_tied = FAMILIES[hf.model_type], hf.tie_word_embeddings
+        self._names, self._is_tied = EXPERT_NAMES.get(hf.model_type), hf.tie_word_embeddings
         self._num_groups = hf.num_key_value_heads
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         self._group_rows = (hf.num_attention_heads // hf.num_key_value_heads * head_dim, head_dim, head_dim)
@@ -83,12 +83,12 @@ class WeightMap:
             if kind.startswith("expert"):
                 return self._expert(prefix, kind, int(match[1]), order)
             cut, join = {"whole": _WHOLE, "rows": _ROWS, "columns": _COLUMNS, "glu": _GLU}[kind]
-            names = tuple(prefix + (self._family.router + ".weight" if s == "router" else s) for s in suffixes)
+            names = tuple(prefix + (self._names.router + ".weight" if s == "router" else s) for s in suffixes)
             return Part(names, cut, join, order=order)
         raise InternalError(f"no checkpoint tensor is known for Megatron's parameter decoder.layers.{layer}.{name}")
 
     def _expert(self, prefix: str, kind: str, expert: int, order: tuple[int, ...]) -> Part:
-        gate, up, down = (f"{prefix}{self._family.expert}.{expert}.{part}.weight" for part in self._family.expert_parts)
+        gate, up, down = (f"{prefix}{self._names.expert}.{expert}.{part}.weight" for part in self._names.parts)
         names, (cut, join) = ((gate, up), _GLU) if kind == "expert fc1" else ((down,), _COLUMNS)
         return Part(names, cut, join, is_expert=True, order=(order[0], _EXPERTS_PLACE, expert, order[1]))
 

@@ -52,13 +52,18 @@ class CheckpointNames(Protocol):
         """Whether the stream has it."""
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a model tensor belongs to a LoRA adapter."""
+    return ".lora_" in name
+
+
 def held_parameters(chunks: Sequence[LogprobModel], parallelism: Parallelism, *, adapters: bool = False) -> list[Held]:
     """All parameters of this rank but the adapters, or only the adapters."""
     held = []
     for chunk in chunks:
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.decoder.layers)}
         for name, tensor in chunk.named_parameters():
-            if (".lora_" in name) == adapters:
+            if is_adapter(name) == adapters:
                 held.append(Held(_global_name(name, layers, chunk, parallelism), tensor))
     return held
 
@@ -158,14 +163,14 @@ class WeightStream:
         return [Entry(name, tuple(rank for _, rank in sorted(shards[name].items())), *kinds[name]) for name in names]
 
 
-def gather_json(value: object, device: torch.device) -> list:
+def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | None = None) -> list:
     """Everyone's `value`, in rank order: plain data as JSON bytes."""
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=device))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
     longest = max(int(size) for size in sizes)
     padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(padded, torch.cat([own, own.new_zeros(longest - own.numel())]))
+    dist.all_gather(padded, torch.cat([own, own.new_zeros(longest - own.numel())]), group=group)
     return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(padded, sizes, strict=True)]
 
 

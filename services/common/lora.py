@@ -1,0 +1,15 @@
+"""Which matrices a LoRA target is: Megatron fuses q, k, v and gate, up, and an adapter is of all or of one of them."""
+
+from collections.abc import Mapping
+
+FUSED = {
+    "linear_qkv": ("linear_q", "linear_k", "linear_v"),
+    "linear_proj": ("linear_proj",),
+    "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
+    "linear_fc2": ("linear_fc2",),
+}
+# Kind -> layer -> its parts, each with an A and B of its own, in the order of the layer's rows.
+PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "lora": {layer: (layer,) for layer in FUSED},
+    "canonical_lora": FUSED,
+}
