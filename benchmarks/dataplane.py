@@ -56,14 +56,15 @@ def make_batch(seed: int = 0) -> pa.Table:
         "ref_logprobs": pa.ListArray.from_arrays(offsets, values(np.float32, int(lengths.sum()))),
         "reward": pa.array(random.random(_SAMPLES)),
         "components": pa.array([[("math", 1.0)]] * _SAMPLES, pa.map_(pa.string(), pa.float64())),
-        "advantage": pa.array(random.random(_SAMPLES, dtype=np.float32)),
+        "advantages": pa.ListArray.from_arrays(offsets, values(np.float32, int(lengths.sum()))),
         "finish_reason": pa.array(["stop"] * _SAMPLES),
         "policy_version": pa.array(np.zeros(_SAMPLES, np.uint64)),
         "policy_digest": pa.array(["0" * 32] * _SAMPLES),
         "scorer": pa.array(["math 1"] * _SAMPLES),
         "seed": pa.array(np.arange(_SAMPLES, dtype=np.uint64)),
     }
-    return pa.table([columns[name] for name in SAMPLE_SCHEMA.names], schema=SAMPLE_SCHEMA)
+    missing = {field.name: pa.nulls(_SAMPLES, field.type) for field in SAMPLE_SCHEMA}
+    return pa.table([(missing | columns)[name] for name in SAMPLE_SCHEMA.names], schema=SAMPLE_SCHEMA)
 
 
 def _serve(port_to: Connection) -> None:

@@ -125,7 +125,7 @@ def samples(vocab_size: int) -> pa.Table:
                 "logprobs": [-float(np.log(vocab_size))] * len(tokens),
                 "reward": 0.0,
                 "components": [],
-                "advantage": float(random.normal()),
+                "advantages": [float(random.normal())] * len(tokens),
                 "finish_reason": "stop",
                 "policy_version": 0,
                 "policy_digest": "",

@@ -89,7 +89,7 @@ def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: in
                     "logprobs": [-float(np.log(VOCAB))] * len(tokens),
                     "reward": 0.0,
                     "components": [],
-                    "advantage": float(random.normal()),
+                    "advantages": [float(random.normal())] * len(tokens),
                     "finish_reason": "stop",
                     "policy_version": stamp.version,
                     "policy_digest": stamp.digest,

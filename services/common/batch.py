@@ -17,8 +17,13 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
         pa.field("reward", pa.float64(), nullable=False),
         pa.field("components", pa.map_(pa.string(), pa.float64()), nullable=False),
-        pa.field("advantage", pa.float32(), nullable=False),
+        pa.field("baseline", pa.float64()),  # reward of the greedy completion of the prompt, where one is drawn
+        # One for each of tokens; missing columns are null in every row. A false loss_mask is not trained on.
+        pa.field("loss_mask", pa.list_(pa.bool_())),
         pa.field("ref_logprobs", pa.list_(pa.float32())),
+        pa.field("values", pa.list_(pa.float32())),
+        pa.field("advantages", pa.list_(pa.float32())),
+        pa.field("returns", pa.list_(pa.float32())),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("policy_version", pa.uint64(), nullable=False),
         pa.field("policy_digest", pa.string(), nullable=False),

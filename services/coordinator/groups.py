@@ -9,7 +9,6 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
 from services.common.batch import SAMPLE_SCHEMA
-from services.coordinator.advantages import Estimator
 from services.coordinator.data.prompts import Prompt
 
 FINISH_REASONS = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
@@ -38,13 +37,13 @@ class ScoredGroup(SampledGroup):
         return np.array([score.reward for score in self.scores])
 
 
-def to_table(groups: Sequence[ScoredGroup], advantages: Estimator) -> pa.Table:
-    """The batch, in the order of the groups' indices whatever order they finished in."""
-    rows = [row for group in sorted(groups, key=lambda g: g.index) for row in _rows(group, advantages)]
+def to_table(groups: Sequence[ScoredGroup]) -> pa.Table:
+    """The batch without advantages, in the order of the groups' indices whatever order they finished in."""
+    rows = [row for group in sorted(groups, key=lambda g: g.index) for row in _rows(group)]
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
 
 
-def _rows(group: ScoredGroup, advantages: Estimator) -> list[dict[str, object]]:
+def _rows(group: ScoredGroup) -> list[dict[str, object]]:
     return [
         {
             "prompt_id": group.prompt.prompt_id,
@@ -55,14 +54,11 @@ def _rows(group: ScoredGroup, advantages: Estimator) -> list[dict[str, object]]:
             "logprobs": completion.logprobs,
             "reward": score.reward,
             "components": list(score.components.items()),
-            "advantage": float(advantage),
             "finish_reason": FINISH_REASONS[completion.finish_reason],
             "policy_version": group.stamp.version,
             "policy_digest": group.stamp.digest,
             "scorer": group.scorer,
             "seed": completion.seed,
         }
-        for sample, (completion, score, advantage) in enumerate(
-            zip(group.completions, group.scores, advantages(group.rewards), strict=True)
-        )
+        for sample, (completion, score) in enumerate(zip(group.completions, group.scores, strict=True))
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.coordinator.advantages import estimator
+from services.coordinator.advantages import credit
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.collect import Collector
 from services.coordinator.data.prompts import PromptDataset, Prompts
@@ -57,7 +57,7 @@ async def collect(run: Run, parts: Parts, stamp: PolicyStamp) -> pa.Table:
     config = run.config
     prompts, rollout = parts.data.batch(stamp.version), config.rollout
     groups = await parts.collector.collect(prompts, rollout.completions_per_prompt, rollout.sampling, stamp)
-    batch = to_table(groups, estimator(config.advantage))
+    batch = to_table(groups)
     if config.trainer.loss.kl_coef:
         batch = await parts.trainer.add_reference(batch)
-    return run.record_batch(batch, stamp, parts.data.digest)
+    return run.record_batch(credit(batch, config.advantage), stamp, parts.data.digest)

@@ -18,8 +18,9 @@ class Role(StrEnum):
     REFERENCE = "reference"
 
 
-# (logprobs_N, entropy_N, pack) -> loss to be summed over all packs of all ranks, metrics to be summed likewise.
-LossFunction = Callable[[torch.Tensor, torch.Tensor, Pack], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (outputs_KN, pack) -> loss to be summed over all packs of all ranks, metrics to be summed likewise. The outputs of a
+# language model are log-probability and entropy, K = 2, and of a critic the value, K = 1.
+LossFunction = Callable[[torch.Tensor, Pack], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Backend(Protocol):
@@ -27,8 +28,8 @@ class Backend(Protocol):
 
     device: torch.device
 
-    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Log-probability and entropy, both float32 [N], of each pack's targets. No gradient."""
+    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+        """The model's outputs, float32 [K, N], at each pack's targets. No gradient."""
 
     def data_rank(self, role: Role) -> int:
         """Which of the ranks with different samples this is; ranks that share a model's samples have the same."""
@@ -38,7 +39,7 @@ class Backend(Protocol):
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Forward and backward of all packs of one optimizer update, gradients summed over packs and ranks.
 
-        Returns each pack's log-probabilities [N], without gradient, and the metrics, summed like the gradients.
+        Returns each pack's outputs [K, N], without gradient, and the metrics, summed like the gradients.
         """
 
     def reduce(self, value: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:

@@ -16,7 +16,8 @@ class Pack:
     """Some sequences end to end, as the model reads them. T tokens, B sequences, N predicted completion tokens.
 
     The last token of a sequence predicts nothing and is left out of T. `columns` holds one value per predicted
-    token: behaviour_logprobs, advantages, weights and, where given, old_logprobs and ref_logprobs.
+    token: behaviour_logprobs, loss_mask (1 or 0), completion_length (tokens of its sequence with mask 1) and, where
+    given, advantages, returns, values, old_logprobs and ref_logprobs.
 
     Example: prompt [5, 6], completion [7, 8] gives tokens [5, 6, 7], predict [1, 2], targets [7, 8].
     """
@@ -100,7 +101,7 @@ def _longest_first(lengths: Sequence[int], num_packs: int) -> list[tuple[int, li
 
 
 def build_pack(samples: pa.Table) -> Pack:
-    """The pack of all rows of `samples` (common.batch.SAMPLE_SCHEMA), in their order. Weights are left at 1."""
+    """The pack of all rows of `samples` (common.batch.SAMPLE_SCHEMA), in their order."""
     prompts, completions = _arrays(samples, "prompt_tokens"), _arrays(samples, "tokens")
     inputs = [np.concatenate([p, c])[:-1] for p, c in zip(prompts, completions, strict=True)]
     lengths = np.array([len(sequence) for sequence in inputs])
@@ -112,11 +113,13 @@ def build_pack(samples: pa.Table) -> Pack:
     counts = np.array([len(c) for c in completions])
     columns = {
         "behaviour_logprobs": _flat(samples, "logprobs"),
-        "advantages": np.repeat(samples["advantage"].to_numpy(), counts),
-        "completion_length": np.repeat(counts, counts).astype(np.float32),
+        "loss_mask": np.ones(counts.sum(), np.float32),
     }
-    if samples["ref_logprobs"].null_count == 0:
-        columns["ref_logprobs"] = _flat(samples, "ref_logprobs")
+    for name in ("loss_mask", "advantages", "ref_logprobs", "values", "returns"):
+        if samples[name].null_count == 0:
+            columns[name] = _flat(samples, name)
+    trained = np.add.reduceat(columns["loss_mask"], np.cumsum(counts) - counts)
+    columns["completion_length"] = np.repeat(trained, counts)
     return Pack(
         tokens_T=torch.from_numpy(np.concatenate(inputs).astype(np.int64)),
         positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),

@@ -17,7 +17,9 @@ from services.trainer.losses import Totals
 from services.trainer.packing import assign
 from services.trainer.ranks import Message
 
-_COLUMNS = ["prompt_tokens", "tokens", "logprobs", "advantage", "ref_logprobs"]
+# One value per completion token; all but the first may be missing.
+_PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "values", "advantages", "returns"]
+_COLUMNS = ["prompt_tokens", "tokens", *_PER_TOKEN]
 
 
 def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
@@ -30,12 +32,12 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
     num_tokens = _lengths(samples, "tokens")
     _refuse(_lengths(samples, "prompt_tokens") == 0, "prompt_tokens", "is empty")
     _refuse(num_tokens == 0, "tokens", "is empty")
-    _refuse(_lengths(samples, "logprobs") != num_tokens, "logprobs", "differs in length from tokens")
-    has_reference = samples["ref_logprobs"].null_count < samples.num_rows
-    if has_reference:
-        _refuse(_lengths(samples, "ref_logprobs") != num_tokens, "ref_logprobs", "differs in length from tokens")
-    for name in _COLUMNS if has_reference else _COLUMNS[:-1]:
-        values = samples[name] if name == "advantage" else pc.list_flatten(samples[name])
+    present = [name for name in _PER_TOKEN if samples[name].null_count < samples.num_rows]
+    for name in present:
+        _refuse(samples[name].is_null().to_numpy(), name, "is missing")
+        _refuse(_lengths(samples, name) != num_tokens, name, "differs in length from tokens")
+    for name in ("prompt_tokens", "tokens", *present):
+        values = pc.list_flatten(samples[name])
         if values.null_count:
             raise InvalidInput(f"{name}: holds a missing value", field=name)
         if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
@@ -50,14 +52,19 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> lis
     Raises:
         InvalidInput: The batch cannot be split as the config asks.
     """
-    if config.loss.kl_coef and samples["ref_logprobs"].null_count:
-        raise InvalidInput("ref_logprobs: required, because trainer.loss.kl_coef is above 0", field="ref_logprobs")
+    needs = {"advantages": "to train", "ref_logprobs": "because trainer.loss.kl_coef is above 0"}
+    for name, why in needs.items():
+        if samples[name].null_count and (name != "ref_logprobs" or config.loss.kl_coef):
+            raise InvalidInput(f"{name}: required, {why}", field=name)
+    trained = trained_tokens(samples)
     minibatches: list[list[dict[str, object]]] = [[] for _ in range(num_ranks)]
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
     for rows in _minibatch_rows(samples, config.num_minibatches):
         part = samples.take(pa.array(rows))
-        lengths = _lengths(part, "tokens")
-        totals = Totals(int(lengths.sum()), len(rows), int(lengths.max()))
+        counts = trained[rows]
+        totals = Totals(int(counts.sum()), int((counts > 0).sum()), int(_lengths(part, "tokens").max()))
+        if not totals.num_tokens:
+            raise InvalidInput("loss_mask: leaves no token of a mini-batch to train on", field="loss_mask")
         for rank, packs in enumerate(_assign(part, config, num_ranks)):
             orders[rank] += [int(rows[index]) for pack in packs for index in pack]
             minibatches[rank].append({"packs": [len(pack) for pack in packs], "totals": asdict(totals)})
@@ -66,6 +73,13 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> lis
         Message({"minibatches": minibatches[rank]}, list(batches.encode(narrow.take(pa.array(orders[rank])))))
         for rank in range(num_ranks)
     ]
+
+
+def trained_tokens(samples: pa.Table) -> np.ndarray:
+    """int64 [samples]: completion tokens of each sample that loss_mask leaves to be trained on."""
+    if samples["loss_mask"].null_count:
+        return _lengths(samples, "tokens")
+    return np.array([np.count_nonzero(mask.values) for mask in samples["loss_mask"]])
 
 
 def forward_parts(

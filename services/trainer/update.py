@@ -36,14 +36,14 @@ def update(
     """
     if len(minibatches) > 1:  # later mini-batches are compared with the policy before the first
         packs = [pack for minibatch in minibatches for pack in minibatch.packs]
-        _set_old_logprobs(packs, [logprobs for logprobs, _ in backend.forward(Role.POLICY, packs, temperature)])
+        _set_old_logprobs(packs, backend.forward(Role.POLICY, packs, temperature))
     gap: dict[str, float] = {}
     metrics: list[dict[str, float]] = []
     for index, minibatch in enumerate(minibatches):
         loss = functools.partial(_loss, config=config, totals=minibatch.totals)
-        logprobs, sums = backend.accumulate(minibatch.packs, temperature, loss)
+        outputs, sums = backend.accumulate(minibatch.packs, temperature, loss)
         if len(minibatches) == 1:  # the policy before the batch is the policy
-            _set_old_logprobs(minibatch.packs, logprobs)
+            _set_old_logprobs(minibatch.packs, outputs)
         gap = gap or _require_agreement(backend, minibatches, config)
         number = version * len(minibatches) + index
         lr = learning_rate(config.optim, number)
@@ -55,16 +55,17 @@ def update(
 
 
 def _loss(
-    logprobs_N: torch.Tensor, entropy_N: torch.Tensor, pack: Pack, *, config: TrainerConfig, totals: Totals
+    outputs_2N: torch.Tensor, pack: Pack, *, config: TrainerConfig, totals: Totals
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs_N, entropy_N = outputs_2N
     # With one mini-batch the policy before the batch is the policy itself: the ratio is exactly 1.
     columns = {"old_logprobs": logprobs_N.detach(), **pack.columns}
     return LOSSES[config.loss.kind](logprobs_N, entropy_N, columns, totals, config.loss)
 
 
-def _set_old_logprobs(packs: Sequence[Pack], logprobs: Sequence[torch.Tensor]) -> None:
-    for pack, logprobs_N in zip(packs, logprobs, strict=True):
-        pack.columns["old_logprobs"] = logprobs_N
+def _set_old_logprobs(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
+    for pack, outputs_2N in zip(packs, outputs, strict=True):
+        pack.columns["old_logprobs"] = outputs_2N[0]
 
 
 def _require_agreement(backend: Backend, minibatches: Sequence[Minibatch], config: TrainerConfig) -> dict[str, float]:

@@ -95,9 +95,8 @@ class Worker:
         """Log-probabilities and entropy of this rank's samples, in their order."""
         held = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
         logprobs, entropies = [], []
-        for pack, (logprobs_N, entropy_N) in zip(
-            held, self._open().forward(Role(role), held, temperature), strict=True
-        ):
+        outputs = self._open().forward(Role(role), held, temperature)
+        for pack, (logprobs_N, entropy_N) in zip(held, outputs, strict=True):
             logprobs += pack.per_sample(logprobs_N)
             entropies += pack.per_sample(entropy_N)
         values = pa.list_(pa.float32())

@@ -10,10 +10,11 @@ import pytest_asyncio
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
+from services.common.config.advantage import AdvantageConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.rpc import Server
-from services.coordinator.advantages import dr_grpo
+from services.coordinator.advantages import credit
 from services.coordinator.clients.reward import Reward
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.collect import Collector
@@ -57,7 +58,7 @@ async def test_the_batch_does_not_depend_on_who_is_first(scoring):
         async with replicas(1 + number, max_samples=6) as fakes:
             for fake in fakes:
                 fake.before_answer = lambda prompt: asyncio.sleep(chance.uniform(0, 0.03))  # noqa: B023
-            tables.append(to_table(await collect(address, fakes), dr_grpo))
+            tables.append(to_table(await collect(address, fakes)))
             answered = [prompt_id for fake in fakes for prompt_id in fake.answered]
             assert answered != [prompt.prompt_id for prompt in PROMPTS]
     assert tables[0].equals(tables[1])
@@ -93,10 +94,10 @@ async def test_a_sample_without_a_score(scoring, policy: str, kept: int):
     rewards = {group.prompt.prompt_id: group.rewards.tolist() for group in groups}
     assert rewards["p4"] == [1, 1, 1]
     assert rewards.get("p3") == ([0, 1, 1] if policy == "zero" else None)
-    table = to_table(groups, dr_grpo)
+    table = credit(to_table(groups), AdvantageConfig(kind="dr_grpo"))
     assert table.num_rows == 3 * kept
     if policy == "zero":
-        assert table["advantage"].to_pylist()[9:12] == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
+        assert [row[0] for row in table["advantages"].to_pylist()[9:12]] == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
 
 
 async def test_fail_names_prompt_scorer_and_reason(scoring):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from services.common.batch import SAMPLE_SCHEMA
-from services.common.config.run import AdvantageConfig
+from services.common.config.advantage import AdvantageConfig
 from services.coordinator.advantages import estimator
 from services.coordinator.metrics import batch_metrics
 
@@ -39,7 +39,6 @@ def row(group: int, sample: int, reward: float, num_tokens: int, finish_reason: 
         "logprobs": [-1.0] * num_tokens,
         "reward": reward,
         "components": list(components.items()),
-        "advantage": 0.0,
         "finish_reason": finish_reason,
         "policy_version": 0,
         "policy_digest": "d",

@@ -51,7 +51,7 @@ def to_batch(samples: list[Completion], stamp: PolicyStamp) -> pa.Table:
             "logprobs": completion.logprobs,
             "reward": 0.0,
             "components": [],
-            "advantage": random.normal(),
+            "advantages": [random.normal()] * len(completion.tokens),
             "finish_reason": "length",
             "policy_version": stamp.version,
             "policy_digest": stamp.digest,

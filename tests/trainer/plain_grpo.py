@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.common.config.trainer import LossConfig, TrainerConfig
+from services.common.config.loss import LossConfig
+from services.common.config.trainer import TrainerConfig
 
 Row = Mapping[str, Any]
 
@@ -71,7 +72,8 @@ def _loss(
         logprobs, entropy = score(model, row, temperature)
         ratio = (logprobs - old).exp()
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        tokens = -torch.minimum(row["advantage"] * ratio, row["advantage"] * clipped) - config.entropy_coef * entropy
+        advantages = torch.tensor(row["advantages"], dtype=torch.float64)
+        tokens = -torch.minimum(advantages * ratio, advantages * clipped) - config.entropy_coef * entropy
         if config.kl_coef:
             off = torch.tensor(row["ref_logprobs"], dtype=torch.float64) - logprobs
             tokens = tokens + config.kl_coef * (off.exp() - off - 1)

@@ -42,6 +42,12 @@ def with_row(table: pa.Table, column: str, row: int, value: Any) -> pa.Table:
     return changed(table, column, values)
 
 
+def with_rows(table: pa.Table, row: int, **values: Any) -> pa.Table:
+    for column, value in values.items():
+        table = with_row(table, column, row, value)
+    return table
+
+
 async def refused(trainer: Deployment, batch: pa.Table | list[bytes], **header: Any) -> LockstepError:
     """The error of Train; and that nothing was applied: version and content are what they were."""
     before = trainer.stamp
@@ -201,14 +207,16 @@ async def test_step_one_is_exactly_on_policy(trainer: Deployment) -> None:
 BAD_BATCHES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "token outside the vocabulary": (lambda b: with_row(b, "tokens", 5, [64] * len(b["tokens"][5])), "tokens"),
     "prompt token outside the vocabulary": (lambda b: with_row(b, "prompt_tokens", 5, [3, 2**31]), "prompt_tokens"),
-    "empty completion": (lambda b: with_row(with_row(b, "tokens", 5, []), "logprobs", 5, []), "tokens"),
+    "empty completion": (lambda b: with_rows(b, 5, tokens=[], logprobs=[]), "tokens"),
     "empty prompt": (lambda b: with_row(b, "prompt_tokens", 5, []), "prompt_tokens"),
     "missing completion": (lambda b: with_row(b, "tokens", 5, None), "tokens"),
     "missing token": (lambda b: with_row(b, "tokens", 5, [None] * len(b["tokens"][5])), "tokens"),
     "nan logprob": (lambda b: with_row(b, "logprobs", 5, [float("nan")] * len(b["tokens"][5])), "logprobs"),
     "missing logprob": (lambda b: with_row(b, "logprobs", 5, [None] * len(b["tokens"][5])), "logprobs"),
-    "infinite advantage": (lambda b: with_row(b, "advantage", 5, float("inf")), "advantage"),
-    "missing advantage": (lambda b: with_row(b, "advantage", 5, None), "advantage"),
+    "infinite advantage": (lambda b: with_row(b, "advantages", 5, [np.inf] * len(b["tokens"][5])), "advantages"),
+    "missing advantages": (lambda b: with_row(b, "advantages", 5, None), "advantages"),
+    "no advantages": (lambda b: changed(b, "advantages", [None] * len(b)), "advantages"),
+    "nothing to train on": (lambda b: changed(b, "loss_mask", [[False] * len(t) for t in b["tokens"]]), "loss_mask"),
     "logprobs of another length": (lambda b: with_row(b, "logprobs", 5, [-1.0]), "logprobs"),
     "ref_logprobs of some only": (
         lambda b: with_row(b, "ref_logprobs", 5, [-1.0] * len(b["tokens"][5])),
@@ -219,12 +227,12 @@ BAD_BATCHES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
         "ref_logprobs",
     ),
     "longer than a micro-batch": (
-        lambda b: with_row(with_row(b, "tokens", 5, [2] * 5000), "logprobs", 5, [-4.0] * 5000),
+        lambda b: with_rows(b, 5, tokens=[2] * 5000, logprobs=[-4.0] * 5000, advantages=[1.0] * 5000),
         "trainer.max_tokens_per_microbatch",
     ),
     "fewer samples than ranks": (lambda b: b.slice(0, 1), "frame"),
     "no sample": (lambda b: b.slice(0, 0), "frame"),
-    "a column is missing": (lambda b: b.drop_columns(["advantage"]), "frame"),
+    "a column is missing": (lambda b: b.drop_columns(["advantages"]), "frame"),
 }
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.trainer import LossConfig, OptimConfig
+from services.common.config.loss import LossConfig
+from services.common.config.trainer import OptimConfig
 from services.trainer.losses import LOSSES, Totals
 from services.trainer.losses.grpo import grpo
 from services.trainer.losses.terms import clipped_surrogate, kl_k3, token_weights

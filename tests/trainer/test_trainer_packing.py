@@ -84,7 +84,8 @@ def test_pack_against_a_naive_construction(rows: list[int]) -> None:
     table = samples().take(pa.array(rows))
     pack = build_pack(table)
     tokens, positions, starts, predict, targets = [], [], [0], [], []
-    flat = {"behaviour_logprobs": [], "advantages": [], "completion_length": [], "ref_logprobs": []}
+    names = ("behaviour_logprobs", "loss_mask", "advantages", "ref_logprobs", "completion_length")
+    flat: dict[str, list[float]] = {name: [] for name in names}
     for row in table.to_pylist():
         whole = row["prompt_tokens"] + row["tokens"]
         for place, token in enumerate(row["tokens"]):
@@ -93,7 +94,8 @@ def test_pack_against_a_naive_construction(rows: list[int]) -> None:
             targets.append(token)
             flat["behaviour_logprobs"].append(row["logprobs"][place])
             flat["ref_logprobs"].append(row["ref_logprobs"][place])
-            flat["advantages"].append(row["advantage"])
+            flat["advantages"].append(row["advantages"][place])
+            flat["loss_mask"].append(1)
             flat["completion_length"].append(len(row["tokens"]))
         tokens += whole[:-1]
         positions += range(len(whole) - 1)

@@ -6,20 +6,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
-
-
-class BaseScorerConfig(Strict):
-    """What every scorer has."""
-
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Name of its component in results and metrics; its kind if unset. Needed when a kind is used twice."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of its score in the reward; 0 records the score without rewarding it."""
-
-    @property
-    def component(self) -> str:
-        """Name of its component."""
-        return self.name or str(getattr(self, "kind"))  # noqa: B009 every scorer config declares its own `kind`
+from services.common.config.remote_scorers import HttpConfig, JudgeConfig
+from services.common.config.reward_model import ModelConfig
+from services.common.config.scorer import ITEM_FIELDS, BaseScorerConfig
 
 
 class ExactConfig(BaseScorerConfig):
@@ -83,9 +72,6 @@ class LengthConfig(BaseScorerConfig):
         return self
 
 
-ITEM_FIELDS = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason")
-
-
 class PythonConfig(BaseScorerConfig):
     """A function of yours, importable where the reward service runs; it may be async and returns a number."""
 
@@ -95,6 +81,8 @@ class PythonConfig(BaseScorerConfig):
     """package.module:function; called by keyword: prompt, answer, extra, completion, num_tokens, finish_reason."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for it."""
+    group: bool = False
+    """Call it once for a prompt group, with lists of equal length; it returns a list of numbers."""
 
     @model_validator(mode="after")
     def _no_clash(self) -> Self:
@@ -105,7 +93,16 @@ class PythonConfig(BaseScorerConfig):
 
 
 ScorerConfig = Annotated[
-    ExactConfig | Gsm8kConfig | MathConfig | FormatConfig | LengthConfig | PythonConfig, Field(discriminator="kind")
+    ExactConfig
+    | Gsm8kConfig
+    | MathConfig
+    | FormatConfig
+    | LengthConfig
+    | PythonConfig
+    | JudgeConfig
+    | HttpConfig
+    | ModelConfig,
+    Field(discriminator="kind"),
 ]
 
 
@@ -115,7 +112,7 @@ class RewardConfig(Strict):
     scorers: tuple[ScorerConfig, ...] = Field(min_length=1)
     """At least one, each with its kind."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Most seconds for one score of one sample, counted from when a worker takes it; its worker is then killed."""
+    """Most seconds for one sample, or group where a scorer takes groups, from when a worker has it; that is then killed."""
     num_workers: int = Field(default=2, ge=1, le=1024)
     """Worker processes of each math, format and python scorer."""
     max_memory_gib: float = Field(default=4.0, gt=0.1)

@@ -1,26 +1,19 @@
 """The one config tree of a run. Each service reads its section; the coordinator reads all of it."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
+from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
+from services.common.config.evaluation import EvaluationConfig, check_evaluation
 from services.common.config.megatron import MegatronConfig
 from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.layout import Layout, check_layout, data_parallel_size, samples_at_once
-
-
-class AdvantageConfig(Strict):
-    """From the rewards of a prompt group to the advantage of each sample."""
-
-    kind: Literal["grpo", "dr_grpo"] = "grpo"
-    """grpo: (r - mean) / (std + eps), arXiv 2402.03300; dr_grpo: r - mean, arXiv 2503.20783."""
-    eps: float = Field(default=1e-6, gt=0)
-    """Added to the standard deviation of grpo."""
 
 
 class CheckpointConfig(Strict):
@@ -32,17 +25,6 @@ class CheckpointConfig(Strict):
     """Older checkpoints are deleted once a newer one is verified."""
     export_at_end: bool = True
     """Write the final policy as a Hugging Face model directory."""
-
-
-class EvaluationConfig(Strict):
-    """Greedy accuracy on the held-out prompts of data.eval."""
-
-    eval_freq: int = Field(default=0, ge=0)
-    """Steps between evaluations, 0 for none; the last step is evaluated too unless this is 0."""
-    eval_before_train: bool = True
-    """Evaluate the first published weights."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of one answer; as in training if unset."""
 
 
 class WeightsConfig(Strict):
@@ -190,9 +172,8 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
-    def _evaluation_has_data(self) -> Self:
-        if self.evaluation.eval_freq and not self.data.eval:
-            raise ValueError("evaluation.eval_freq is set but data.eval names no file")
+    def _evaluation_fits(self) -> Self:
+        check_evaluation(self.evaluation, self.data, self.rollout)
         return self
 
 

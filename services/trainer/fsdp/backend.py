@@ -32,7 +32,7 @@ class FsdpBackend:
         self._optimizer = make_adamw(config.optim, self._policy.named_parameters())
         self._reference = self._build_reference(model_path) if config.loss.kl_coef else None
 
-    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         model = self._policy if role is Role.POLICY else self._reference
         assert model is not None, "the servicer refuses a role that is not held"
         with torch.no_grad():
@@ -44,18 +44,18 @@ class FsdpBackend:
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        logprobs: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
         for index, pack in enumerate(packs):
             # Gradients are reduced once, with the last micro-batch.
             self._policy.set_requires_gradient_sync(index == len(packs) - 1)
-            logprobs_N, entropy_N = self._policy(pack, temperature)
-            value, metrics = loss(logprobs_N, entropy_N, pack)
+            outputs_KN = self._policy(pack, temperature)
+            value, metrics = loss(outputs_KN, pack)
             # FSDP averages over ranks; the loss is already divided by global counts, so undo the division.
             (value * self._mesh.size()).backward()
-            logprobs.append(logprobs_N.detach())
+            outputs.append(outputs_KN.detach())
             totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
-        return logprobs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
+        return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         dist.all_reduce(value, op=op)

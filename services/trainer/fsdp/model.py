@@ -27,8 +27,8 @@ class LogprobModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each target and entropy at it, float32 [N]; [tokens, vocabulary] is never whole."""
+    def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
+        """Log-probability of each target and entropy at it, float32 [2, N]; [tokens, vocabulary] is never whole."""
         hidden_TD = self.causal_lm.model(
             input_ids=pack.tokens_T[None],
             position_ids=pack.positions_T[None],
@@ -42,15 +42,12 @@ class LogprobModel(nn.Module):
             checkpoint(self._score, hidden, targets, temperature, use_reentrant=False)
             for hidden, targets in zip(hidden_ND.split(chunk), pack.targets_N.split(chunk), strict=True)
         ]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return torch.cat(parts, 1)
 
-    def _score(
-        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float) -> torch.Tensor:
         logprobs_NV = (self.causal_lm.lm_head(hidden_ND).float() / temperature).log_softmax(-1)
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-        return logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N
+        return torch.stack([logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N])
 
 
 def build(model_path: str, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> LogprobModel:

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.common.config.trainer import LossConfig
+from services.common.config.loss import LossConfig
 from services.trainer.losses.terms import Totals, clipped_surrogate, kl_k3, token_weights
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.config.trainer import LossConfig
+from services.common.config.loss import LossConfig
 
 
 @dataclass(frozen=True)

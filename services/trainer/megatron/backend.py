@@ -62,13 +62,13 @@ class MegatronBackend:
     def data_rank(self, role: Role) -> int:
         return self._model(role).parallelism.data_rank
 
-    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         self._offloader.load("params")
         model = self._model(role)
         with without_adapters(model.bare_chunks()) if role is Role.REFERENCE else contextlib.nullcontext():
             values = model.forward(packs, temperature)
         self._offloader.release("params")
-        return [tuple(values_2N) for values_2N in values]
+        return values
 
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
@@ -81,14 +81,14 @@ class MegatronBackend:
         all_rows = self._count_rows(micros)
 
         def collect(micro: MicroBatch, values_2N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            value, metrics = loss(*values_2N, micro.pack)
+            value, metrics = loss(values_2N, micro.pack)
             # Megatron divides by the rows of all ranks, as its own auxiliary losses need; ours is normalised already.
             rows = torch.tensor(micro.num_rows, dtype=torch.int, device=self.device)
             return value * all_rows, rows, (values_2N.detach(), metrics)
 
         kept = self._policy.accumulate(micros, temperature, collect)
         values = self._policy.from_last_stage([values_2N for values_2N, _ in kept], packs)
-        return [values_2N[0] for values_2N in values], self._sum_metrics([metrics for _, metrics in kept])
+        return values, self._sum_metrics([metrics for _, metrics in kept])
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         dist.all_reduce(value, op=op, group=self._policy.parallelism.dp_group)
