@@ -20,3 +20,7 @@ pip install --quiet --no-deps -r requirements/cpu-torch.txt ||
 # vLLM declares them, and text models on CPU never load them.
 pip install --quiet --no-deps -r requirements/cpu.txt
 pip install --quiet --no-deps --no-build-isolation --editable .
+
+# The sandbox of the code scorer; everything else works without it.
+command -v bwrap >/dev/null || { [ "$(id -u)" = 0 ] && apt-get install -qq -y bubblewrap >/dev/null 2>&1; } ||
+  echo "setup: the code scorer needs bubblewrap, which is missing; install it with: sudo apt-get install bubblewrap" >&2

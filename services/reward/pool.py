@@ -1,4 +1,7 @@
-"""A pool of processes that each call one function, and that can be killed at any moment without harm to the others."""
+"""A pool of processes that each call one function, and that can be killed at any moment without harm to the others.
+
+The protocol with them is that of services/reward/worker.py.
+"""
 
 import asyncio
 import contextlib
@@ -7,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from services.reward.scorers.base import FailureReason, ScoringError
@@ -17,11 +21,24 @@ START_TIMEOUT_S = 60.0
 """For a worker to import its function; sympy takes about one second, a user's module perhaps torch."""
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a worker calls, and how it starts."""
+
+    path: str
+    """`module:function`."""
+    max_memory_bytes: int | None = None
+    """Limit of its address space."""
+    init: dict[str, Any] | None = None
+    """If set, the function is called once at the start, with these keywords, for a pair: what to call, its digest."""
+    start_timeout_s: float = START_TIMEOUT_S
+
+
 class Worker:
     """One process with one call at a time. After a call without an answer it is dead, and the next call restarts it."""
 
-    def __init__(self, target: str, *, max_memory_bytes: int):
-        self._start_message = {"target": target, "max_memory_bytes": max_memory_bytes}
+    def __init__(self, target: Target):
+        self._target = target
         self._process: asyncio.subprocess.Process | None = None
         self.source_digest = ""
 
@@ -50,21 +67,23 @@ class Worker:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        reply = await self._request(self._start_message, START_TIMEOUT_S)
+        target = self._target
+        start = {"target": target.path, "init": target.init, "max_memory_bytes": target.max_memory_bytes}
+        reply = await self._request(start, target.start_timeout_s)
         if self.source_digest not in ("", reply["source_digest"]):
             await self.kill()
             raise ScoringError(FailureReason.ERROR, "its source changed since OpenRun; close and open the run")
         self.source_digest = reply["source_digest"]
 
-    async def call(self, fields: dict[str, Any], timeout_s: float) -> float:
-        """The function's score, starting the process if it is dead.
+    async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The process's reply, starting it if it is dead.
 
         Raises:
             ScoringError: TIMEOUT after `timeout_s`, CRASHED if the process died, or what the function raised.
         """
         if not self.alive:
             await self.start()
-        return (await self._request(fields, timeout_s))["score"]
+        return await self._request(message, timeout_s)
 
     async def kill(self) -> None:
         """Kills the process and its children, and waits until it is gone."""
@@ -88,7 +107,7 @@ class Worker:
             if not answered:
                 await self.kill()
         if "reason" in reply:
-            raise ScoringError(FailureReason(reply["reason"]), reply["detail"])
+            raise _to_error(reply)
         return reply
 
     async def _exit_code(self) -> int:
@@ -111,8 +130,8 @@ class Worker:
 class WorkerPool:
     """`num_workers` processes that call `target`. A dead one is replaced while the others go on."""
 
-    def __init__(self, target: str, *, num_workers: int, timeout_s: float, max_memory_bytes: int):
-        self._workers = [Worker(target, max_memory_bytes=max_memory_bytes) for _ in range(num_workers)]
+    def __init__(self, target: Target, *, num_workers: int, timeout_s: float):
+        self._workers = [Worker(target) for _ in range(num_workers)]
         self._timeout_s = timeout_s
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
         self._restarts: set[asyncio.Task[None]] = set()
@@ -147,11 +166,23 @@ class WorkerPool:
         Raises:
             ScoringError: As Worker.call; CRASHED if the pool is closed.
         """
+        return (await self._call({"fields": fields}))["score"]
+
+    async def call_group(self, fields: dict[str, Any], num_samples: int) -> list[float | ScoringError]:
+        """The function's scores for `fields` of a group, in one call: a number or a failure for each sample.
+
+        Raises:
+            ScoringError: As `call`, for the group as a whole.
+        """
+        reply = await self._call({"fields": fields, "num_samples": num_samples})
+        return [_to_error(score) if isinstance(score, dict) else score for score in reply["scores"]]
+
+    async def _call(self, message: dict[str, Any]) -> dict[str, Any]:
         worker = await self._idle.get()
         try:
             if self._closed:
                 raise ScoringError(FailureReason.CRASHED, "the run was closed")
-            return await worker.call(fields, self._timeout_s)
+            return await worker.call(message, self._timeout_s)
         finally:
             self._give_back(worker)
 
@@ -178,3 +209,7 @@ class WorkerPool:
         except (ScoringError, OSError) as error:
             # The next call on it tries again and has the error as its answer.
             log.warning("a worker did not restart: %s", error)
+
+
+def _to_error(reply: dict[str, str]) -> ScoringError:
+    return ScoringError(FailureReason(reply["reason"]), reply["detail"])

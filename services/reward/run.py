@@ -8,11 +8,15 @@ from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.tasks import gather
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
+from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.exact import ExactScorer
 from services.reward.scorers.format import FormatScorer
 from services.reward.scorers.gsm8k import Gsm8kScorer
+from services.reward.scorers.http import HttpScorer
+from services.reward.scorers.judge import JudgeScorer
 from services.reward.scorers.length import LengthScorer
 from services.reward.scorers.math import MathScorer
+from services.reward.scorers.model import ModelScorer
 from services.reward.scorers.python import PythonScorer
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -22,6 +26,10 @@ SCORERS: dict[str, type[Scorer]] = {
     "format": FormatScorer,
     "length": LengthScorer,
     "python": PythonScorer,
+    "judge": JudgeScorer,
+    "http": HttpScorer,
+    "model": ModelScorer,
+    "code": CodeScorer,
 }
 
 
@@ -71,15 +79,15 @@ class ScoringRun:
                 raise error
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Scores `items` at once, each by every scorer; the outcomes are in their order."""
-        return await gather(self._score_one(item) for item in items)
+        """Scores one prompt group, `items`, by all scorers at once; the outcomes are in their order."""
+        columns = await gather(_score_group(scorer, items) for scorer in self._scorers)
+        return [self._combine(results) for results in zip(*columns, strict=True)]
 
     async def close(self) -> None:
         """Ends all scorers; scores in progress fail as CRASHED."""
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
-    async def _score_one(self, item: Item) -> Outcome:
-        results = await gather(_score_or_error(scorer, item) for scorer in self._scorers)
+    def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:
         reward, components, failure = 0.0, {}, None
         for config, result in zip(self._config.scorers, results, strict=True):
             if isinstance(result, ScoringError):
@@ -90,8 +98,8 @@ class ScoringRun:
         return Outcome(0.0 if failure else reward, components, failure)
 
 
-async def _score_or_error(scorer: Scorer, item: Item) -> float | ScoringError:
+async def _score_group(scorer: Scorer, items: Sequence[Item]) -> list[float | ScoringError]:
     try:
-        return await scorer.score(item)
+        return await scorer.score_group(items)
     except ScoringError as error:
-        return error
+        return [error] * len(items)

@@ -19,9 +19,6 @@ from services.reward.scorers.base import Item
 
 log = logging.getLogger(__name__)
 
-_FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
-
-
 NAME = "lockstep.reward.v1.RewardService"
 _FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
 

@@ -1,9 +1,11 @@
 """A worker process: calls one function for each line of JSON on stdin and answers with a line of JSON.
 
-    -> {"target": "package.module:function", "max_memory_bytes": 4294967296}     first line
-    <- {"source_digest": "3f2a..."}                                              ready
-    -> {"completion": "...", "answer": "...", ...}                               keyword arguments
+    -> {"target": "package.module:function", "init": null, "max_memory_bytes": 4294967296}     first line
+    <- {"source_digest": "3f2a..."}                                                            ready
+    -> {"fields": {"completion": "...", "answer": "...", ...}}                                 keyword arguments
     <- {"score": 1.0}   or   {"reason": "ERROR", "detail": "..."}
+    -> {"fields": {"completion": ["...", "..."], ...}, "num_samples": 2}                       a prompt group
+    <- {"scores": [1.0, {"reason": "ERROR", "detail": "..."}]}   or   {"reason": ..., "detail": ...}
 
 It ends with its parent in every case: on end of input, and by the kernel's signal if it is busy when the parent dies.
 """
@@ -39,14 +41,14 @@ def main() -> None:
         return
     _limit(start["max_memory_bytes"])
     try:
-        function, source_digest = _load(start["target"])
+        function, source_digest = _load(start["target"], start["init"])
     except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
         _reply(replies, _failure(FailureReason.ERROR, error))
         return
     _reply(replies, {"source_digest": source_digest})
     with asyncio.Runner() as runner:
         for line in requests:
-            _reply(replies, _score(function, json.loads(line), runner))
+            _reply(replies, _answer(function, json.loads(line), runner))
 
 
 def _take_stdio() -> tuple[TextIO, TextIO]:
@@ -62,29 +64,33 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _limit(max_memory_bytes: int) -> None:
+def _limit(max_memory_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+    if max_memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
 
 
-def _load(target: str) -> tuple[Callable[..., Any], str]:
-    """The function that `module:function` names and the hash of its module's source."""
+def _load(target: str, init: dict[str, Any] | None) -> tuple[Callable[..., Any], str]:
+    """The function that `module:function` names and the hash of its module's source; with `init`, what it answers."""
     module_name, _, function_name = target.partition(":")
     module = importlib.import_module(module_name)
     function = getattr(module, function_name)
     if not callable(function):
         raise TypeError(f"{target} is not a function")
+    if init is not None:
+        return function(**init)
     source = Path(module.__file__).read_bytes() if module.__file__ else b""
     return function, hashlib.sha256(source).hexdigest()[:12]
 
 
-def _score(function: Callable[..., Any], fields: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+def _answer(function: Callable[..., Any], message: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
     try:
-        result = function(**fields)
+        result = function(**message["fields"])
         if inspect.isawaitable(result):
             result = runner.run(_wait_for(result))
-        if not isinstance(result, numbers.Real) or not math.isfinite(result):
-            raise TypeError(f"a score must be a finite number, not {result!r}")
+        if "num_samples" in message:
+            return {"scores": _scores(result, message["num_samples"])}
+        return {"score": _score(result)}
     except ScoringError as error:
         return _failure(error.reason, error.detail)
     except MemoryError:
@@ -92,7 +98,30 @@ def _score(function: Callable[..., Any], fields: dict[str, Any], runner: asyncio
         sys.exit("worker: out of memory (reward.max_memory_gib)")
     except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
         return _failure(FailureReason.ERROR, error)
-    return {"score": float(result)}
+
+
+def _score(result: Any) -> float:
+    if isinstance(result, ScoringError):
+        raise result
+    if not isinstance(result, numbers.Real) or not math.isfinite(result):
+        raise TypeError(f"a score must be a finite number, not {result!r}")
+    return float(result)
+
+
+def _scores(results: Any, num_samples: int) -> list[float | dict[str, Any]]:
+    results = list(results)
+    if len(results) != num_samples:
+        raise ValueError(f"{len(results)} scores for {num_samples} samples")
+    return [_score_or_failure(result) for result in results]
+
+
+def _score_or_failure(result: Any) -> float | dict[str, Any]:
+    try:
+        return _score(result)
+    except ScoringError as error:
+        return _failure(error.reason, error.detail)
+    except (TypeError, OverflowError) as error:
+        return _failure(FailureReason.ERROR, error)
 
 
 async def _wait_for(result: Any) -> Any:

@@ -50,6 +50,20 @@ def leaves_child(*, extra, **_):
     time.sleep(60)
 
 
+def ranks(*, completion, answer, prompt, extra, num_tokens, finish_reason, scale=1, **_):
+    """Of a group: the share of samples that are shorter."""
+    assert [len(set(map(str, column))) for column in (answer, prompt, extra, finish_reason)] == [1] * 4
+    return [scale * sum(other < mine for other in num_tokens) / len(completion) for mine in num_tokens]
+
+
+async def of_group(*, completion, **_):
+    """As the first completion says."""
+    kind = completion[0]
+    if kind == "hang":
+        hangs()
+    return {"few": [1.0], "number": 1.0, "mixed": [1.0, float("nan"), "2", 10**400][: len(completion)]}[kind]
+
+
 def by_completion(*, completion, **_):
     """Hangs or answers, as the sample says."""
     return hangs() if completion == "hang" else float(completion)

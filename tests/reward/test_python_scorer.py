@@ -128,3 +128,27 @@ async def test_a_source_changed_under_the_run_is_refused(open_run, make_item, tm
     assert crashed.failure.reason is FailureReason.CRASHED
     assert (refused.failure.reason, refused.components) == (FailureReason.ERROR, {})
     assert "source changed" in refused.failure.detail
+
+
+async def test_a_function_of_groups_is_called_once_with_lists(open_run, make_item):
+    items = [make_item(text, "a", num_tokens=len(text)) for text in ("aaa", "a", "aa", "a")]
+    async with open_run(scorer("ranks", group=True, kwargs={"scale": 4}), {"kind": "exact"}, num_workers=1) as run:
+        outcomes = await run.score(items)
+    assert [outcome.components["python"] for outcome in outcomes] == [3.0, 0.0, 2.0, 0.0]
+    assert [outcome.reward for outcome in outcomes] == [3.0, 1.0, 2.0, 1.0]
+
+
+async def test_a_group_without_scores_fails_as_one_and_a_bad_score_alone(open_run, make_item):
+    async with open_run(scorer("of_group", group=True), num_workers=1, timeout_s=0.5) as run:
+        for kind, reason, words in (
+            ("few", FailureReason.ERROR, "1 scores for 4 samples"),
+            ("number", FailureReason.ERROR, "not iterable"),
+            ("no such", FailureReason.ERROR, "KeyError"),
+            ("hang", FailureReason.TIMEOUT, "within 0.5 s"),
+        ):
+            outcomes = await run.score([make_item(kind)] * 4)
+            assert [outcome.failure.reason for outcome in outcomes] == [reason] * 4
+            assert words in outcomes[3].failure.detail
+        good, *bad = await run.score([make_item("mixed")] * 4)
+    assert (good.reward, good.failure) == (1.0, None)
+    assert [outcome.failure.reason for outcome in bad] == [FailureReason.ERROR] * 3

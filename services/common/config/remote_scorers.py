@@ -56,11 +56,11 @@ class RemoteConfig(BaseScorerConfig):
     api_key_file: str | None = Field(default=None, min_length=1)
     """File on the reward service's machine whose text is sent as bearer token; with http, only to loopback."""
     timeout_s: float | None = Field(default=None, gt=0, le=3600)
-    """Most seconds for one score with its retries, from when its first request may be sent; reward.timeout_s if unset."""
+    """Most seconds for one score with its retries, from when its first request may go; reward.timeout_s if unset."""
     max_retries: int = Field(default=4, ge=0, le=20)
     """Further tries after a failure that may pass, with exponential backoff from 0.5 s to 30 s."""
     requests_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Most requests that start per second, retries too; unset for no limit. Each replica of the service counts its own."""
+    """Most requests that start per second, retries too; no limit if unset. Each replica of the service has its own."""
     max_concurrent: int = Field(default=16, ge=1, le=1024)
     """Most scores in progress at once; others wait, and their timeout_s with them."""
 
@@ -80,7 +80,7 @@ class JudgeConfig(RemoteConfig):
     model: str = Field(min_length=1)
     """Its name, as the server knows it."""
     template: str
-    """The message to it, with the fields {prompt}, {answer}, {completion} and {extra} (as JSON); other braces doubled."""
+    """Message to it, with fields {prompt}, {answer}, {completion} and {extra} (as JSON); other braces are doubled."""
     score_pattern: str
     """Python regular expression; the first group of its last match in the judge's answer is the number."""
     scale: float = Field(default=1.0, allow_inf_nan=False)
@@ -106,7 +106,7 @@ class JudgeConfig(RemoteConfig):
 
 
 class HttpConfig(RemoteConfig):
-    """A scorer behind a URL of yours: one POST for each prompt group; the contract is in services/reward/scorers/http.py."""
+    """A scorer behind a URL of yours: one POST for each prompt group; contract in services/reward/scorers/http.py."""
 
     kind: Literal["http"] = "http"
     """Asks a scorer over HTTP."""

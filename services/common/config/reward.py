@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.config.code import CodeConfig
 from services.common.config.remote_scorers import HttpConfig, JudgeConfig
 from services.common.config.reward_model import ModelConfig
 from services.common.config.scorer import ITEM_FIELDS, BaseScorerConfig
@@ -101,7 +102,8 @@ ScorerConfig = Annotated[
     | PythonConfig
     | JudgeConfig
     | HttpConfig
-    | ModelConfig,
+    | ModelConfig
+    | CodeConfig,
     Field(discriminator="kind"),
 ]
 
@@ -112,7 +114,7 @@ class RewardConfig(Strict):
     scorers: tuple[ScorerConfig, ...] = Field(min_length=1)
     """At least one, each with its kind."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Most seconds for one sample, or group where a scorer takes groups, from when a worker has it; that is then killed."""
+    """Most seconds for a sample (or group, for scorers of groups) from when a worker takes it, which is then killed."""
     num_workers: int = Field(default=2, ge=1, le=1024)
     """Worker processes of each math, format and python scorer."""
     max_memory_gib: float = Field(default=4.0, gt=0.1)

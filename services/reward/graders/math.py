@@ -29,6 +29,7 @@ _BOXED = (LatexExtractionConfig(boxed_match_priority=0),)
 _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_INTEGER = re.compile(r"-?[0-9]{1,1000}")
 _OPERATORS = {
     ast.Add: lambda a, b: sympy.Add(a, b, evaluate=False),
     ast.Sub: lambda a, b: sympy.Add(a, sympy.Mul(-1, b, evaluate=False), evaluate=False),
@@ -48,9 +49,13 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
         ScoringError: INVALID_ANSWER, if `answer` cannot be read or compared even with itself.
         Exception: Whatever sympy raised while comparing; it is then unknown whether they are equal.
     """
-    gold = _parse_gold(answer)
-    predicted = _parse_completion(completion, require_boxed=require_boxed)
-    return float(_equal(gold, predicted))
+    text, gold = _parse_gold(answer)
+    boxed = last_boxed(completion)
+    if boxed is None:
+        predicted = () if require_boxed else _parse_end(completion)
+        return float(_equal(gold, predicted))
+    same = _compare_texts(text, boxed.strip())
+    return float(_equal(gold, _parse_answer(boxed)) if same is None else same)
 
 
 def last_boxed(text: str) -> str | None:
@@ -66,9 +71,9 @@ def last_boxed(text: str) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def _parse_gold(answer: str) -> tuple[Any, ...]:
+def _parse_gold(answer: str) -> tuple[str, tuple[Any, ...]]:
     boxed = last_boxed(answer)
-    text = answer.strip() if boxed is None else boxed
+    text = (answer if boxed is None else boxed).strip()
     # Wrapping only holds if the braces of the answer balance.
     parsed = _parse_answer(text) if last_boxed(f"\\boxed{{{text}}}") == text else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
@@ -77,15 +82,10 @@ def _parse_gold(answer: str) -> tuple[Any, ...]:
             raise ValueError("not an expression that equals itself")
     except Exception as error:
         raise ScoringError(FailureReason.INVALID_ANSWER, f"answer {answer[-100:]!r}: {error}") from error
-    return parsed
+    return text, parsed
 
 
-def _parse_completion(completion: str, *, require_boxed: bool) -> tuple[Any, ...]:
-    boxed = last_boxed(completion)
-    if boxed is not None:
-        return _parse_answer(boxed)
-    if require_boxed:
-        return ()
+def _parse_end(completion: str) -> tuple[Any, ...]:
     return tuple(parse(completion[-MAX_ANSWER_CHARS:], _ANYWHERE, parsing_timeout=None))
 
 
@@ -94,6 +94,15 @@ def _parse_answer(text: str) -> tuple[Any, ...]:
     if len(text) > MAX_ANSWER_CHARS:
         return ()
     return tuple(parse(f"\\boxed{{{text}}}", _BOXED, parsing_timeout=None))
+
+
+def _compare_texts(gold: str, predicted: str) -> bool | None:
+    """Whether they are equal where no parser is needed to see it: the same text, or two integers."""
+    if gold == predicted:
+        return True
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(predicted):
+        return int(gold) == int(predicted)
+    return None
 
 
 def _equal(gold: Any, predicted: Any) -> bool:

@@ -1,10 +1,11 @@
 """What a scorer is. Imports nothing heavy: worker processes load this too."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from services.common.tasks import gather
 
 
 class FailureReason(StrEnum):
@@ -37,25 +38,42 @@ class Item:
     finish_reason: str
 
 
-class Scorer(ABC):
-    """Scores samples, many at once. `version` changes whenever the same item could get another score."""
+class Scorer:
+    """Scores samples, many at once. `version` changes whenever the same item could get another score.
+
+    A scorer has either `score`, for one sample, or `score_group`, for all samples of a prompt group together.
+    """
 
     version: str
 
-    async def open(self) -> None:  # noqa: B027 most scorers have nothing to start
+    async def open(self) -> None:
         """Starts what it needs.
 
         Raises:
             ScoringError: It cannot start.
         """
 
-    @abstractmethod
     async def score(self, item: Item) -> float:
         """The finite raw score of `item`.
 
         Raises:
             ScoringError: There is none.
         """
+        raise NotImplementedError
 
-    async def close(self) -> None:  # noqa: B027 nor to end
+    async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
+        """Finite raw scores, or why there is none, in the order of `items`; by default each item by itself.
+
+        Raises:
+            ScoringError: None of them has a score.
+        """
+        return await gather(self._score_or_error(item) for item in items)
+
+    async def close(self) -> None:
         """Ends it; scores in progress fail as CRASHED."""
+
+    async def _score_or_error(self, item: Item) -> float | ScoringError:
+        try:
+            return await self.score(item)
+        except ScoringError as error:
+            return error

@@ -1,7 +1,10 @@
 """A function of the user's."""
 
+from collections.abc import Sequence
+
 from services.common.config.reward import PythonConfig, RewardConfig
-from services.reward.scorers.worker import WorkerScorer
+from services.reward.scorers.base import Item, ScoringError
+from services.reward.scorers.worker import WorkerScorer, columns
 
 
 class PythonScorer(WorkerScorer):
@@ -9,8 +12,15 @@ class PythonScorer(WorkerScorer):
 
     def __init__(self, config: PythonConfig, run: RewardConfig):
         super().__init__(config.path, config.kwargs, run)
+        self._takes_groups = config.group
 
     async def open(self) -> None:
         """Starts the workers; the version is the hash of the source file that they loaded."""
         await super().open()
         self.version = self._pool.source_digest
+
+    async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
+        """One call for the group if the config says so, else one for each item."""
+        if not self._takes_groups:
+            return await super().score_group(items)
+        return await self._pool.call_group(columns(items) | self._kwargs, len(items))

@@ -1,10 +1,12 @@
 """Base of the scorers whose work can hang or crash: a function in a pool of killable processes."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from services.common.config.reward import RewardConfig
-from services.reward.pool import WorkerPool
+from services.common.config.scorer import ITEM_FIELDS
+from services.reward.pool import Target, WorkerPool
 from services.reward.scorers.base import Item, Scorer
 
 
@@ -14,10 +16,9 @@ class WorkerScorer(Scorer):
     def __init__(self, target: str, kwargs: dict[str, Any], run: RewardConfig):
         self._kwargs = kwargs
         self._pool = WorkerPool(
-            target,
+            Target(target, max_memory_bytes=int(run.max_memory_gib * 2**30)),
             num_workers=run.num_workers,
             timeout_s=run.timeout_s,
-            max_memory_bytes=int(run.max_memory_gib * 2**30),
         )
 
     async def open(self) -> None:
@@ -31,3 +32,8 @@ class WorkerScorer(Scorer):
     async def close(self) -> None:
         """Kills the workers."""
         await self._pool.close()
+
+
+def columns(items: Sequence[Item]) -> dict[str, list[Any]]:
+    """Each field of the items, as a list in their order."""
+    return {name: [getattr(item, name) for item in items] for name in ITEM_FIELDS}

@@ -1,0 +1,82 @@
+"""What the sandbox costs: from the call to the last process gone, against a bare interpreter in the same minute.
+
+The program is empty. `overhead` is the difference of the two, sample by sample. `CPU` is the processor time of all
+processes, which other work on the machine lengthens less than it does the wall-clock time.
+"""
+
+import asyncio
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+
+from benchmarks.report import keep
+from services.common.config.code import CodeConfig
+from services.common.config.reward import RewardConfig
+from services.reward.run import ScoringRun
+from services.reward.sandbox import PYTHON, Sandbox
+from services.reward.scorers.base import Item
+
+_REPEATS, _MANY_TESTS, _BATCH = 40, 11, 16
+
+
+async def _bare() -> None:
+    """An interpreter with the sandbox's flags, without the sandbox."""
+    command = [PYTHON, "-S", "-s", "-P", "-B", "-X", "utf8", "-c", "pass"]
+    await (await asyncio.create_subprocess_exec(*command, env={})).wait()
+
+
+async def _sandboxed(sandbox: Sandbox, num_tests: int) -> None:
+    async with sandbox.run("", [{"kind": "stdin", "input": ""}] * num_tests) as outputs:
+        assert [output async for output in outputs] == [""] * num_tests
+
+
+async def _measure(what: Callable[[], Awaitable[None]]) -> tuple[float, float]:
+    """Wall-clock and processor time in ms, the latter of the processes that it starts."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    await what()
+    wall_ms, after = 1000 * (time.perf_counter() - start), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall_ms, 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+async def _batch(run: ScoringRun) -> float:
+    tests = {"inputs": ["2 3\n", "4 5\n", "-1 1\n"], "outputs": ["5", "9", "0"]}
+    program = "a, b = map(int, input().split())\nprint(a + b)"
+    item = Item("", "", {"tests": tests}, program, num_tokens=1, finish_reason="stop")
+    start = time.perf_counter()
+    outcomes = await run.score([item] * _BATCH)
+    assert [outcome.reward for outcome in outcomes] == [1.0] * _BATCH
+    return _BATCH / (time.perf_counter() - start)
+
+
+async def _samples() -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {}
+    run = ScoringRun(RewardConfig(scorers=(CodeConfig(max_concurrent=len(os.sched_getaffinity(0))),)))
+    try:
+        await run.open()
+        sandbox = run._scorers[0]._sandbox
+        for _ in range(_REPEATS):
+            bare = await _measure(_bare)
+            one = await _measure(lambda: _sandboxed(sandbox, 1))
+            many = await _measure(lambda: _sandboxed(sandbox, _MANY_TESTS))
+            for at, kind in enumerate(("wall", "CPU")):
+                values = {"bare python": bare[at], "sandbox": one[at], "overhead": one[at] - bare[at]}
+                values["each further test"] = (many[at] - one[at]) / (_MANY_TESTS - 1)
+                for name, value in values.items():
+                    samples.setdefault(f"{name}, {kind} [ms]", []).append(value)
+        samples["programs of 3 tests [1/s]"] = [await _batch(run) for _ in range(3)]
+    finally:
+        await run.close()
+    return samples
+
+
+def main() -> None:
+    """Measures and keeps the result."""
+    load, samples = os.getloadavg(), asyncio.run(_samples())
+    bwrap = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    keep("sandbox", samples, libraries=("pydantic",), bwrap=bwrap, load_average=[load, os.getloadavg()])
+
+
+if __name__ == "__main__":
+    main()

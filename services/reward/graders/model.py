@@ -1,0 +1,116 @@
+"""A Hugging Face sequence-classification model as scorer. Runs only in a worker process: this imports torch."""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from services.reward.scorers.base import FailureReason, ScoringError
+
+_ROLES = ("user", "assistant")
+
+
+def load(
+    *, path: str, label: int | None, template: str, device: str, dtype: str, **limits: Any
+) -> tuple[Callable[..., list[float | ScoringError]], str]:
+    """The scorer of the model at `path`, and the hash of its files.
+
+    Raises:
+        ValueError: It is not a directory, has weights missing, or template or label do not fit it.
+        OSError: It has no safetensors weights, or a file is missing.
+    """
+    if not Path(path).is_dir():
+        raise ValueError(f"path {path!r} is not a directory")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    local = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(path, **local)
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=dtype, use_safetensors=True, output_loading_info=True, **local
+    )
+    # Such weights would be random, as the head of a plain language model is.
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"{path} is no sequence-classification model: it has no weights {', '.join(missing[:5])}")
+    is_chat = _is_chat(template, has_template=tokenizer.chat_template is not None)
+    label = _check_label(label, model.config.num_labels)
+    scorer = RewardModel(model.to(device).eval(), tokenizer, label=label, is_chat=is_chat, **limits)
+    return scorer, _digest(Path(path), f"{label} {is_chat} {dtype} {limits['max_tokens']}")
+
+
+class RewardModel:
+    """Logits of `model` at `label`, at most `batch_size` samples at a time."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, label: int, is_chat: bool, batch_size: int, **limits: int | None):
+        self._model, self._tokenizer, self._label, self._is_chat = model, tokenizer, label, is_chat
+        self._pad_token_id = model.config.pad_token_id
+        # Without a pad token the model cannot tell where a padded sample ends.
+        self._batch_size = 1 if self._pad_token_id is None else batch_size
+        self._max_tokens = limits["max_tokens"] or getattr(model.config, "max_position_embeddings", None)
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile("|".join(re.escape(token) for token in special)) if special else None
+
+    def __call__(self, *, prompt: Sequence[str], completion: Sequence[str], **_: Any) -> list[float | ScoringError]:
+        """One logit for each sample; a sample of more than `max_tokens` tokens has none."""
+        tokens = [self._encode(*texts) for texts in zip(prompt, completion, strict=True)]
+        scores: list[float | ScoringError] = [self._refusal(ids) for ids in tokens]
+        fitting = [index for index, ids in enumerate(tokens) if not self._is_too_long(ids)]
+        for start in range(0, len(fitting), self._batch_size):
+            indices = fitting[start : start + self._batch_size]
+            for index, score in zip(indices, self._forward([tokens[i] for i in indices]), strict=True):
+                scores[index] = score
+        return scores
+
+    def _encode(self, prompt: str, completion: str) -> list[int]:
+        # The policy may spell out a special token, such as the one that ends a turn; here it stays text.
+        if self._special:
+            completion = self._special.sub(lambda token: f"{token[0][0]} {token[0][1:]}", completion)
+        if self._is_chat:
+            messages = [{"role": r, "content": c} for r, c in zip(_ROLES, (prompt, completion), strict=True)]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = prompt + completion
+        has_bos = bool(self._tokenizer.bos_token) and text.startswith(self._tokenizer.bos_token)
+        return self._tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Sequence[list[int]]) -> list[float]:
+        length = max(map(len, tokens))
+        pad = self._pad_token_id or 0
+        ids_BT = torch.tensor([ids + [pad] * (length - len(ids)) for ids in tokens])
+        mask_BT = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens])
+        device = self._model.device
+        logits_BL = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+        return logits_BL[:, self._label].float().tolist()
+
+    def _is_too_long(self, tokens: Sequence[int]) -> bool:
+        return self._max_tokens is not None and len(tokens) > self._max_tokens
+
+    def _refusal(self, tokens: Sequence[int]) -> ScoringError:
+        return ScoringError(FailureReason.ERROR, f"{len(tokens)} tokens are more than max_tokens {self._max_tokens}")
+
+
+def _is_chat(template: str, *, has_template: bool) -> bool:
+    if template == "chat" and not has_template:
+        raise ValueError("template is chat, but the tokenizer has no chat template; use plain")
+    return has_template and template != "plain"
+
+
+def _check_label(label: int | None, num_labels: int) -> int:
+    if label is None and num_labels != 1:
+        raise ValueError(f"the model has {num_labels} labels: set label to the index of the one that is the score")
+    if label is not None and label >= num_labels:
+        raise ValueError(f"label {label}: the model has {num_labels} labels")
+    return label or 0
+
+
+def _digest(path: Path, settings: str) -> str:
+    digest = hashlib.sha256(settings.encode())
+    for file in sorted(file for file in path.iterdir() if file.is_file()):
+        digest.update(file.name.encode())
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:12]

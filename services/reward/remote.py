@@ -1,0 +1,198 @@
+"""JSON to and from one URL, for scorers on other machines: rate limit, deadline, retries. No answer is trusted."""
+
+import asyncio
+import email.utils
+import json
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from services.common.config.remote_scorers import RemoteConfig
+from services.reward.scorers.base import FailureReason, ScoringError
+
+MAX_RESPONSE_BYTES = 4 << 20
+_MAX_KEY_BYTES = 64 << 10
+_MAX_DETAIL_BYTES = 300
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
+
+
+class _MayPassError(Exception):
+    """A failure that another try may not have, the cause being the answer if there is none left."""
+
+    def __init__(self, error: ScoringError, retry_after_s: float = 0.0):
+        super().__init__(str(error))
+        self.error = error
+        self.retry_after_s = retry_after_s
+
+
+class Remote:
+    """Posts to `config.url`. A failure of the connection and a 5xx are tried again.
+
+    Args:
+        config: Its url, key file and limits.
+        timeout_s: For one `post` with its retries, from when its first request may be sent.
+        request_timeout_s: For one request; one that is late is tried again. None for no limit but `timeout_s`.
+        retry_statuses: Statuses below 500 that are tried again too.
+    """
+
+    def __init__(
+        self,
+        config: RemoteConfig,
+        timeout_s: float,
+        *,
+        request_timeout_s: float | None = None,
+        retry_statuses: frozenset[int] = frozenset(),
+    ):
+        self._config, self._timeout_s, self._request_timeout_s = config, timeout_s, request_timeout_s
+        self._retry_statuses = retry_statuses
+        self._host = urlsplit(config.url).netloc
+        self._key = ""
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._next_request_at = 0.0
+        self._scopes: set[asyncio.Timeout] = set()
+        self._closed = False
+
+    async def open(self) -> None:
+        """Reads the key and makes the session; sends nothing.
+
+        Raises:
+            ScoringError: The key cannot be read.
+        """
+        if self._config.api_key_file:
+            self._key = await asyncio.to_thread(_read_key, Path(self._config.api_key_file))
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._session = aiohttp.ClientSession(
+            headers=headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+            timeout=aiohttp.ClientTimeout(total=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,  # a small answer must not become a large one
+            trust_env=False,
+        )
+
+    async def post(self, message: Mapping[str, Any]) -> Any:
+        """The JSON value that answers `message`. Waits first until the limits allow it, which `timeout_s` leaves out.
+
+        Raises:
+            ScoringError: TIMEOUT after `timeout_s` or if the last request was late, CRASHED if closed, else ERROR.
+        """
+        payload = json.dumps(message).encode()
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._scopes.add(scope)
+                async with self._slots:
+                    await self._wait_for_turn()
+                    self._check_open()
+                    scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+                    return await self._post_with_retries(payload)
+        except TimeoutError:
+            self._check_open()
+            raise self._error(f"no score within {self._timeout_s:g} s", FailureReason.TIMEOUT) from None
+        finally:
+            self._scopes.discard(scope)
+
+    async def close(self) -> None:
+        """Ends the session; posts in progress and posts that wait fail as CRASHED."""
+        self._closed = True
+        for scope in self._scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
+        if self._session:
+            await self._session.close()
+
+    async def _post_with_retries(self, payload: bytes) -> Any:
+        for num_retries in range(self._config.max_retries + 1):
+            try:
+                return await self._request(payload)
+            except _MayPassError as failure:
+                if num_retries == self._config.max_retries:
+                    raise failure.error from None
+                await asyncio.sleep(max(_backoff_s(num_retries), failure.retry_after_s))
+                await self._wait_for_turn()
+
+    async def _request(self, payload: bytes) -> Any:
+        self._check_open()
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                async with self._session.post(self._config.url, data=payload, allow_redirects=False) as response:
+                    return await self._read(response)
+        except TimeoutError:
+            late = f"no answer within {self._request_timeout_s} s"
+            raise _MayPassError(self._error(late, FailureReason.TIMEOUT)) from None
+        except aiohttp.ClientError as error:
+            raise _MayPassError(self._error(f"{type(error).__name__}: {error}")) from None
+
+    async def _read(self, response: aiohttp.ClientResponse) -> Any:
+        if response.status != 200:
+            detail = await _read_body(response, _MAX_DETAIL_BYTES)
+            error = self._error(f"status {response.status}: {detail[:_MAX_DETAIL_BYTES].decode(errors='replace')}")
+            if response.status >= 500 or response.status in self._retry_statuses:
+                raise _MayPassError(error, _retry_after_s(response.headers.get("Retry-After", "")))
+            raise error
+        body = await _read_body(response, MAX_RESPONSE_BYTES)
+        if len(body) > MAX_RESPONSE_BYTES:
+            raise self._error(f"an answer of more than {MAX_RESPONSE_BYTES} bytes")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"not JSON: {error}") from None
+
+    async def _wait_for_turn(self) -> None:
+        if self._config.requests_per_s is None:
+            return
+        now = asyncio.get_running_loop().time()
+        begin = max(now, self._next_request_at)
+        self._next_request_at = begin + 1 / self._config.requests_per_s
+        await asyncio.sleep(begin - now)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ScoringError(FailureReason.CRASHED, "the run was closed")
+
+    def _error(self, detail: str, reason: FailureReason = FailureReason.ERROR) -> ScoringError:
+        # Servers like to quote a key that they do not know.
+        detail = detail.replace(self._key, "***") if self._key else detail
+        return ScoringError(reason, f"{self._host}: {detail}")
+
+
+async def _read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body, or a little more than `max_bytes` of it."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > max_bytes:
+            response.close()
+            break
+    return bytes(body)
+
+
+def _read_key(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            key = file.read(_MAX_KEY_BYTES).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        # The error of a decoding quotes what was read.
+        what = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise ScoringError(FailureReason.ERROR, f"api_key_file {path}: {what}") from None
+    if not key or not key.isprintable() or " " in key:
+        raise ScoringError(FailureReason.ERROR, f"api_key_file {path}: must hold one key and nothing else")
+    return key
+
+
+def _backoff_s(num_retries: int) -> float:
+    """Doubles each time; the random half keeps the samples of a batch from coming back together."""
+    return min(_FIRST_BACKOFF_S * 2**num_retries, _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
+
+
+def _retry_after_s(header: str) -> float:
+    """Seconds that the header asks for, a number or a date (RFC 9110, 10.2.3); 0 if it is neither."""
+    if header.isdecimal():
+        return float(header[:10])
+    try:
+        return email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0

@@ -1,0 +1,101 @@
+"""Unit tests of the program that a sample is."""
+
+import asyncio
+import platform
+from typing import Any
+
+from services.common.config.code import CodeConfig
+from services.common.config.reward import RewardConfig
+from services.reward.graders.code import Tests, find_program, read_tests
+from services.reward.sandbox import Limits, Sandbox
+from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
+
+
+class CodeScorer(Scorer):
+    """1 if the program passes all tests, or the fraction that it passes; see services/reward/graders/code.py.
+
+    Every fault of the program is a failed test: no program at all, an exception, no end in time, too much of anything.
+    """
+
+    version = f"1/python-{platform.python_version()}"
+
+    def __init__(self, config: CodeConfig, run: RewardConfig):
+        self._config = config
+        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._running: set[asyncio.Task[float]] = set()
+        self._closed = False
+        self._limits = Limits(
+            timeout_s=config.timeout_s,
+            memory_bytes=int(config.max_memory_gib * 2**30),
+            disk_bytes=config.max_disk_mib * 2**20,
+            max_processes=config.max_processes,
+            max_output_bytes=int(config.max_output_mib * 2**20),
+        )
+        self._sandbox = Sandbox(self._limits)
+
+    async def open(self) -> None:
+        """Makes one sandbox, to see that it can be made."""
+        await self._sandbox.open()
+
+    async def score(self, item: Item) -> float:
+        """From 0.0 to 1.0.
+
+        Raises:
+            ScoringError: INVALID_ANSWER if no program could pass the row's tests, ERROR if the sandbox does not start,
+                CRASHED if the run is closed.
+        """
+        tests = read_tests(self._tests_of(item), float_tolerance=self._config.float_tolerance)
+        self._check_sizes(tests)
+        program = find_program(item.completion, require_fence=self._config.require_fence)
+        if program is None:
+            return 0.0
+        async with self._slots:
+            if self._closed:
+                raise ScoringError(FailureReason.CRASHED, "the run was closed")
+            running = asyncio.ensure_future(self._fraction_passed(program, tests))
+            self._running.add(running)
+            try:
+                return await running
+            except asyncio.CancelledError:
+                if self._closed:
+                    raise ScoringError(FailureReason.CRASHED, "the run was closed") from None
+                raise
+            finally:
+                self._running.discard(running)
+
+    async def close(self) -> None:
+        """Kills the programs that run."""
+        self._closed = True
+        for running in self._running:
+            running.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._sandbox.close()
+
+    def _tests_of(self, item: Item) -> Any:
+        key = self._config.tests_key
+        if key is None:
+            return item.answer
+        if key not in item.extra:
+            detail = f"no column {key!r}: set tests_key of the scorer or data.extra_columns"
+            raise ScoringError(FailureReason.INVALID_ANSWER, detail)
+        return item.extra[key]
+
+    def _check_sizes(self, tests: Tests) -> None:
+        for size, limit, name in (
+            (max(test.input_bytes for test in tests.tests), self._limits.disk_bytes, "max_disk_mib"),
+            (max(test.output_bytes for test in tests.tests), self._limits.max_output_bytes, "max_output_mib"),
+        ):
+            if size > limit:
+                detail = f"a test of {size} bytes is above the scorer's {name}, so that no program could pass it"
+                raise ScoringError(FailureReason.INVALID_ANSWER, detail)
+
+    async def _fraction_passed(self, program: str, tests: Tests) -> float:
+        num_passed, requests = 0, [test.request for test in tests.tests]
+        async with self._sandbox.run(program, requests, tests.setup) as outputs:
+            for test in tests.tests:
+                output = await anext(outputs)
+                if output is not None and test.accepts(output):
+                    num_passed += 1
+                elif not self._config.partial:
+                    return 0.0
+        return num_passed / len(tests.tests)

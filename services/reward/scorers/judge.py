@@ -1,0 +1,78 @@
+"""A language model as judge, behind an OpenAI-compatible chat-completions URL."""
+
+import hashlib
+import json
+from typing import Any
+
+from services.common.config.remote_scorers import JudgeConfig, parse_template
+from services.common.config.reward import RewardConfig
+from services.reward.pool import Target, WorkerPool
+from services.reward.remote import Remote
+from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
+
+_TOO_MANY_REQUESTS = frozenset({408, 429})
+_NOT_IN_VERSION = {"name", "weight", "api_key_file", "timeout_s", "request_timeout_s", "max_retries"} | {
+    "requests_per_s",
+    "max_concurrent",
+}
+
+
+class JudgeScorer(Scorer):
+    """The number that the judge writes, times `scale`.
+
+    The texts of a sample are put into the template as they are, in one pass: braces in them mean nothing. The pattern
+    runs in a worker, because it can take exponential time on what a sample makes the judge write.
+    """
+
+    def __init__(self, config: JudgeConfig, run: RewardConfig):
+        self._config = config
+        self._template = parse_template(config.template)
+        timeout_s = config.timeout_s or run.timeout_s
+        self._remote = Remote(
+            config, timeout_s, request_timeout_s=config.request_timeout_s, retry_statuses=_TOO_MANY_REQUESTS
+        )
+        target = Target("services.reward.graders.judge:extract", max_memory_bytes=int(run.max_memory_gib * 2**30))
+        self._pool = WorkerPool(target, num_workers=1, timeout_s=run.timeout_s)
+        settings = config.model_dump_json(exclude=_NOT_IN_VERSION)
+        self.version = f"{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+
+    async def open(self) -> None:
+        """Reads the key; asks the judge nothing."""
+        await self._remote.open()
+        await self._pool.open()
+
+    async def score(self, item: Item) -> float:
+        """What the judge says.
+
+        Raises:
+            ScoringError: TIMEOUT or ERROR if it does not answer, ERROR if its answer has no number.
+        """
+        request: dict[str, Any] = {
+            "model": self._config.model,
+            "messages": [{"role": "user", "content": self._render(item)}],
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_tokens,
+        }
+        answer = await self._remote.post({key: value for key, value in request.items() if value is not None})
+        fields = {"text": _content(answer), "pattern": self._config.score_pattern, "scale": self._config.scale}
+        return await self._pool.call(fields)
+
+    async def close(self) -> None:
+        """Ends requests and worker."""
+        await self._remote.close()
+        await self._pool.close()
+
+    def _render(self, item: Item) -> str:
+        extra = json.dumps(item.extra, ensure_ascii=False)
+        values = {"prompt": item.prompt, "answer": item.answer, "completion": item.completion, "extra": extra, None: ""}
+        return "".join(literal + values[field] for literal, field in self._template)
+
+
+def _content(answer: Any) -> str:
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        content = None
+    if not isinstance(content, str):
+        raise ScoringError(FailureReason.ERROR, "the judge's answer has no choices[0].message.content")
+    return content
