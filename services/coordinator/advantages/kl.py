@@ -1,0 +1,19 @@
+"""KL to a reference model at sampled tokens."""
+
+import numpy as np
+
+
+def token_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str) -> np.ndarray:
+    """Estimate of KL(policy || reference) from the sampled tokens' log-probabilities, in nats.
+
+    k1, k2 and k3 are Schulman's (2020, "Approximating KL divergence"): k1 is unbiased and may be negative, k2 is
+    biased and k3 unbiased, both non-negative; abs is |k1|.
+    """
+    log_ratio = logprobs - ref_logprobs
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return log_ratio**2 / 2
+    if kind == "k3":
+        return np.expm1(-log_ratio) + log_ratio
+    return np.abs(log_ratio)
