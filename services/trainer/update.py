@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from services.common.config.loss import LossConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
-from services.trainer.backend import Backend, Role
-from services.trainer.losses import LOSSES, Totals
-from services.trainer.losses.terms import kl_k3
+from services.trainer.backend import Backend
+from services.trainer.losses import Totals, policy_loss
+from services.trainer.losses.covariance import covariance, covariance_sums
+from services.trainer.losses.kl import kl_k3
 from services.trainer.optim import learning_rate, weight_decay
 from services.trainer.packing import Pack
 
@@ -30,21 +32,29 @@ def update(
 ) -> dict[str, float]:
     """Applies `minibatches` to the policy of `version`; returns metrics, the same on every rank.
 
+    Engine and trainer are compared on the whole batch if old log-probabilities are recomputed, else on its first
+    mini-batch: later ones only meet a policy that has moved.
+
     Raises:
         PreconditionFailed: Engine and trainer disagree about the samples' log-probabilities; nothing is applied.
         FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
     """
-    if len(minibatches) > 1:  # later mini-batches are compared with the policy before the first
-        packs = [pack for minibatch in minibatches for pack in minibatch.packs]
-        _set_old_logprobs(packs, backend.forward(Role.POLICY, packs, temperature))
     gap: dict[str, float] = {}
+    if config.loss.old_logprobs == "recompute" and config.loss.is_sampled and len(minibatches) > 1:
+        # Later mini-batches are compared with the policy before the first.
+        packs = [pack for minibatch in minibatches for pack in minibatch.packs]
+        outputs = backend.forward(packs, temperature)
+        gap = _require_agreement(backend, minibatches, outputs, config)
+        for pack, outputs_2N in zip(packs, outputs, strict=True):
+            pack.columns["old_logprobs"] = outputs_2N[0]
     metrics: list[dict[str, float]] = []
     for index, minibatch in enumerate(minibatches):
-        loss = functools.partial(_loss, config=config, totals=minibatch.totals)
+        if config.loss.needs_covariance:
+            _set_covariance(backend, minibatch)
+        loss = functools.partial(_loss, config=config.loss, totals=minibatch.totals)
         outputs, sums = backend.accumulate(minibatch.packs, temperature, loss)
-        if len(minibatches) == 1:  # the policy before the batch is the policy
-            _set_old_logprobs(minibatch.packs, outputs)
-        gap = gap or _require_agreement(backend, minibatches, config)
+        if config.loss.is_sampled:
+            gap = gap or _require_agreement(backend, [minibatch], outputs, config)
         number = version * len(minibatches) + index
         lr = learning_rate(config.optim, number)
         norm = backend.step(lr, weight_decay(config.optim, number))
@@ -55,22 +65,27 @@ def update(
 
 
 def _loss(
-    outputs_2N: torch.Tensor, pack: Pack, *, config: TrainerConfig, totals: Totals
+    outputs_2N: torch.Tensor, pack: Pack, *, config: LossConfig, totals: Totals
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs_N, entropy_N = outputs_2N
-    # With one mini-batch the policy before the batch is the policy itself: the ratio is exactly 1.
-    columns = {"old_logprobs": logprobs_N.detach(), **pack.columns}
-    return LOSSES[config.loss.kind](logprobs_N, entropy_N, columns, totals, config.loss)
+    # Unless it was recomputed, the old policy is the engine's or the policy itself: then the ratio is exactly 1.
+    is_engine = config.old_logprobs == "engine"
+    old_N = pack.columns["behaviour_logprobs"] if is_engine else outputs_2N[0].detach()
+    columns = {"old_logprobs": old_N, **pack.columns}
+    return policy_loss(outputs_2N, columns, pack.completion_lengths, totals, config)
 
 
-def _set_old_logprobs(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
-    for pack, outputs_2N in zip(packs, outputs, strict=True):
-        pack.columns["old_logprobs"] = outputs_2N[0]
+def _set_covariance(backend: Backend, minibatch: Minibatch) -> None:
+    columns = [pack.columns for pack in minibatch.packs]
+    means_2 = backend.reduce(covariance_sums(columns), dist.ReduceOp.SUM) / minibatch.totals.num_tokens
+    for held in columns:
+        held["covariance"] = covariance(held, means_2)
 
 
-def _require_agreement(backend: Backend, minibatches: Sequence[Minibatch], config: TrainerConfig) -> dict[str, float]:
-    """The gap of the whole batch, once every pack has old_logprobs and before anything is applied."""
-    gap = _logprob_gap(backend, minibatches)
+def _require_agreement(
+    backend: Backend, minibatches: Sequence[Minibatch], outputs: Sequence[torch.Tensor], config: TrainerConfig
+) -> dict[str, float]:
+    """The gap of engine and trainer over `minibatches`, given the policy's `outputs` before anything is applied."""
+    gap = _logprob_gap(backend, minibatches, outputs)
     if not gap["logprob_gap_mean"] <= config.max_logprob_gap:  # also if it is not a number
         backend.discard_gradients()
         raise PreconditionFailed(
@@ -82,17 +97,26 @@ def _require_agreement(backend: Backend, minibatches: Sequence[Minibatch], confi
     return gap
 
 
-def _logprob_gap(backend: Backend, minibatches: Sequence[Minibatch]) -> dict[str, float]:
-    """|behaviour - trainer| log-probability and its k3 KL, over the batch's tokens on all ranks."""
+def _logprob_gap(
+    backend: Backend, minibatches: Sequence[Minibatch], outputs: Sequence[torch.Tensor]
+) -> dict[str, float]:
+    """Over the tokens that are trained on, on all ranks: |behaviour - trainer| log-probability and its k3 KL.
+
+    And the effective sample size of their importance weights w = exp(trainer - behaviour) as a share of them,
+    (sum w)^2 / (n sum w^2): 1 is full agreement.
+    """
     packs = [pack for minibatch in minibatches for pack in minibatch.packs]
     num_tokens = sum(minibatch.totals.num_tokens for minibatch in minibatches)
-    behaviour_N = torch.cat([pack.columns["behaviour_logprobs"] for pack in packs])
-    trainer_N = torch.cat([pack.columns["old_logprobs"] for pack in packs])
-    gap_N, kl_N = (behaviour_N - trainer_N).abs(), kl_k3(behaviour_N, trainer_N)
-    sums = backend.reduce(torch.stack([gap_N.sum(), kl_N.sum()]), dist.ReduceOp.SUM) / num_tokens
-    largest = backend.reduce(gap_N.max(), dist.ReduceOp.MAX)
+    is_trained_N = torch.cat([pack.columns["loss_mask"] for pack in packs]) > 0
+    behaviour_N = torch.cat([pack.columns["behaviour_logprobs"] for pack in packs])[is_trained_N].double()
+    trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
+    gap_N, weight_N = (behaviour_N - trainer_N).abs(), (trainer_N - behaviour_N).exp()
+    sums = torch.stack([x.sum() for x in (gap_N, kl_k3(behaviour_N, trainer_N), weight_N, weight_N.square())])
+    gap, kl, weight, weight_square = backend.reduce(sums, dist.ReduceOp.SUM) / num_tokens
+    largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()  # a rank's share may be all masked
     return {
-        "logprob_gap_mean": float(sums[0]),
-        "logprob_gap_max": float(largest),
-        "logprob_gap_kl": float(sums[1]),
+        "logprob_gap_mean": float(gap),
+        "logprob_gap_max": float(backend.reduce(largest, dist.ReduceOp.MAX)),
+        "logprob_gap_kl": float(kl),
+        "logprob_gap_ess": float(weight.square() / weight_square),
     }

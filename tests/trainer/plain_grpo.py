@@ -1,4 +1,4 @@
-"""GRPO as the papers write it: float64, one sample at a time, plain torch. What the trainer is compared with."""
+"""Losses as the papers write them: float64, one sample at a time, plain torch. What the trainer is compared with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.common.config.loss import LossConfig
+from services.common.config.loss import CorrectionConfig, LossConfig
 from services.common.config.trainer import TrainerConfig
 
 Row = Mapping[str, Any]
@@ -67,20 +67,109 @@ def _minibatches(rows: Sequence[Row], count: int) -> list[list[int]]:
 def _loss(
     model: torch.nn.Module, part: Sequence[tuple[Row, torch.Tensor]], config: LossConfig, temperature: float
 ) -> torch.Tensor:
-    losses = []  # one tensor of token losses per sample
-    for row, old in part:
-        logprobs, entropy = score(model, row, temperature)
-        ratio = (logprobs - old).exp()
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        advantages = torch.tensor(row["advantages"], dtype=torch.float64)
-        tokens = -torch.minimum(advantages * ratio, advantages * clipped) - config.entropy_coef * entropy
+    scored = [(*score(model, row, temperature), tensors(row) | {"old_logprobs": old}) for row, old in part]
+    return batch_loss(scored, config)
+
+
+def tensors(row: Row) -> dict[str, torch.Tensor]:
+    """What a loss reads of a sample, float64 [tokens]."""
+    given = {"behaviour_logprobs": row["logprobs"], "loss_mask": row.get("loss_mask") or [1.0] * len(row["tokens"])}
+    given |= {name: row[name] for name in ("advantages", "ref_logprobs") if row.get(name)}
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
+
+
+Scored = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
+    """Loss of a mini-batch of sequences, each its log-probabilities, entropy and columns."""
+    means = [
+        torch.cat([held[name][held["loss_mask"] > 0] for _, _, held in batch]).mean()
+        for name in ("behaviour_logprobs", "advantages")
+        if config.needs_covariance
+    ]
+    losses, longest = [], max(len(logprobs) for logprobs, _, _ in batch)
+    for logprobs, entropy, held in batch:
+        kept = held["loss_mask"] > 0
+        if not kept.any():
+            continue
+        held = {name: values[kept] for name, values in held.items()}
+        if means:
+            held["covariance"] = (held["behaviour_logprobs"] - means[0]) * (held["advantages"] - means[1])
+        tokens = _corrections(held, config.correction) * _token_losses(logprobs[kept], held, config)
+        tokens = tokens - config.entropy_coef * entropy[kept]
         if config.kl_coef:
-            off = torch.tensor(row["ref_logprobs"], dtype=torch.float64) - logprobs
-            tokens = tokens + config.kl_coef * (off.exp() - off - 1)
+            tokens = tokens + config.kl_coef * _kl(logprobs[kept] - held["ref_logprobs"], config.kl_kind)
         losses.append(tokens)
     if config.aggregation == "token_mean":
         return torch.cat(losses).mean()
     if config.aggregation == "seq_mean_token_mean":
         return torch.stack([tokens.mean() for tokens in losses]).mean()
-    longest = max(len(tokens) for tokens in losses)
-    return torch.stack([tokens.sum() / longest for tokens in losses]).mean()
+    length = longest if config.aggregation == "seq_mean_token_sum_norm" else 1
+    return torch.stack([tokens.sum() / length for tokens in losses]).mean()
+
+
+def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:
+    if config.kind == "sft":
+        return -logprobs
+    advantages = held["advantages"]
+    ratio = (logprobs - held["old_logprobs"]).exp()
+    match config.kind:
+        case "gspo":  # the sequence form, of which the trainer has the token form
+            ratio = (logprobs - held["old_logprobs"]).mean().exp().expand(len(logprobs))
+            return _clipped(ratio, advantages, config.gspo.clip_low, config.gspo.clip_high)
+        case "cispo":
+            return -ratio.detach().clamp(config.cispo.min_ratio, config.cispo.max_ratio) * advantages * logprobs
+        case "sapo":
+            taus = [config.sapo.tau_positive if a > 0 else config.sapo.tau_negative for a in advantages.tolist()]
+            tau = torch.tensor(taus, dtype=torch.float64)
+            return -advantages / (1 + (-tau * (ratio - 1)).exp()) * 4 / tau
+        case "clip_cov":
+            chosen = (held["covariance"] < config.clip_cov.min_covariance).double()
+            return chosen * _clipped(ratio, advantages, config.clip_low, config.clip_high)
+        case "kl_cov":
+            chosen = (held["covariance"] >= config.kl_cov.min_covariance).double()
+            return -advantages * ratio + chosen * config.kl_cov.coef * (logprobs - held["old_logprobs"]).abs()
+        case "dppo":
+            return -advantages * ratio * _within_divergence(logprobs.exp(), held["old_logprobs"].exp(), held, config)
+        case "reinforce":
+            return -advantages * logprobs
+    losses = _clipped(ratio, advantages, config.clip_low, config.clip_high)
+    if config.clip_dual:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * config.clip_dual), losses)
+    return losses
+
+
+def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return -torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - low, 1 + high))
+
+
+def _within_divergence(
+    new: torch.Tensor, old: torch.Tensor, held: dict[str, torch.Tensor], config: LossConfig
+) -> torch.Tensor:
+    divergence = (new - old).abs()
+    if config.dppo.divergence == "kl":
+        divergence = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
+    onward = torch.where(held["advantages"] > 0, new > old, new < old)
+    return (~(onward & (divergence > config.dppo.threshold))).double()
+
+
+def _corrections(held: dict[str, torch.Tensor], config: CorrectionConfig) -> torch.Tensor:
+    ratio = (held["old_logprobs"] - held["behaviour_logprobs"]).exp()
+    factor = torch.ones_like(ratio)
+    if config.weight == "token":
+        factor = ratio.clamp(max=config.weight_cap)
+    if config.weight == "sequence":
+        factor = factor * min(float(ratio.prod()), config.weight_cap)
+    if config.token_mask:
+        factor = factor * ((ratio >= config.token_mask[0]) & (ratio <= config.token_mask[1]))
+    if config.geometric_mask:
+        mean = float(ratio.prod()) ** (1 / len(ratio))
+        factor = factor * (config.geometric_mask[0] <= mean <= config.geometric_mask[1])
+    if config.veto is not None and float(ratio.min()) < config.veto:
+        factor = factor * 0
+    return factor
+
+
+def _kl(off: torch.Tensor, kind: str) -> torch.Tensor:
+    return {"k1": off, "k2": off**2 / 2, "k3": (-off).exp() - 1 + off, "abs": off.abs()}[kind]

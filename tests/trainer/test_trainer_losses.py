@@ -1,122 +1,54 @@
-"""The loss, term by term, against plain arithmetic."""
+"""What losses are made of, and learning rates, against plain arithmetic."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.loss import LossConfig
+from services.common.config.loss import Aggregation, LossConfig, LossKind
 from services.common.config.trainer import OptimConfig
 from services.trainer.losses import LOSSES, Totals
-from services.trainer.losses.grpo import grpo
-from services.trainer.losses.terms import clipped_surrogate, kl_k3, token_weights
+from services.trainer.losses.kl import KL_ESTIMATES, kl_k3
+from services.trainer.losses.terms import Tokens, clipped_surrogate, token_weights
 from services.trainer.optim import learning_rate
 
-LENGTHS = [3, 1, 4]
-TOTALS = Totals(num_tokens=8, num_sequences=3, max_completion_tokens=4)
 LOGPROBS = st.floats(-20, 0)
+# Three sequences of 3, 1 and 4 tokens, of which 2, 0 and 4 are trained on.
+MASK_N = torch.tensor([1.0, 0, 1, 0, 1, 1, 1, 1])
+COLUMNS = {"loss_mask": MASK_N, "completion_length": torch.tensor([2.0, 2, 2, 0, 4, 4, 4, 4])}
+TOTALS = Totals(num_tokens=6, num_sequences=2, max_completion_tokens=4)
+WEIGHTS = {
+    "token_mean": ([1 / 6, 0, 1 / 6], [0], [1 / 6] * 4),
+    "seq_mean_token_mean": ([1 / 4, 0, 1 / 4], [0], [1 / 8] * 4),
+    "seq_mean_token_sum": ([1 / 2, 0, 1 / 2], [0], [1 / 2] * 4),
+    "seq_mean_token_sum_norm": ([1 / 8, 0, 1 / 8], [0], [1 / 8] * 4),
+}
 
 
-def columns(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random() -> torch.Tensor:
-        return torch.randn(8, generator=generator, dtype=torch.float64)
-
-    lengths = torch.tensor([float(n) for n in LENGTHS for _ in range(n)], dtype=torch.float64)
-    return {
-        "old_logprobs": -2 + 0.3 * random(),
-        "ref_logprobs": -2 + 0.3 * random(),
-        "advantages": random(),
-        "completion_length": lengths,
-    }
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_weights(aggregation: Aggregation) -> None:
+    weights, (first, second, third) = token_weights(aggregation, COLUMNS, TOTALS), WEIGHTS[aggregation]
+    assert weights.tolist() == pytest.approx([*first, *second, *third], rel=1e-7)
 
 
-def plain_loss(logprobs: list[float], entropy: list[float], held: dict[str, torch.Tensor], config: LossConfig) -> float:
-    """One token after the other, as the papers write it."""
-    values = []
-    for i, logprob in enumerate(logprobs):
-        ratio = math.exp(logprob - float(held["old_logprobs"][i]))
-        advantage = float(held["advantages"][i])
-        clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-        off = float(held["ref_logprobs"][i]) - logprob
-        values.append(
-            -min(advantage * ratio, advantage * clipped)
-            - config.entropy_coef * entropy[i]
-            + config.kl_coef * (math.exp(off) - off - 1)
-        )
-    samples = [values[:3], values[3:4], values[4:]]
-    if config.aggregation == "token_mean":
-        return sum(values) / 8
-    if config.aggregation == "seq_mean_token_mean":
-        return sum(sum(sample) / len(sample) for sample in samples) / 3
-    return sum(sum(sample) / 4 for sample in samples) / 3
+def test_sums_over_sequences_leave_out_masked_tokens() -> None:
+    tokens = Tokens(torch.zeros(8), COLUMNS, (3, 1, 4))
+    values_N = torch.tensor([1.0, 100, 2, 100, 1, 2, 3, 4], requires_grad=True)
+    assert tokens.sequence_sum(values_N).tolist() == [3, 3, 3, 0, 10, 10, 10, 10]
+    assert tokens.sequence_mean(values_N).tolist() == [1.5, 1.5, 1.5, 0, 2.5, 2.5, 2.5, 2.5]
+    assert not tokens.sequence_mean(values_N).requires_grad
 
 
-CONFIGS = [
-    LossConfig(aggregation=aggregation, kl_coef=kl, entropy_coef=entropy, clip_low=0.1, clip_high=0.3)
-    for aggregation in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
-    for kl, entropy in ((0.0, 0.0), (0.2, 0.05))
-]
-LOGPROBS_N = torch.tensor([-2.5, -1.6, -2.0, -2.2, -1.9, -2.1, -1.4, -3.0], dtype=torch.float64)
-ENTROPY_N = torch.linspace(0.5, 2.0, 8, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.aggregation}-{c.kl_coef}")
-def test_loss_is_the_plain_one(config: LossConfig) -> None:
-    held = columns()
-    loss, metrics = grpo(LOGPROBS_N, ENTROPY_N, held, TOTALS, config)
-    want = plain_loss(LOGPROBS_N.tolist(), ENTROPY_N.tolist(), held, config)
-    # float64, some 50 operations.
-    assert float(loss) == pytest.approx(want, rel=1e-14, abs=1e-14)
-    assert float(metrics["loss"]) == float(loss)
-    assert not any(metric.requires_grad for metric in metrics.values())
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.aggregation}-{c.kl_coef}")
-def test_gradient_is_the_finite_difference(config: LossConfig) -> None:
-    held = columns()
-    logprobs, entropy = LOGPROBS_N.clone().requires_grad_(), ENTROPY_N.clone().requires_grad_()
-    grpo(logprobs, entropy, held, TOTALS, config)[0].backward()
-    step = 1e-6
-    for values, gradient in ((LOGPROBS_N, logprobs.grad), (ENTROPY_N, entropy.grad)):
-        for i in range(8):
-            shifted = []
-            for sign in (1, -1):
-                moved = values.clone()
-                moved[i] += sign * step
-                pair = (moved, ENTROPY_N) if values is LOGPROBS_N else (LOGPROBS_N, moved)
-                shifted.append(plain_loss(pair[0].tolist(), pair[1].tolist(), held, config))
-            # Central differences: h^2 = 1e-12 of curvature, and 1e-16 / h = 1e-10 of rounding.
-            assert float(gradient[i]) == pytest.approx((shifted[0] - shifted[1]) / (2 * step), abs=1e-9)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.aggregation}-{c.kl_coef}")
-def test_parts_add_up_to_the_whole(config: LossConfig) -> None:
-    held = columns()
-    whole, whole_metrics = grpo(LOGPROBS_N, ENTROPY_N, held, TOTALS, config)
-    losses, metrics = [], []
-    for part in (slice(0, 3), slice(3, 4), slice(4, 8)):
-        cut = {name: values[part] for name, values in held.items()}
-        loss, measured = grpo(LOGPROBS_N[part], ENTROPY_N[part], cut, TOTALS, config)
-        losses.append(loss)
-        metrics.append(measured)
-    assert float(sum(losses)) == pytest.approx(float(whole), rel=1e-14)
-    for name, value in whole_metrics.items():
-        assert float(sum(m[name] for m in metrics)) == pytest.approx(float(value), rel=1e-14)
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
-def test_weights_of_a_mean_sum_to_one(aggregation: str) -> None:
-    weights = token_weights(LossConfig(aggregation=aggregation), TOTALS, columns()["completion_length"])
-    assert float(weights.sum()) == pytest.approx(1, rel=1e-15)
-
-
-def test_weights_of_a_fixed_length_do_not_depend_on_the_sample() -> None:
-    weights = token_weights(LossConfig(aggregation="seq_mean_token_sum_norm"), TOTALS, columns()["completion_length"])
-    assert weights.tolist() == [1 / 12] * 8
+def test_masked_tokens_have_ratio_one_whatever_they_are() -> None:
+    logprobs_N, others_N = torch.full((8,), -1.0), torch.where(MASK_N > 0, -2.0, -1e4)
+    columns = COLUMNS | dict.fromkeys(("old_logprobs", "behaviour_logprobs", "ref_logprobs"), others_N)
+    tokens = Tokens.of(logprobs_N, columns, (3, 1, 4))
+    assert torch.equal(tokens.log_ratio_N, MASK_N)
+    assert torch.equal(logprobs_N - tokens.columns["behaviour_logprobs"], MASK_N)
+    assert torch.equal(logprobs_N - tokens.columns["ref_logprobs"], MASK_N)
 
 
 @settings(max_examples=300, deadline=None)
@@ -137,11 +69,40 @@ def test_divergence_of_equals_is_zero_with_no_gradient() -> None:
     assert logprobs.grad.tolist() == [0.0, 0.0]
 
 
-def test_divergence_is_an_estimate_of_kl() -> None:
-    # The expectation of k3 under the policy is KL(policy || reference), here computed exactly over a small vocabulary.
-    policy, reference = (torch.randn(9, dtype=torch.float64).log_softmax(0) for _ in range(2))
-    exact = (policy.exp() * (policy - reference)).sum()
-    assert float((policy.exp() * kl_k3(policy, reference)).sum()) == pytest.approx(float(exact), rel=1e-12)
+def _means_over_a_vocabulary(kind: str) -> tuple[float, float, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exact mean of an estimate and KL(policy || reference); gradients of both, and of KL(reference || policy)."""
+    torch.manual_seed(0)
+    logits, reference = torch.randn(2, 9, dtype=torch.float64)
+    logits, reference = logits.requires_grad_(), reference.log_softmax(0)
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    policy = logits.log_softmax(0)
+    mean = (policy.exp().detach() * KL_ESTIMATES[kind](policy, reference)).sum()  # samples are not differentiated
+    reverse, forward = (policy.exp() * (policy - reference)).sum(), (reference.exp() * (reference - policy)).sum()
+    return mean.item(), reverse.item(), gradient(mean), gradient(reverse), gradient(forward)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_divergence_is_an_estimate_of_kl(kind: str) -> None:
+    mean, exact, *_ = _means_over_a_vocabulary(kind)
+    assert mean == pytest.approx(exact, rel=1e-12)
+
+
+def test_gradients_of_divergences_are_those_that_the_config_says() -> None:
+    _, _, k1, reverse, forward = _means_over_a_vocabulary("k1")
+    assert k1.abs().max() < 1e-15
+    torch.testing.assert_close(_means_over_a_vocabulary("k2")[2], reverse, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(_means_over_a_vocabulary("k3")[2], forward, rtol=1e-12, atol=1e-15)
+    assert (reverse - forward).abs().max() > 0.01
+
+
+def test_absolute_divergence_pulls_with_the_sign() -> None:
+    logprobs = torch.tensor([-1.0, -3.0, -2.0], requires_grad=True)
+    divergence = KL_ESTIMATES["abs"](logprobs, torch.full((3,), -2.0))
+    divergence.sum().backward()
+    assert (divergence.tolist(), logprobs.grad.tolist()) == ([1, 1, 0], [1, -1, 0])
 
 
 # ratio, advantage -> is the gradient cut off? PPO clips only moves that go further in the rewarded direction.
@@ -170,7 +131,8 @@ def test_clip(ratio: float, advantage: float, clipped: bool) -> None:
 
 
 def test_every_loss_of_the_config_is_there() -> None:
-    assert set(LOSSES) == {LossConfig().kind}
+    assert set(LOSSES) == set(get_args(LossKind))
+    assert set(KL_ESTIMATES) == set(get_args(LossConfig.model_fields["kl_kind"].annotation))
 
 
 SCHEDULES = [

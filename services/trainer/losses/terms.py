@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.config.loss import LossConfig
+from services.common.config.loss import Aggregation
 
 
 @dataclass(frozen=True)
@@ -16,20 +16,61 @@ class Totals:
     max_completion_tokens: int
 
 
-def token_weights(config: LossConfig, totals: Totals, completion_length_N: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class Tokens:
+    """N predicted tokens of whole sequences, as a loss sees them; `logprobs_N`, of the policy, carries the gradient.
+
+    `columns` is that of services.trainer.packing.Pack with old_logprobs, `lengths` the tokens of each sequence in N.
+    """
+
+    logprobs_N: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, logprobs_N: torch.Tensor, columns: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> "Tokens":
+        """Gives masked tokens the policy's own log-probabilities: no ratio of theirs overflows or counts."""
+        is_trained_N, own_N = columns["loss_mask"] > 0, logprobs_N.detach()
+        given = {
+            name: torch.where(is_trained_N, values_N, own_N) if name.endswith("logprobs") else values_N
+            for name, values_N in columns.items()
+        }
+        return cls(logprobs_N, given, lengths)
+
+    @property
+    def log_ratio_N(self) -> torch.Tensor:
+        """Log of policy over old policy."""
+        return self.logprobs_N - self.columns["old_logprobs"]
+
+    @property
+    def advantages_N(self) -> torch.Tensor:
+        """What the policy is to get more of."""
+        return self.columns["advantages"]
+
+    def sequence_sum(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Sum [N], at every token, of its sequence's values where loss_mask is 1. No gradient."""
+        # Not index_add: its order of additions varies on GPU, and ranks that share a token must agree on its mask.
+        lengths_B = torch.tensor(self.lengths, device=values_N.device)
+        trained_N = values_N.detach() * self.columns["loss_mask"].to(values_N.dtype)
+        sums_B = torch.segment_reduce(trained_N, "sum", lengths=lengths_B, unsafe=True)
+        return sums_B.repeat_interleave(lengths_B, output_size=values_N.numel())
+
+    def sequence_mean(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Mean [N], at every token, of its sequence's values where loss_mask is 1. No gradient."""
+        return self.sequence_sum(values_N) / self.columns["completion_length"].clamp(min=1)
+
+
+def token_weights(aggregation: Aggregation, columns: dict[str, torch.Tensor], totals: Totals) -> torch.Tensor:
     """Weight [N] of every token, so that a plain sum over the mini-batch is the mean that `aggregation` names."""
-    ones = torch.ones_like(completion_length_N)
-    if config.aggregation == "token_mean":
-        return ones / totals.num_tokens
-    if config.aggregation == "seq_mean_token_mean":
-        return 1 / (totals.num_sequences * completion_length_N)
-    return ones / (totals.num_sequences * totals.max_completion_tokens)
-
-
-def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Low-variance, non-negative estimate of KL(policy || reference) per token (Schulman 2020, k3)."""
-    log_ratio = ref_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    mask_N = columns["loss_mask"]
+    if aggregation == "token_mean":
+        return mask_N / totals.num_tokens
+    per_sequence_N = mask_N / totals.num_sequences
+    if aggregation == "seq_mean_token_mean":
+        return per_sequence_N / columns["completion_length"].clamp(min=1)
+    if aggregation == "seq_mean_token_sum":
+        return per_sequence_N
+    return per_sequence_N / totals.max_completion_tokens
 
 
 def clipped_surrogate(

@@ -1,0 +1,39 @@
+"""DPPO (arXiv 2602.04879): the trust region is a bound on the divergence at a token, not on its ratio."""
+
+import torch
+
+from services.common.config.loss import LossConfig
+from services.trainer.losses.terms import Tokens
+
+
+def dppo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss -A r of each token, r = policy / old; 0 where the policy moved too far, and there counted as clipped.
+
+    Too far: A > 0 and r > 1, or A < 0 and r < 1, and the divergence of old and policy is above the threshold, both
+    reduced to two events, the sampled token of probability p and all the rest: tv is |p_old - p|, kl is
+    p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). A rare token may so multiply its probability, and a
+    frequent one may not halve it. The paper's old policy is the engine's: set old_logprobs: engine.
+    """
+    policy_N, old_N = tokens.logprobs_N.detach(), tokens.columns["old_logprobs"]
+    divergence_N = _DIVERGENCES[config.dppo.divergence](old_N, policy_N)
+    is_onward_N = tokens.advantages_N * (policy_N - old_N) > 0
+    masked_N = is_onward_N & (divergence_N > config.dppo.threshold)
+    losses_N = -tokens.advantages_N * tokens.log_ratio_N.exp()
+    return torch.where(masked_N, 0, losses_N), {"clip_fraction": masked_N}
+
+
+def _total_variation(old_N: torch.Tensor, policy_N: torch.Tensor) -> torch.Tensor:
+    return (old_N.exp() - policy_N.exp()).abs()
+
+
+def _kl(old_N: torch.Tensor, policy_N: torch.Tensor) -> torch.Tensor:
+    old_rest_N, policy_rest_N = _log_rest(old_N), _log_rest(policy_N)
+    return old_N.exp() * (old_N - policy_N) + old_rest_N.exp() * (old_rest_N - policy_rest_N)
+
+
+def _log_rest(logprobs_N: torch.Tensor) -> torch.Tensor:
+    """log(1 - p), kept finite where p rounds to 1."""
+    return torch.log(-torch.expm1(logprobs_N.clamp(max=-torch.finfo(logprobs_N.dtype).eps)))
+
+
+_DIVERGENCES = {"tv": _total_variation, "kl": _kl}

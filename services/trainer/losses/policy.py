@@ -1,0 +1,70 @@
+"""The policy loss: a kind's loss of every token, corrected and weighted, KL penalty and entropy bonus."""
+
+from collections.abc import Callable
+
+import torch
+
+from services.common.config.loss import LossConfig
+from services.trainer.losses.cispo import cispo
+from services.trainer.losses.correction import correction
+from services.trainer.losses.covariance import clip_cov, kl_cov
+from services.trainer.losses.dppo import dppo
+from services.trainer.losses.grpo import grpo
+from services.trainer.losses.gspo import gspo
+from services.trainer.losses.kl import KL_ESTIMATES
+from services.trainer.losses.reinforce import reinforce
+from services.trainer.losses.sapo import sapo
+from services.trainer.losses.sft import sft
+from services.trainer.losses.terms import Tokens, Totals, token_weights
+
+# Loss [N] of each token, and metrics [N] that are averaged over tokens. What masked tokens get is not looked at.
+TokenLoss = Callable[[Tokens, LossConfig], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+LOSSES: dict[str, TokenLoss] = {
+    "grpo": grpo,
+    "ppo": grpo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo": dppo,
+    "reinforce": reinforce,
+    "sft": sft,
+}
+
+
+def policy_loss(
+    outputs_2N: torch.Tensor,
+    columns: dict[str, torch.Tensor],
+    lengths: tuple[int, ...],
+    totals: Totals,
+    config: LossConfig,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of N predicted tokens and its metrics, all sums to be added over micro-batches and ranks.
+
+    Args:
+        outputs_2N: Log-probability under the policy and its entropy at each token, in nats; carries the gradient.
+        columns: Those of services.trainer.packing.Pack and old_logprobs. What is read besides loss_mask,
+            completion_length and behaviour_logprobs depends on `config`: advantages unless kind is sft, ref_logprobs
+            if kl_coef is set, and covariance for the kinds of services.trainer.losses.covariance.
+        lengths: Tokens of each sequence in N.
+        totals: Counts over the whole mini-batch.
+        config: Kind and coefficients.
+    """
+    logprobs_N, entropy_N = outputs_2N
+    tokens = Tokens.of(logprobs_N, columns, lengths)
+    losses_N, means = LOSSES[config.kind](tokens, config)
+    factor_N, corrected = correction(tokens, config.correction)
+    weights_N = token_weights(config.aggregation, columns, totals)
+    policy_loss = (weights_N * factor_N * losses_N).sum()
+    loss = policy_loss - config.entropy_coef * (weights_N * entropy_N).sum()
+    means = {"entropy": entropy_N, "ratio_mean": tokens.log_ratio_N.exp(), **means, **corrected}
+    if config.kl_coef:
+        kl_N = KL_ESTIMATES[config.kl_kind](logprobs_N, tokens.columns["ref_logprobs"])
+        loss = loss + config.kl_coef * (weights_N * kl_N).sum()
+        means["kl"] = kl_N
+    metrics = {"loss": loss.detach(), "policy_loss": policy_loss.detach()}
+    for name, values_N in means.items():
+        metrics[name] = (columns["loss_mask"] * values_N.detach()).sum() / totals.num_tokens
+    return loss, metrics

@@ -1,0 +1,11 @@
+"""REINFORCE (Williams 1992)."""
+
+import torch
+
+from services.common.config.loss import LossConfig
+from services.trainer.losses.terms import Tokens
+
+
+def reinforce(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss -A log policy of each token."""
+    return -tokens.advantages_N * tokens.logprobs_N, {}

@@ -1,0 +1,55 @@
+"""The loss of a critic: PPO's squared error (arXiv 1707.06347), clipped as in its first implementation."""
+
+from collections.abc import Mapping
+
+import torch
+
+from services.common.config.loss import ValueLossConfig
+from services.trainer.losses.terms import Totals, token_weights
+
+
+def value_loss(
+    values_N: torch.Tensor, columns: dict[str, torch.Tensor], totals: Totals, config: ValueLossConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss (V - R)^2 / 2 of N tokens and its metrics, all sums to be added over micro-batches and ranks.
+
+    With `value_clip` c it is the larger of that and the same at V clipped to within c of the value before the batch:
+    a value that has gone c towards, or past, its return gets no gradient to go farther.
+
+    Args:
+        values_N: What the critic says; carries the gradient.
+        columns: Of services.trainer.packing.Pack: loss_mask, completion_length, returns and, if clipped, values.
+        totals: Counts over the whole mini-batch.
+        config: Clip and aggregation.
+    """
+    returns_N, clip = columns["returns"], config.value_clip
+    losses_N = (values_N - returns_N).square() / 2
+    clipped_N = torch.zeros_like(losses_N, dtype=torch.bool)
+    if clip is not None:
+        near_N = columns["values"] + (values_N - columns["values"]).clamp(-clip, clip)
+        near_losses_N = (near_N - returns_N).square() / 2
+        clipped_N = ((values_N - columns["values"]).abs() > clip) & (near_losses_N > losses_N)
+        losses_N = torch.maximum(losses_N, near_losses_N)
+    loss = (token_weights(config.aggregation, columns, totals) * losses_N).sum()
+    # Variances are small differences of these means.
+    held_N, target_N = values_N.detach().double(), returns_N.double()
+    means = {
+        "clip_fraction": clipped_N,
+        "value_mean": held_N,
+        "return_mean": target_N,
+        "return_square_mean": target_N.square(),
+        "error_mean": target_N - held_N,
+        "error_square_mean": (target_N - held_N).square(),
+    }
+    metrics = {name: (columns["loss_mask"] * mean_N).sum() / totals.num_tokens for name, mean_N in means.items()}
+    return loss, {"loss": loss.detach(), **metrics}
+
+
+def explained_variance(metrics: Mapping[str, float]) -> float:
+    """1 - Var(returns - values) / Var(returns), from sums of the metrics of `value_loss` over the whole mini-batch.
+
+    1 is a perfect critic, 0 one that says the mean; below, it is worse than that. Returns that do not vary give 0.
+    """
+    variance = metrics["return_square_mean"] - metrics["return_mean"] ** 2
+    residual = metrics["error_square_mean"] - metrics["error_mean"] ** 2
+    return 1 - residual / variance if variance > 0 else 0.0

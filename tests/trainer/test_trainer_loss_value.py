@@ -1,0 +1,129 @@
+"""The critic's loss by hand, by finite differences, and over any split."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.config.loss import ValueLossConfig
+from services.trainer.losses import Totals, explained_variance, value_loss
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# value, value before the batch, return -> loss and gradient with value_clip 0.2
+CASES = [
+    (1.0, 1.0, 3.0, 2.0, -2.0),
+    (1.1, 1.0, 3.0, 1.9**2 / 2, -1.9),
+    (1.5, 1.0, 3.0, 1.8**2 / 2, 0.0),  # went far enough towards the return
+    (0.5, 1.0, 3.0, 2.5**2 / 2, -2.5),  # went away from it
+    (1.5, 1.0, 1.3, 0.2**2 / 2, 0.2),  # past it
+    (0.7, 1.0, 1.0, 0.3**2 / 2, -0.3),
+]
+
+
+@pytest.mark.parametrize(("value", "old", "target", "loss", "gradient"), CASES)
+def test_clipped_error(value: float, old: float, target: float, loss: float, gradient: float) -> None:
+    values = column(value).requires_grad_()
+    held = {"values": column(old), "returns": column(target), "loss_mask": column(1), "completion_length": column(1)}
+    got, metrics = value_loss(values, held, Totals(1, 1, 1), ValueLossConfig(value_clip=0.2))
+    got.backward()
+    assert (got.item(), values.grad.item()) == pytest.approx((loss, gradient), rel=1e-14)
+    assert metrics["clip_fraction"] == (abs(value - old) > 0.2 and abs(value - target) < abs(old - target) - 0.2)
+
+
+def test_without_clip_no_old_values_are_read() -> None:
+    values = column(1.5).requires_grad_()
+    held = {"returns": column(3.0), "loss_mask": column(1), "completion_length": column(1)}
+    loss, metrics = value_loss(values, held, Totals(1, 1, 1), ValueLossConfig(value_clip=None))
+    loss.backward()
+    assert (loss.item(), values.grad.item(), metrics["clip_fraction"].item()) == (1.5**2 / 2, -1.5, 0)
+
+
+def batch(seed: int, masks: list[list[bool]]) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for mask in masks:
+        now, old, returns = torch.randn(3, len(mask), generator=generator, dtype=torch.float64)
+        kept = torch.tensor(mask, dtype=torch.float64)
+        held = {"values": old, "returns": returns, "loss_mask": kept, "completion_length": kept.sum().expand(len(mask))}
+        sequences.append({"now": now, **held})
+    return sequences
+
+
+def totals(sequences: list[dict[str, torch.Tensor]]) -> Totals:
+    counts = [int(held["loss_mask"].sum()) for held in sequences]
+    return Totals(sum(counts), sum(count > 0 for count in counts), max(len(held["now"]) for held in sequences))
+
+
+def joined(sequences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([held[name] for held in sequences]) for name in sequences[0]}
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_gradient_is_the_finite_difference(clip: float | None) -> None:
+    sequences = batch(0, [[True, False, True], [False], [True] * 4])
+    held, config = joined(sequences), ValueLossConfig(value_clip=clip, aggregation="seq_mean_token_mean")
+    values = held.pop("now").requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, held, totals(sequences), config)[0], (values,))
+
+
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=2, max_size=6).filter(
+        lambda masks: any(map(any, masks))
+    ),
+    seed=st.integers(0, 2**31),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    data=st.data(),
+)
+def test_loss_of_any_split_is_the_plain_one(
+    masks: list[list[bool]], seed: int, aggregation: str, data: st.DataObject
+) -> None:
+    sequences, config = batch(seed, masks), ValueLossConfig(value_clip=0.3, aggregation=aggregation)
+    count = totals(sequences)
+    cut = data.draw(st.integers(1, len(sequences) - 1))
+    packs = [joined(part) for part in (sequences[:cut], sequences[cut:])]
+    results = [value_loss(held["now"], held, count, config) for held in packs]
+    want = 0.0
+    for held in sequences:
+        errors = []
+        for value, old, target, kept in zip(
+            *(held[name].tolist() for name in ("now", "values", "returns", "loss_mask")), strict=True
+        ):
+            near = old + min(max(value - old, -0.3), 0.3)
+            errors += [max((value - target) ** 2, (near - target) ** 2) / 2] if kept else []
+        share = {
+            "token_mean": 1 / count.num_tokens,
+            "seq_mean_token_mean": 1 / (count.num_sequences * max(len(errors), 1)),
+            "seq_mean_token_sum": 1 / count.num_sequences,
+            "seq_mean_token_sum_norm": 1 / (count.num_sequences * count.max_completion_tokens),
+        }[aggregation]
+        want += sum(errors) * share
+    assert sum(loss.item() for loss, _ in results) == pytest.approx(want, rel=1e-12)
+    summed = {name: sum(metrics[name].item() for _, metrics in results) for name in results[0][1]}
+    assert summed["loss"] == pytest.approx(want, rel=1e-12)
+    whole = joined(sequences)
+    kept = whole["loss_mask"] > 0
+    returns, left = whole["returns"][kept], (whole["returns"] - whole["now"])[kept]
+    if len(returns) > 1:
+        exact = 1 - (left.var(correction=0) / returns.var(correction=0)).item()
+        assert explained_variance(summed) == pytest.approx(exact, rel=1e-9, abs=1e-9)
+
+
+def test_explained_variance_of_known_critics() -> None:
+    held = {"returns": column(1, 2, 3, 6), "loss_mask": torch.ones(4), "completion_length": torch.full((4,), 4.0)}
+    for values, want in (([1, 2, 3, 6], 1.0), ([3, 3, 3, 3], 0.0), ([5, 4, 3, 0], -3.0), ([11, 12, 13, 16], 1.0)):
+        _, metrics = value_loss(column(*values), held, Totals(4, 1, 4), ValueLossConfig(value_clip=None))
+        got = explained_variance({name: value.item() for name, value in metrics.items()})
+        assert math.isclose(got, want, abs_tol=1e-12)
+    constant = held | {"returns": column(2, 2, 2, 2)}
+    _, metrics = value_loss(column(1, 2, 3, 4), constant, Totals(4, 1, 4), ValueLossConfig(value_clip=None))
+    assert explained_variance({name: value.item() for name, value in metrics.items()}) == 0.0
