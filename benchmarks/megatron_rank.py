@@ -48,6 +48,7 @@ def measure(worker: Worker, rank: int, layout: Layout, directory: Path) -> dict[
     begin = time.perf_counter()
     checkpoint = directory / f"{layout.model}.checkpoint"
     answer = worker.open(
+        role="policy",
         config_json=config.model_dump_json(),
         model_path=str(path),
         checkpoint_path=str(checkpoint) if layout.loads else "",
@@ -56,7 +57,7 @@ def measure(worker: Worker, rank: int, layout: Layout, directory: Path) -> dict[
     )
     result: dict[str, Any] = {"open [s]": time.perf_counter() - begin, "idle after open [GB]": _allocated()}
     sizes = [layout.megatron.get(key, 1) for key in (TP, PP, CP)]
-    data_rank, data_ranks = answer.body["data_ranks"]["policy"], layout.world // int(np.prod(sizes))
+    data_rank, data_ranks = answer.body["data_rank"], layout.world // int(np.prod(sizes))
     table = samples(json.loads((path / "config.json").read_text())["vocab_size"])
     result["logprobs"] = _logprobs(worker, config, table, data_rank, data_ranks)
     if layout.loads:

@@ -131,26 +131,25 @@ def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
     return tuple(ranks)
 
 
-def data_parallel_size(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> int:
-    """Ranks, or groups of ranks, that train on different samples; of the reference model if `megatron` is its own."""
+def data_parallel_size(trainer: TrainerConfig) -> int:
+    """Ranks, or groups of ranks, that compute different samples."""
     if trainer.strategy != "megatron":
         return trainer.num_ranks
-    return Layout.of(megatron or trainer.megatron, trainer.num_ranks).dp
+    return Layout.of(trainer.megatron, trainer.num_ranks).dp
 
 
-def packs_multiple(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> int:
+def packs_multiple(trainer: TrainerConfig) -> int:
     """Micro-batches of a data-parallel rank come in multiples of this: with VPP, of one for each pipeline stage.
 
     An interleaved schedule runs micro-batches in rounds of PP (megatron.core.pipeline_parallel.schedules).
     """
-    sizes = megatron or trainer.megatron
-    is_interleaved = trainer.strategy == "megatron" and sizes.virtual_pipeline_model_parallel_size
-    return sizes.pipeline_model_parallel_size if is_interleaved else 1
+    is_interleaved = trainer.strategy == "megatron" and trainer.megatron.virtual_pipeline_model_parallel_size
+    return trainer.megatron.pipeline_model_parallel_size if is_interleaved else 1
 
 
-def samples_at_once(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> int:
+def samples_at_once(trainer: TrainerConfig) -> int:
     """Fewest samples with work for all: one for each micro-batch that each data-parallel rank must have."""
-    return data_parallel_size(trainer, megatron) * packs_multiple(trainer, megatron)
+    return data_parallel_size(trainer) * packs_multiple(trainer)
 
 
 def check_layout(
@@ -160,16 +159,18 @@ def check_layout(
     architecture: Architecture | None = None,
     max_tokens: int | None = None,
     key: str = _MEGATRON,
+    section: str = "trainer",
 ) -> None:
     """Checks every rule that `num_ranks` and, where given, the model's shape and the micro-batches' token budget allow.
 
     Raises:
-        InvalidInput: A rule is broken; names it, the key below `key` and the nearest legal values.
+        InvalidInput: A rule is broken; names it, the key below `key`, or below `section` if it is about the ranks, and
+            the nearest legal values.
     """
     broken = next(_broken_rules(megatron, num_ranks, architecture, max_tokens), None)
     if broken:
         name, problem = broken
-        field = name if name.startswith("trainer.") else f"{key}.{name}"
+        field = name.replace("trainer", section, 1) if name.startswith("trainer.") else f"{key}.{name}"
         raise InvalidInput(f"{field} {problem}", reason=Reason.INVALID_CONFIG, field=field)
 
 

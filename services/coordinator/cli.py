@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.table import Table
 from services.common.config.load import keys, load
 from services.common.errors import LockstepError
 from services.coordinator.data.cli import app as data_app
+
+if TYPE_CHECKING:
+    from services.coordinator.launch import Addresses
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models, on-policy by contract.",
@@ -25,34 +28,56 @@ _console = Console()
 _errors = Console(stderr=True)
 
 
+_Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides, the last one wins.")]
+_Rollout = Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running replica; repeat for more.")]
+_Reward = Annotated[str, typer.Option(help="HOST:PORT of a running reward service.")]
+_Trainer = Annotated[str, typer.Option(help="HOST:PORT of a running trainer.")]
+
+
 @app.command()
-def run(
-    config: Annotated[list[str], typer.Argument(help="YAML files and key=value overrides, the last one wins.")],
-    rollout: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running replica; repeat for more.")] = None,
-    reward: Annotated[str, typer.Option(help="HOST:PORT of a running reward service.")] = "",
-    trainer: Annotated[str, typer.Option(help="HOST:PORT of a running trainer.")] = "",
-) -> None:
+def run(config: _Configs, rollout: _Rollout = None, reward: _Reward = "", trainer: _Trainer = "") -> None:
     """Train. Services without an address are started on this host and ended with the run."""
     from services.common.config.run import Config
-    from services.common.rpc import parse_address
-    from services.coordinator.launch import Addresses
     from services.coordinator.plan import check_model
     from services.coordinator.session import run_session
 
-    settings = load(Config, config)
-    for option, address in [("--reward", reward), ("--trainer", trainer), *(("--rollout", r) for r in rollout or ())]:
-        if address:
-            parse_address(address, field=option)
+    settings, given = load(Config, config), _addresses(rollout, reward, trainer)
     check_model(settings)
-    given = Addresses(tuple(rollout or ()), reward, trainer)
     outcome = asyncio.run(run_session(settings, given, _console))
     _summarise(outcome.evaluations, outcome.version, settings.run_dir, outcome.export_path)
 
 
 @app.command()
-def plan(
-    config: Annotated[list[str], typer.Argument(help="YAML files and key=value overrides, the last one wins.")],
+def sft(config: _Configs, trainer: _Trainer = "") -> None:
+    """Train supervised, on prompts and responses: the trainer alone, which is started here if it has no address."""
+    from services.common.config.sft import SftConfig
+    from services.coordinator.plan import check_model
+    from services.coordinator.sft_session import sft_session, show_outcome
+
+    settings, given = load(SftConfig, config), _addresses(None, "", trainer)
+    check_model(settings)
+    show_outcome(asyncio.run(sft_session(settings, given, _console)), settings, _console)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of a run, or a Hugging Face model directory.")],
+    config: _Configs,
+    out: Annotated[Path | None, typer.Option(help="Directory for the results; below the run's if not given.")] = None,
+    rollout: _Rollout = None,
+    reward: _Reward = "",
+    trainer: _Trainer = "",
 ) -> None:
+    """Evaluate a checkpoint or a model on the held-out sets of a run, whose own files are left as they are."""
+    from services.common.config.run import Config
+    from services.coordinator.eval_session import eval_config, eval_session, show_evaluation
+
+    settings, given = eval_config(load(Config, config), checkpoint, out), _addresses(rollout, reward, trainer)
+    show_evaluation(asyncio.run(eval_session(settings, given, _console)), _console)
+
+
+@app.command()
+def plan(config: _Configs) -> None:
     """Show what each trainer rank would hold, its memory and what a publication sends. Starts nothing."""
     from services.common.config.run import Config
     from services.coordinator.plan import show_plan
@@ -61,14 +86,25 @@ def plan(
 
 
 @app.command()
-def config() -> None:
+def config(sft: Annotated[bool, typer.Option("--sft", help="Those of a supervised run.")] = False) -> None:
     """List every config key with its type, default and help."""
     from services.common.config.run import Config
+    from services.common.config.sft import SftConfig
 
     table = Table("key", "type", "default", "meaning")
-    for key in keys(Config):
+    for key in keys(SftConfig if sft else Config):
         table.add_row(key.path, key.type, key.default, key.help)
     _console.print(table)
+
+
+def _addresses(rollout: list[str] | None, reward: str, trainer: str) -> "Addresses":
+    from services.common.rpc import parse_address
+    from services.coordinator.launch import Addresses
+
+    for option, address in [("--reward", reward), ("--trainer", trainer), *(("--rollout", r) for r in rollout or ())]:
+        if address:
+            parse_address(address, field=option)
+    return Addresses(tuple(rollout or ()), reward, trainer)
 
 
 def _summarise(evaluations: list[dict[str, float]], version: int, run_dir: Path, export_path: Path | None) -> None:

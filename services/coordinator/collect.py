@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
@@ -13,6 +14,19 @@ from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.groups import ScoredGroup
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is drawn of a prompt, and from which weights."""
+
+    num_samples: int
+    sampling: SamplingConfig
+    stamp: PolicyStamp
+    step: int
+    """Seeds follow from it: the version of the stamp, unless more than one batch is drawn from that."""
+    with_baseline: bool = False
+    """Also one greedy completion, of which only the reward is kept."""
 
 
 class Collector:
@@ -29,23 +43,31 @@ class Collector:
         Raises:
             LockstepError: REWARD_FAILED if no group could be scored.
         """
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=self._tokenizer.eos_token_ids,
-        )
-
-        async def one(index: int, prompt: Prompt) -> ScoredGroup | None:
-            seeds = [self._seed_of(stamp.version, prompt.prompt_id, sample) for sample in range(num_samples)]
-            group = await self._rollout.generate(index, prompt, seeds, params, stamp)
-            return await self._reward.score(group, self._tokenizer)
-
-        groups = [group for group in await gather(one(i, p) for i, p in enumerate(prompts)) if group]
+        draw = Draw(num_samples, sampling, stamp, stamp.version)
+        groups = [group for group in await gather(self.one(i, p, draw) for i, p in enumerate(prompts)) if group]
         if not groups:
             raise LockstepError("no prompt group could be scored", reason=Reason.REWARD_FAILED)
         return groups
 
-    def _seed_of(self, version: int, prompt_id: str, sample: int) -> int:
+    async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
+        """One prompt, sampled and scored; None if `reward.on_failure` drops it."""
+        if not draw.with_baseline:
+            return await self._one(index, prompt, draw)
+        greedy = replace(draw, num_samples=1, sampling=draw.sampling.model_copy(update={"temperature": 0.0}))
+        group, baseline = await gather(self._one(index, prompt, drawn) for drawn in (draw, greedy))
+        return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
+
+    async def _one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
+        params = SamplingParams(
+            temperature=draw.sampling.temperature,
+            max_tokens=draw.sampling.max_tokens,
+            stop_token_ids=self._tokenizer.eos_token_ids,
+        )
+        seeds = [self._seed_of(draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
+        group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
+        return await self._reward.score(group, self._tokenizer)
+
+    def _seed_of(self, step: int, prompt_id: str, sample: int) -> int:
         """The same for the same (run seed, step, prompt, sample), wherever and whenever it is drawn."""
-        key = f"{self._seed}/{version}/{prompt_id}/{sample}".encode()
+        key = f"{self._seed}/{step}/{prompt_id}/{sample}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

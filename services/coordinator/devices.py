@@ -11,23 +11,23 @@ def num_gpus() -> int:
     return sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
 
 
-def split_gpus(config: Config, *, available: int, start_trainer: bool, start_rollout: bool) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by service name; empty where there is no GPU.
+def split_gpus(ranks: dict[str, int], config: Config, *, available: int, start_rollout: bool) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by service name; empty where there is no GPU. `ranks` has the trainers that are started.
 
     Raises:
         InvalidInput: There are GPUs, but fewer than the services need.
     """
     if available == 0:
         return {}
-    wanted = {"trainer": config.trainer.num_ranks} if start_trainer else {}
+    wanted = dict(ranks)
     if start_rollout:
         replica = config.rollout.tensor_parallel_size
         wanted |= {f"rollout-{index}": replica for index in range(config.rollout.num_replicas)}
     total = sum(wanted.values())
     if total > available:
         raise InvalidInput(
-            f"this host has {available} GPUs, but trainer.num_ranks and rollout.num_replicas x tensor_parallel_size "
-            f"need {total}; lower them, or give the addresses of services on other hosts",
+            f"this host has {available} GPUs, but the trainers' num_ranks and rollout.num_replicas x "
+            f"tensor_parallel_size need {total}; lower them, or give the addresses of services on other hosts",
             field="trainer.num_ranks",
         )
     devices = iter(range(available))

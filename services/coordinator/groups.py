@@ -1,7 +1,7 @@
 """Prompt groups on their way from prompt to batch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -30,20 +30,39 @@ class ScoredGroup(SampledGroup):
 
     scores: Sequence[Score]
     scorer: str
+    baseline: float | None = None
+    """Reward of the prompt's greedy completion, if one was drawn."""
+    columns: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    """What other models say of the samples: column of the batch -> one list for each sample."""
 
     @property
     def rewards(self) -> np.ndarray:
         """float64 [n]."""
-        return np.array([score.reward for score in self.scores])
+        return self.numbers(None)
+
+    @property
+    def is_truncated(self) -> np.ndarray:
+        """bool [n]: whether the sample reached max_tokens."""
+        return np.array([c.finish_reason == FinishReason.FINISH_REASON_LENGTH for c in self.completions])
+
+    def numbers(self, component: str | None) -> np.ndarray:
+        """float64 [n]: a component of the rewards, 0 for a sample without it; None is the rewards themselves."""
+        if component is None:
+            return np.array([score.reward for score in self.scores])
+        return np.array([score.components.get(component, 0.0) for score in self.scores])
 
 
-def to_table(groups: Sequence[ScoredGroup]) -> pa.Table:
-    """The batch without advantages, in the order of the groups' indices whatever order they finished in."""
-    rows = [row for group in sorted(groups, key=lambda g: g.index) for row in _rows(group)]
+def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> pa.Table:
+    """The batch without advantages, in the order of the groups' indices whatever order they finished in.
+
+    With `mask_truncated` the loss_mask leaves out every token of a sample that reached max_tokens.
+    """
+    rows = [row for group in sorted(groups, key=lambda g: g.index) for row in _rows(group, mask_truncated)]
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
 
 
-def _rows(group: ScoredGroup) -> list[dict[str, object]]:
+def _rows(group: ScoredGroup, mask_truncated: bool) -> list[dict[str, object]]:
+    is_trained = ~group.is_truncated
     return [
         {
             "prompt_id": group.prompt.prompt_id,
@@ -54,11 +73,14 @@ def _rows(group: ScoredGroup) -> list[dict[str, object]]:
             "logprobs": completion.logprobs,
             "reward": score.reward,
             "components": list(score.components.items()),
+            "baseline": group.baseline,
+            "loss_mask": [bool(is_trained[sample])] * len(completion.tokens) if mask_truncated else None,
             "finish_reason": FINISH_REASONS[completion.finish_reason],
             "policy_version": group.stamp.version,
             "policy_digest": group.stamp.digest,
             "scorer": group.scorer,
             "seed": completion.seed,
+            **{name: rows[sample] for name, rows in group.columns.items()},
         }
         for sample, (completion, score) in enumerate(zip(group.completions, group.scores, strict=True))
     ]

@@ -31,6 +31,12 @@ class Addresses:
     rollout: tuple[str, ...] = ()
     reward: str = ""
     trainer: str = ""
+    reference: str = ""
+    critic: str = ""
+
+    def of(self, model: str) -> str:
+        """Where the model of a config section is: on a trainer of its own, or on the policy's."""
+        return getattr(self, model) or self.trainer
 
 
 @dataclass
@@ -107,9 +113,14 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def launch(config: Config, given: Addresses) -> AsyncIterator[Fleet]:
-    """Services for `config`: those of `given`, the rest started here and ended on the way out, however that is."""
-    gpus = split_gpus(config, available=num_gpus(), start_trainer=not given.trainer, start_rollout=not given.rollout)
+async def launch(config: Config, given: Addresses, *, trainer_only: bool = False) -> AsyncIterator[Fleet]:
+    """Services for `config`: those of `given`, the rest started here and ended on the way out, however that is.
+
+    With `trainer_only`, as a supervised run wants it, there is no rollout and no reward.
+    """
+    starts_rollout = not (given.rollout or trainer_only)
+    ranks = {name: model.num_ranks for name, model in config.models.items() if _is_started(name, config, given)}
+    gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     with contextlib.ExitStack() as ports:
 
@@ -120,14 +131,17 @@ async def launch(config: Config, given: Addresses) -> AsyncIterator[Fleet]:
             children.append(Child(name, command, log_path, restarts, gpus.get(name)))
             return address
 
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.trainer.num_ranks))
+        trainers = {name: getattr(given, name) for name in ("trainer", "reference", "critic")}
+        for name, count in ranks.items():
+            torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
+            trainers[name] = add(name, *torchrun, "-m", "services.trainer")
         addresses = Addresses(
-            reward=given.reward or add("reward", "-m", "services.reward"),
-            trainer=given.trainer or add("trainer", *torchrun, "-m", "services.trainer"),
+            reward=given.reward or ("" if trainer_only else add("reward", "-m", "services.reward")),
+            **trainers,
             rollout=given.rollout
             or tuple(
                 add(f"rollout-{index}", "-m", "services.rollout", restarts=_MAX_RESTARTS)
-                for index in range(config.rollout.num_replicas)
+                for index in range(config.rollout.num_replicas if starts_rollout else 0)
             ),
         )
     try:
@@ -136,6 +150,11 @@ async def launch(config: Config, given: Addresses) -> AsyncIterator[Fleet]:
         yield Fleet(addresses, children)
     finally:
         await asyncio.gather(*(child.end() for child in children))
+
+
+def _is_started(name: str, config: Config, given: Addresses) -> bool:
+    has_own = name == "trainer" or getattr(config, name).deployment == "own"
+    return has_own and not getattr(given, name)
 
 
 def _reserve(ports: contextlib.ExitStack) -> str:

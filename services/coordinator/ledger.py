@@ -4,6 +4,8 @@ import fcntl
 import json
 import sqlite3
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,17 @@ class Kind(StrEnum):
     OPENED = "opened"  # run id and config, each time a coordinator opens the run
     EPOCH = "epoch"  # weight-group epoch and its number of replicas
     PUBLISHED = "published"  # stamp that is served
+    SELECTED = "selected"  # which groups of a step are trained on, which were dropped or left over, and why
     COLLECTED = "collected"  # Parquet file of a step, its SHA-256, the stamp that its samples were drawn from
     FINISHED = "finished"  # metrics of a step
     EVALUATED = "evaluated"  # metrics of an evaluation
     SAVED = "saved"  # checkpoint path and manifest digest
+    SAVED_CRITIC = "saved_critic"  # the same of the critic, before that of the policy
     DELETED = "deleted"  # checkpoint path
 
 
 class Ledger:
-    """Append-only. One coordinator at a time: a lock file is held while it is open.
+    """Decisions are only appended. One coordinator at a time: a lock file is held while it is open.
 
     Raises:
         PreconditionFailed: Another coordinator has the run open.
@@ -48,6 +52,10 @@ class Ledger:
             "(seq INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, version INTEGER, body TEXT NOT NULL)"
         )
         self._db.execute("CREATE INDEX IF NOT EXISTS by_kind ON decisions (kind, version)")
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS outcomes (step INTEGER, prompt_id TEXT, num_samples INTEGER NOT NULL, "
+            "num_passed INTEGER NOT NULL, PRIMARY KEY (step, prompt_id)) WITHOUT ROWID"
+        )
 
     def record(self, kind: Kind, version: int | None = None, **body: Any) -> int:
         """Appends a decision and waits for the disk; its sequence number."""
@@ -69,6 +77,35 @@ class Ledger:
             (kind.value, version),
         ).fetchone()
         return {"version": row[0], **json.loads(row[1])} if row else None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All that is written inside is kept, or none of it."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def keep_outcomes(self, step: int, outcomes: Mapping[str, tuple[int, int]]) -> None:
+        """Keeps (samples, samples that passed) by prompt id, in place of what `step` had before a restart."""
+        self._db.execute("DELETE FROM outcomes WHERE step = ?", (step,))
+        rows = [(step, prompt_id, *counts) for prompt_id, counts in outcomes.items()]
+        self._db.executemany("INSERT INTO outcomes VALUES (?, ?, ?, ?)", rows)
+
+    def success_rates(self, step: int, window: int | None) -> dict[str, float]:
+        """Share of samples that passed, by prompt id, in the `window` steps before `step`, or in all of them.
+
+        A resumed run gets the same: what was recorded from `step` on, before it went back, does not count.
+        """
+        rows = self._db.execute(
+            "SELECT prompt_id, SUM(num_passed), SUM(num_samples) FROM outcomes WHERE step < ?1 AND step >= ?2 "
+            "GROUP BY prompt_id",
+            (step, 0 if window is None else step - window),
+        )
+        return {prompt_id: num_passed / num_samples for prompt_id, num_passed, num_samples in rows}
 
     def close(self) -> None:
         """Closes the file and lets another coordinator open it."""

@@ -52,8 +52,8 @@ class Memory:
     @property
     def idle(self) -> int:
         """What stays between the updates."""
-        parts = {"params": self.weights + self.reference, "grads": self.gradients, "optimizer": self.optimizer}
-        return sum(size for name, size in parts.items() if name not in self.offloads)
+        parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
+        return self.reference + sum(size for name, size in parts.items() if name not in self.offloads)
 
 
 def weight_bytes(trainer: TrainerConfig) -> int:
@@ -87,7 +87,7 @@ def fsdp_memory(config: Config, model: Architecture) -> Memory:
     count = -(-model.num_parameters // config.trainer.num_ranks)
     offloads = frozenset(("params", "grads", "optimizer")) if config.trainer.fsdp.cpu_offload else frozenset[str]()
     memory = Memory(count, _MASTER * count, _GRADIENT * count, _MOMENTS * count, offloads=offloads)
-    return replace(memory, reference=_MASTER * count) if config.trainer.loss.kl_coef else memory
+    return replace(memory, reference=_MASTER * count) if "reference" in config.models else memory
 
 
 def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int, int]:
@@ -178,9 +178,9 @@ def _cut(sizes: Iterable[int], bucket_bytes: int) -> tuple[int, int]:
 
 
 def _reference(config: Config, model: Architecture) -> int:
-    """Bytes of the reference model's weights: with adapters it is the base, and takes nothing."""
-    trainer = config.trainer
-    if not trainer.loss.kl_coef or trainer.lora.rank:
+    """Bytes of the reference's weights beside the policy's: with adapters it is the base, and takes nothing."""
+    reference = config.models.get("reference")
+    if reference is None or config.reference.deployment == "own" or "params" in reference.megatron.offloads:
         return 0
-    layout = Layout.of(trainer.reference.megatron or trainer.megatron, trainer.num_ranks)
-    return weight_bytes(trainer) * max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))
+    layout = Layout.of(reference.megatron, reference.num_ranks)
+    return weight_bytes(reference) * max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))

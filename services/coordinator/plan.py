@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.architecture import Architecture, read_architecture
-from services.common.config.megatron import MegatronConfig
 from services.common.config.run import Config
+from services.common.config.trainer import TrainerConfig
 from services.common.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
 from services.coordinator.memory import Memory, fsdp_memory, publication, stage_memory, weight_bytes
 
@@ -38,9 +38,9 @@ def show_plan(config: Config, console: Console) -> None:
     _check(config, model)
     is_megatron = config.trainer.strategy == "megatron"
     lines = [f"{model.model_type}: {model.num_layers} layers, {_count(model.num_parameters)} parameters"]
-    for role, megatron in _layouts(config):
-        layout = Layout.of(megatron, config.trainer.num_ranks)
-        lines.append(f"{role.removeprefix('trainer.')}: {_sizes(layout)}")
+    for name, settings in _layouts(config):
+        layout = Layout.of(settings.megatron, settings.num_ranks)
+        lines.append(f"{name}: {_sizes(layout)}")
         if model.num_experts:
             lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
     _say(console, lines)
@@ -54,16 +54,13 @@ def show_plan(config: Config, console: Console) -> None:
     _say(console, [_offloaded(config), _publication(config, model), _batch(config), _assumptions(config)])
 
 
-def _layouts(config: Config) -> Iterator[tuple[str, MegatronConfig]]:
-    if config.trainer.strategy == "megatron":
-        yield "trainer.megatron", config.trainer.megatron
-        if config.trainer.reference.megatron:
-            yield "trainer.reference.megatron", config.trainer.reference.megatron
+def _layouts(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
+    return ((name, model) for name, model in config.models.items() if model.strategy == "megatron")
 
 
 def _check(config: Config, model: Architecture) -> None:
-    for key, megatron in _layouts(config):
-        check_layout(megatron, config.trainer.num_ranks, architecture=model, key=key)
+    for name, settings in _layouts(config):
+        check_layout(settings.megatron, settings.num_ranks, architecture=model, key=f"{name}.megatron")
 
 
 def _rank_table(layout: Layout, model: Architecture) -> Table:

@@ -13,17 +13,19 @@ from services.coordinator.ledger import Kind, Ledger
 
 LEDGER = "ledger.sqlite"
 CHECKPOINTS = "checkpoints"
+CRITIC_CHECKPOINTS = "critic_checkpoints"
 # May differ from the config that the run began with.
-_MAY_CHANGE = {"resume", "runs_dir", "num_steps", "checkpoint", "evaluation", "timeouts", "weights"}
+_MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs", "checkpoint", "evaluation", "timeouts", "weights"}
 
 
 @dataclass(frozen=True)
 class Start:
-    """Identity of the run, its ledger, and the checkpoint to load (empty for the model directory)."""
+    """Identity of the run, its ledger, and the checkpoints to load (empty for the model directory)."""
 
     run_id: str
     ledger: Ledger
     checkpoint: str
+    critic_checkpoint: str = ""
 
 
 def open_run(config: Config) -> Start:
@@ -62,8 +64,18 @@ def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
         _require_same(config, json.loads(opened["config"]))
     if not checkpoint and config.resume != "never":
         checkpoint = _newest(ledger, config)
+    critic = _critic_beside(checkpoint) if checkpoint and config.critic else ""
     ledger.record(Kind.OPENED, run_id=run_id, config=config.model_dump_json(), checkpoint=checkpoint)
-    return Start(run_id, ledger, checkpoint)
+    return Start(run_id, ledger, checkpoint, critic)
+
+
+def _critic_beside(checkpoint: str) -> str:
+    """The critic's checkpoint of the same step; the trainer verifies it."""
+    path = Path(checkpoint)
+    critic = path.parent.parent / CRITIC_CHECKPOINTS / path.name
+    if not (critic / "manifest.json").is_file():
+        raise NotFound(f"resume: {checkpoint} has no critic beside it in {critic}", field="resume")
+    return str(critic)
 
 
 def _given(path: str) -> str:

@@ -15,11 +15,13 @@ import pyarrow.parquet as pq
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.run import Config
-from services.coordinator.clients.trainer import Trainer
+from services.coordinator.advantages.controller import coef_after, record
+from services.coordinator.clients.trainer import Model
 from services.coordinator.ledger import Kind
 from services.coordinator.metrics import batch_metrics
 from services.coordinator.reporters import Reporter
-from services.coordinator.resume import CHECKPOINTS, Start
+from services.coordinator.resume import CHECKPOINTS, CRITIC_CHECKPOINTS, Start
+from services.coordinator.selection import Selected
 
 
 class Phase(StrEnum):
@@ -81,16 +83,30 @@ class Run:
         """`stamp` is served."""
         self._ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest)
 
-    def record_batch(self, batch: pa.Table, stamp: PolicyStamp, dataset_digest: str) -> pa.Table:
-        """Keeps a step's batch on disk before it is trained on."""
+    def success_rates(self, step: int, window: int | None) -> dict[str, float]:
+        """See Ledger.success_rates."""
+        return self._ledger.success_rates(step, window)
+
+    def kl_coef(self, version: int) -> float:
+        """Coefficient of the KL penalty in the reward of the batch that is drawn from `version`."""
+        before = self._ledger.last(Kind.COLLECTED, version - 1) or {}
+        return coef_after(before.get("kl"), self.config.advantage.kl)
+
+    def record_batch(self, batch: pa.Table, stamp: PolicyStamp, dataset_digest: str, selected: Selected) -> pa.Table:
+        """Keeps a step's batch, and how it was chosen, on disk before it is trained on."""
         path = self._batch_path(stamp.version)
         with path.open("wb") as file:
             pq.write_table(batch, file, compression="zstd")
             file.flush()
             os.fsync(file.fileno())
-        self._ledger.record(
-            Kind.COLLECTED, stamp.version, digest=stamp.digest, sha256=_sha256(path), dataset=dataset_digest
-        )
+        settings = self.config.advantage
+        kl = record(batch, self.kl_coef(stamp.version), settings.kl) if settings.needs_reference else None
+        with self._ledger.together():
+            self._ledger.record(Kind.SELECTED, stamp.version, **selected.decision)
+            self._ledger.keep_outcomes(stamp.version, selected.outcomes)
+            self._ledger.record(
+                Kind.COLLECTED, stamp.version, digest=stamp.digest, sha256=_sha256(path), dataset=dataset_digest, kl=kl
+            )
         return batch
 
     async def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
@@ -108,14 +124,14 @@ class Run:
         """Whether `version` is to be saved."""
         return _due(version, self.config.checkpoint.save_freq, self.num_steps)
 
-    async def begin_checkpoint(self, trainer: Trainer, version: int) -> None:
-        """Starts to save `version` while the run goes on; the checkpoint before must have been saved.
+    async def begin_checkpoint(self, models: Sequence[Model], version: int) -> None:
+        """Starts to save `models`, the policy last, while the run goes on; the checkpoint before must have been saved.
 
         Raises:
             LockstepError: As `finish_checkpoint`.
         """
         await self.finish_checkpoint()
-        self._saving = asyncio.create_task(self._save(trainer, version))
+        self._saving = asyncio.create_task(self._save(models, version))
 
     async def finish_checkpoint(self) -> None:
         """Waits for the checkpoint that is being saved, if there is one.
@@ -132,18 +148,28 @@ class Run:
         if self._saving is not None and self._saving.done():
             self._saving.result()
 
-    async def _save(self, trainer: Trainer, version: int) -> None:
-        """Saves, records, and deletes what is older than max_ckpts_to_keep."""
-        path = str((self.config.run_dir / CHECKPOINTS / f"step-{version:06d}").absolute())
-        saved = [row["path"] for row in self._ledger.all(Kind.SAVED)]
+    async def _save(self, models: Sequence[Model], version: int) -> None:
+        settings, warmup_steps = self.config.checkpoint, self.config.critic.warmup_steps if self.config.critic else 0
+        for model in models:
+            if model.name == "critic":
+                where = (Kind.SAVED_CRITIC, CRITIC_CHECKPOINTS, settings.max_critic_ckpts_to_keep)
+                await self._save_one(model, version, version + warmup_steps, where)
+            else:
+                await self._save_one(model, version, version, (Kind.SAVED, CHECKPOINTS, settings.max_ckpts_to_keep))
+
+    async def _save_one(self, model: Model, step: int, version: int, where: tuple[Kind, str, int]) -> None:
+        """Saves a model's `version`, records, and deletes what is older than those to keep."""
+        kind, directory, num_kept = where
+        path = str((self.config.run_dir / directory / f"step-{step:06d}").absolute())
+        saved = [row["path"] for row in self._ledger.all(kind)]
         if path in saved and Path(path).exists():  # a resumed run comes by again
             return
         shutil.rmtree(path, ignore_errors=True)  # saved for a coordinator that did not live to record it
-        digest = await trainer.save(path, version)
-        self._ledger.record(Kind.SAVED, version, path=path, manifest_digest=digest)
+        digest = await model.save(path, version)
+        self._ledger.record(kind, step, path=path, manifest_digest=digest)
         deleted = {row["path"] for row in self._ledger.all(Kind.DELETED)}
         kept = [old for old in dict.fromkeys([*saved, path]) if old not in deleted]
-        for old in kept[: -self.config.checkpoint.max_ckpts_to_keep]:
+        for old in kept[:-num_kept]:
             self._ledger.record(Kind.DELETED, path=old)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
@@ -173,12 +199,11 @@ class Run:
     def finish_step(self, version: int, trained: dict[str, float], batch: pa.Table) -> None:
         """Keeps and reports the numbers of a step; the next one begins."""
         metrics = batch_metrics(batch) | {f"train/{name}": value for name, value in trained.items()} | self._times()
+        metrics |= (self._ledger.last(Kind.SELECTED, self.version) or {}).get("metrics", {})
+        kl = (self._ledger.last(Kind.COLLECTED, self.version) or {}).get("kl")
+        metrics |= {"kl/coef": kl["kl_coef"], "kl/penalised_per_sample": kl["kl_per_sample"]} if kl else {}
         metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
-        self._ledger.record(Kind.FINISHED, version, **metrics)
-        self.version = version
-        for reporter in self.reporters:
-            reporter.step(version, metrics)
-        self._restart_clock()
+        self._keep_step(version, metrics)
 
     def evaluations(self) -> list[dict[str, float]]:
         """All evaluations so far, oldest first."""
@@ -191,6 +216,13 @@ class Run:
         for reporter in self.reporters:
             reporter.close()
         self._ledger.close()
+
+    def _keep_step(self, version: int, metrics: dict[str, float]) -> None:
+        self._ledger.record(Kind.FINISHED, version, **metrics)
+        self.version = version
+        for reporter in self.reporters:
+            reporter.step(version, metrics)
+        self._restart_clock()
 
     def _times(self) -> dict[str, float]:
         step_s = time.perf_counter() - self._step_began

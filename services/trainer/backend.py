@@ -12,10 +12,11 @@ from services.trainer.packing import Pack
 
 
 class Role(StrEnum):
-    """Which of the deployment's models."""
+    """What a model is for. Policy and critic are trained; the reference is frozen."""
 
     POLICY = "policy"
     REFERENCE = "reference"
+    CRITIC = "critic"
 
 
 # (outputs_KN, pack) -> loss to be summed over all packs of all ranks, metrics to be summed likewise. The outputs of a
@@ -24,15 +25,16 @@ LossFunction = Callable[[torch.Tensor, Pack], tuple[torch.Tensor, dict[str, torc
 
 
 class Backend(Protocol):
-    """One rank's part of the models. All methods are collectives: every rank calls them in the same order."""
+    """One rank's part of one model. All methods are collectives: every rank calls them in the same order."""
 
     device: torch.device
 
-    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        """The model's outputs, float32 [K, N], at each pack's targets. No gradient."""
+    @property
+    def data_rank(self) -> int:
+        """Which of the ranks with different samples this is; ranks that share their samples have the same."""
 
-    def data_rank(self, role: Role) -> int:
-        """Which of the ranks with different samples this is; ranks that share a model's samples have the same."""
+    def forward(self, packs: Sequence[Pack], temperature: float, *, of_base: bool = False) -> list[torch.Tensor]:
+        """The model's outputs, float32 [K, N], at each pack's targets; `of_base` without its adapters. No gradient."""
 
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
@@ -67,7 +69,7 @@ class Backend(Protocol):
         """Names and order of `weights`, with meta tensors."""
 
     def save(self, directory: Path) -> Callable[[], None] | None:
-        """Writes policy and optimizer state into `directory`, each rank its part.
+        """Writes model and optimizer state into `directory`, each rank its part.
 
         A backend that writes while training goes on returns, once it has its copy, what writes: every rank calls that,
         outside of the order of the collectives, and it returns or raises when all ranks have written.

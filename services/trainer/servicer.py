@@ -4,7 +4,8 @@ import asyncio
 import functools
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,13 +27,35 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint import TrainState
 from services.trainer.ranks import Ranks
 from services.trainer.shards import check_samples, forward_parts, train_parts, vocab_size_of
-from services.trainer.worker import Worker
+from services.trainer.worker import CONFIGS, Worker
 
 NAME = "lockstep.trainer.v1.TrainerService"
 
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
-_ROLES = {pb.ROLE_POLICY: Role.POLICY, pb.ROLE_REFERENCE: Role.REFERENCE}
+_ROLES = {
+    pb.ROLE_UNSPECIFIED: Role.POLICY,
+    pb.ROLE_POLICY: Role.POLICY,
+    pb.ROLE_REFERENCE: Role.REFERENCE,
+    pb.ROLE_CRITIC: Role.CRITIC,
+}
+
+
+@dataclass
+class _Held:
+    """One role of the open run. `digest` is of the published weights; empty since they last changed."""
+
+    asked: str  # digest of what OpenRun asked for
+    config: TrainerConfig
+    opened: pb.OpenRunResponse
+    data_ranks: Sequence[int]  # of each rank, which samples it gets
+    state: TrainState
+    digest: str = ""
+
+    @property
+    def stamp(self) -> types_pb2.PolicyStamp:
+        """What the policy holds."""
+        return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
 
 def _to_the_end(method: Method) -> Method:
@@ -51,58 +74,54 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(self, ranks: Ranks, worker: Worker, store_host: str, store_port: int):
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store_address = (store_host, store_port)
-        self._run = ("", "")  # run id, digest of what OpenRun asked for
-        self._config: TrainerConfig | None = None
-        self._opened: pb.OpenRunResponse | None = None
-        self._data_ranks: dict[str, list[int]] = {}  # role -> of each rank, which samples it gets
-        self._state = TrainState(0, "", {})
-        self._digest = ""  # of the published weights; empty since they last changed
+        self._run_id = ""
+        self._roles: dict[Role, _Held] = {}
         self._epoch = -1
         self._saving = asyncio.Lock()  # held until a checkpoint is whole, which may outlast _changing; taken first
         self._changing = asyncio.Lock()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
-        state = "open" if self._config else "idle"
-        info = service_info("trainer", state, run=self._run, libraries=("torch", "transformers"))
-        return pb.GetInfoResponse(info=info, stamp=self._held(), num_ranks=self._ranks.num_ranks)
+        state = "open" if self._roles else "idle"
+        policy = self._roles.get(Role.POLICY)
+        run = (self._run_id, policy.asked if policy else "")
+        info = service_info("trainer", state, run=run, libraries=("torch", "transformers"))
+        stamp = policy.stamp if policy else types_pb2.PolicyStamp()
+        return pb.GetInfoResponse(info=info, stamp=stamp, num_ranks=self._ranks.num_ranks)
 
     @_to_the_end
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
-        config = parse_json(TrainerConfig, request.config_json)
-        asked = (request.run_id, hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest())
+        role = _role(request.role)
+        config = parse_json(CONFIGS[role], request.config_json)
+        asked = hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest()
         async with self._saving, self._changing:
-            if self._opened is None or self._run != asked:
-                await self._open(config, request)
-                self._run = asked
+            held = self._roles.get(role) if request.run_id == self._run_id else None
+            if held is None or held.asked != asked:
+                held = await self._open(role, config, request, asked)
         answer = pb.OpenRunResponse()
-        answer.CopyFrom(self._opened)
-        answer.version, answer.last_batch_id = self._state.version, self._state.last_batch_id
+        answer.CopyFrom(held.opened)
+        answer.version, answer.last_batch_id = held.state.version, held.state.last_batch_id
         return answer
 
     @_to_the_end
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         async with self._saving, self._changing:
-            if request.run_id != self._run[0]:
+            if request.run_id != self._run_id:
                 return pb.CloseRunResponse()  # a late close of a run that another has replaced
-            self._opened = self._config = None
-            self._run = ("", "")
-            await self._ranks.call("close")
+            await self._close()
         return pb.CloseRunResponse()
 
     async def Forward(
         self, requests: AsyncIterator[pb.ForwardRequest], context: Any
     ) -> AsyncIterator[pb.ForwardResponse]:
         header, samples = await receive(requests)
-        config = self._open_config()
-        if header.role == pb.ROLE_REFERENCE and not config.loss.kl_coef:
-            raise InvalidInput("role: no reference model is held, because trainer.loss.kl_coef is 0", field="role")
-        if header.role not in _ROLES:
-            raise InvalidInput("role: must be policy or reference", field="role")
+        if header.role == pb.ROLE_UNSPECIFIED:
+            raise InvalidInput("role: must be policy, reference or critic", field="role")
+        role = _role(header.role)
+        held = self._held(self._stand_in(role))
         _check_temperature(header.temperature)
-        check_samples(samples, vocab_size=self._vocab_size())
-        role = _ROLES[header.role]
-        data_ranks = self._data_ranks[role]
-        parts, order = forward_parts(samples, config, max(data_ranks) + 1, role)
+        check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
+        data_ranks = held.data_ranks
+        parts, order = forward_parts(samples, held.config, max(data_ranks) + 1)
         answers = await self._ranks.call(
             "forward", [parts[rank] for rank in data_ranks], role=role, temperature=header.temperature
         )
@@ -120,26 +139,29 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     @_to_the_end
     async def _train(self, header: pb.TrainHeader, samples: pa.Table, begin: float) -> pb.TrainResponse:
         received_s = time.perf_counter() - begin
-        config = self._open_config()
+        role = _role(header.role, is_trained=True)
         async with self._changing:
-            if header.batch_id and header.batch_id == self._state.last_batch_id:
-                return self._replay(header)
-            self._check_contract(header, samples)
-            data_ranks = self._data_ranks[Role.POLICY]
-            parts = train_parts(samples, config, max(data_ranks) + 1)
+            held = self._held(role)  # not before: another run may have been opened meanwhile
+            if header.batch_id and header.batch_id == held.state.last_batch_id:
+                return _replay(header, held)
+            _check_contract(header, samples, role, held)
+            parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
             answers = await self._ranks.call(
                 "train",
-                [parts[rank] for rank in data_ranks],
+                [parts[rank] for rank in held.data_ranks],
                 temperature=header.temperature,
-                version=self._state.version,
+                version=held.state.version,
+                role=role,
             )
-            metrics = answers[0].body["metrics"] | {"receive_s": received_s, "train_s": time.perf_counter() - begin}
-            self._state = TrainState(self._state.version + 1, header.batch_id, metrics)
-            self._digest = ""
-        return pb.TrainResponse(version=self._state.version, metrics=metrics)
+            metrics = answers[0].body["metrics"]
+            if role is Role.POLICY:
+                metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
+            held.state = TrainState(held.state.version + 1, header.batch_id, metrics)
+            held.digest = ""
+        return pb.TrainResponse(version=held.state.version, metrics=metrics)
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
-        self._open_config()
+        self._held()
         if request.group.epoch <= self._epoch:
             raise PreconditionFailed(
                 f"epoch {request.group.epoch} is not above {self._epoch}, which this trainer has seen",
@@ -150,105 +172,93 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.JoinWeightGroupResponse(plan_digest=answers[0].body["plan_digest"])
 
     async def SendWeights(self, request: pb.SendWeightsRequest, context: Any) -> pb.SendWeightsResponse:
-        self._open_config()
         async with self._changing:
+            policy = self._held()
             if request.epoch != self._epoch:
                 raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
-            if request.version != self._state.version:
+            if request.version != policy.state.version:
                 raise PreconditionFailed(
-                    f"asked to send version {request.version}, held is {self._state.version}",
+                    f"asked to send version {request.version}, held is {policy.state.version}",
                     reason=Reason.STALE_STAMP,
                 )
             skips_base = False
-            if self._opened.plan.adapter_config_json:
+            if policy.opened.plan.adapter_config_json:
                 agreed = await self._killing_epoch_on_cancel("agree")
                 skips_base = agreed[0].body["skips_base"]
             answers = await self._killing_epoch_on_cancel("send", version=request.version, skips_base=skips_base)
             sent = answers[0].body
-            self._digest = sent["digest"]
-        return pb.SendWeightsResponse(stamp=self._held(), num_bytes=sent["num_bytes"], duration_s=sent["duration_s"])
+            policy.digest = sent["digest"]
+        return pb.SendWeightsResponse(stamp=policy.stamp, num_bytes=sent["num_bytes"], duration_s=sent["duration_s"])
 
     @_to_the_end
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
-        self._open_config()
+        role = _role(request.role, is_trained=True)
         async with self._saving:
             async with self._changing:
-                if request.HasField("version") and request.version != self._state.version:
+                held = self._held(role)
+                if request.HasField("version") and request.version != held.state.version:
                     raise PreconditionFailed(
-                        f"asked to save version {request.version}, held is {self._state.version}",
+                        f"asked to save version {request.version}, held is {held.state.version}",
                         reason=Reason.STALE_STAMP,
                     )
                 checkpoint.begin(Path(request.path))
-                answers = await self._ranks.call("save", path=request.path, state=vars(self._state))
+                answers = await self._ranks.call("save", path=request.path, state=vars(held.state), role=role)
             # An empty answer: the ranks have their copies and write them, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
         return pb.SaveCheckpointResponse(**answer)
 
     @_to_the_end
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Any) -> pb.LoadCheckpointResponse:
-        self._open_config()
         async with self._saving, self._changing:
+            policy = self._held()
             state = await asyncio.to_thread(checkpoint.verify, Path(request.path))
             await self._ranks.call("load", path=request.path)
-            self._state, self._digest = state, ""
+            policy.state, policy.digest = state, ""
         return pb.LoadCheckpointResponse(version=state.version)
 
     @_to_the_end
     async def ExportHuggingFace(
         self, request: pb.ExportHuggingFaceRequest, context: Any
     ) -> pb.ExportHuggingFaceResponse:
-        self._open_config()
+        self._held()
         async with self._changing:
             checkpoint.begin(Path(request.path))
             answers = await self._ranks.call("export", path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
 
-    async def _open(self, config: TrainerConfig, request: pb.OpenRunRequest) -> None:
+    async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> _Held:
         card = read_model_card(request.model_path)
         state = TrainState(0, "", {})
         if request.checkpoint_path:
             state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
-        self._opened = self._config = None
+        if role is Role.POLICY or request.run_id != self._run_id:
+            await self._close()
+        self._roles.pop(role, None)
         answers = await self._ranks.call(
             "open",
+            role=role,
             config_json=request.config_json,
             model_path=request.model_path,
             checkpoint_path=request.checkpoint_path,
             seed=request.seed,
             bucket_bytes=request.bucket_bytes,
         )
-        self._config, self._state, self._digest, self._epoch = config, state, "", -1
-        roles = answers[0].body["data_ranks"]
-        self._data_ranks = {role: [answer.body["data_ranks"][role] for answer in answers] for role in roles}
-        self._opened = pb.OpenRunResponse(
+        opened = pb.OpenRunResponse(
             model_card=card,
-            plan=types_pb2.WeightPlan.FromString(answers[0].frames[0]),
             store_host=self._store_address[0],
             store_port=self._store_address[1],
             weight_backend="nccl" if torch.cuda.is_available() else "gloo",
             num_ranks=self._ranks.num_ranks,
         )
+        if role is Role.POLICY:
+            opened.plan.ParseFromString(answers[0].frames[0])
+        self._run_id = request.run_id
+        self._roles[role] = _Held(asked, config, opened, [answer.body["data_rank"] for answer in answers], state)
+        return self._roles[role]
 
-    def _check_contract(self, header: pb.TrainHeader, samples: pa.Table) -> None:
-        """Design, section 7: the batch and every sample of it must carry exactly the held stamp."""
-        if not header.batch_id:
-            raise InvalidInput("batch_id: required", field="batch_id")
-        _check_temperature(header.temperature)
-        require_stamp(header.expected_stamp, self._held(), who="the trainer")
-        stamps = samples.group_by(["policy_version", "policy_digest"], use_threads=False).aggregate([])
-        for row in stamps.to_pylist():
-            sampled_from = types_pb2.PolicyStamp(version=row["policy_version"], digest=row["policy_digest"])
-            require_stamp(sampled_from, self._held(), who="a sample was drawn from other weights: the trainer")
-        check_samples(samples, vocab_size=self._vocab_size())
-
-    def _replay(self, header: pb.TrainHeader) -> pb.TrainResponse:
-        if header.expected_stamp.version + 1 != self._state.version:
-            raise PreconditionFailed(
-                f"batch {header.batch_id} was applied to version {self._state.version - 1}, "
-                f"not to {header.expected_stamp.version}",
-                reason=Reason.REPLAYED_BATCH,
-            )
-        return pb.TrainResponse(version=self._state.version, metrics=self._state.last_metrics, replayed=True)
+    async def _close(self) -> None:
+        self._run_id, self._roles, self._epoch = "", {}, -1
+        await self._ranks.call("close")
 
     async def _killing_epoch_on_cancel(self, method: str, **arguments: Any) -> Any:
         try:
@@ -257,16 +267,66 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._kill_epoch()  # the caller gave up on a member; nobody else should wait for it
             raise
 
-    def _held(self) -> types_pb2.PolicyStamp:
-        return types_pb2.PolicyStamp(version=self._state.version, digest=self._digest)
-
-    def _open_config(self) -> TrainerConfig:
-        if self._config is None:
+    def _held(self, role: Role = Role.POLICY) -> _Held:
+        if not self._roles:
             raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
-        return self._config
+        if role not in self._roles:
+            raise InvalidInput(f"role: no {role} is open on this trainer", field="role")
+        return self._roles[role]
 
-    def _vocab_size(self) -> int:
-        return vocab_size_of(self._opened.model_card.files["config.json"])
+    def _stand_in(self, role: Role) -> Role:
+        """With adapters the policy's base stands for a reference that was not opened."""
+        policy = self._roles.get(Role.POLICY)
+        is_base = role is Role.REFERENCE and role not in self._roles and policy and policy.config.lora.rank
+        return Role.POLICY if is_base else role
+
+
+def _role(number: int, *, is_trained: bool = False) -> Role:
+    role = _ROLES.get(number)
+    if role is None or (is_trained and role is Role.REFERENCE):
+        known = "policy or critic" if is_trained else "policy, reference or critic"
+        raise InvalidInput(f"role: must be {known}", field="role")
+    return role
+
+
+def _check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held: _Held) -> None:
+    """Design, section 7: the batch and every sample of it must carry exactly the policy's held stamp.
+
+    A critic is trained on what was sampled from the policy that it judges, in the policy's order.
+    """
+    if not header.batch_id:
+        raise InvalidInput("batch_id: required", field="batch_id")
+    _check_temperature(header.temperature)
+    check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
+    if role is Role.POLICY and held.config.loss.kind == "sft":
+        _require_version(header.expected_stamp.version, held)  # nothing was sampled: only the order counts
+        return
+    stamp = header.expected_stamp if role is Role.CRITIC else held.stamp
+    require_stamp(header.expected_stamp, stamp, who="the trainer")
+    if role is Role.CRITIC:
+        _require_version(header.critic_version, held)
+    stamps = samples.group_by(["policy_version", "policy_digest"], use_threads=False).aggregate([])
+    for row in stamps.to_pylist():
+        sampled_from = types_pb2.PolicyStamp(version=row["policy_version"], digest=row["policy_digest"])
+        require_stamp(sampled_from, stamp, who="a sample was drawn from other weights: the trainer")
+
+
+def _require_version(version: int, held: _Held) -> None:
+    if version != held.state.version:
+        raise PreconditionFailed(
+            f"the batch is for version {version}, held is {held.state.version}", reason=Reason.STALE_STAMP
+        )
+
+
+def _replay(header: pb.TrainHeader, held: _Held) -> pb.TrainResponse:
+    is_critic = _ROLES[header.role] is Role.CRITIC
+    applied_to = header.critic_version if is_critic else header.expected_stamp.version
+    if applied_to + 1 != held.state.version:
+        raise PreconditionFailed(
+            f"batch {header.batch_id} was applied to version {held.state.version - 1}, not to {applied_to}",
+            reason=Reason.REPLAYED_BATCH,
+        )
+    return pb.TrainResponse(version=held.state.version, metrics=held.state.last_metrics, replayed=True)
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:

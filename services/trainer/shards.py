@@ -46,16 +46,15 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
             raise InvalidInput(f"{name}: token {largest} is outside the vocabulary of {vocab_size}", field=name)
 
 
-def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[Message]:
+def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY) -> list[Message]:
     """Each rank's samples for `Worker.train`, in the order of its packs, and how they are packed.
 
     Raises:
         InvalidInput: The batch cannot be split as the config asks.
     """
-    needs = {"advantages": "to train", "ref_logprobs": "because trainer.loss.kl_coef is above 0"}
-    for name, why in needs.items():
-        if samples[name].null_count and (name != "ref_logprobs" or config.loss.kl_coef):
-            raise InvalidInput(f"{name}: required, {why}", field=name)
+    for name in _needed(config, role):
+        if samples[name].null_count:
+            raise InvalidInput(f"{name}: required to train the {role} with this loss", field=name)
     trained = trained_tokens(samples)
     minibatches: list[list[dict[str, object]]] = [[] for _ in range(num_ranks)]
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -82,13 +81,11 @@ def trained_tokens(samples: pa.Table) -> np.ndarray:
     return np.array([np.count_nonzero(mask.values) for mask in samples["loss_mask"]])
 
 
-def forward_parts(
-    samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY
-) -> tuple[list[Message], np.ndarray]:
+def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> tuple[list[Message], np.ndarray]:
     """Each rank's samples for `Worker.forward`, and where row i of the concatenated answers belongs."""
     narrow = samples.select(_COLUMNS)
     parts, order = [], []
-    for packs in _assign(samples, config, num_ranks, role):
+    for packs in _assign(samples, config, num_ranks):
         rows = [index for pack in packs for index in pack]
         frames = list(batches.encode(narrow.take(pa.array(rows))))
         parts.append(Message({"packs": [len(pack) for pack in packs]}, frames))
@@ -102,15 +99,20 @@ def vocab_size_of(config_json: bytes) -> int:
     return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
 
 
-def _assign(
-    samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY
-) -> list[list[list[int]]]:
+def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
+    if role is Role.CRITIC:
+        return ("values", "returns")
+    advantages = () if config.loss.kind == "sft" else ("advantages",)
+    return (*advantages, "ref_logprobs") if config.loss.kl_coef else advantages
+
+
+def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
     lengths = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
     return assign(
         lengths.tolist(),
         num_ranks=num_ranks,
         max_tokens=config.max_tokens_per_microbatch,
-        multiple_of=packs_multiple(config, config.reference.megatron if role is Role.REFERENCE else None),
+        multiple_of=packs_multiple(config),
     )
 
 

@@ -17,6 +17,7 @@ from lockstep.types.v1 import types_pb2
 
 from services.common import batch as batches
 from services.common.config.load import parse_json
+from services.common.config.roles import CriticSettings
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.model_card import read_model_card
@@ -24,7 +25,7 @@ from services.common.weights.digest import Sums
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import NamedTensors, Plan
 from services.trainer import checkpoint
-from services.trainer.backend import Backend, Role, compute_dtype
+from services.trainer.backend import Backend, Role
 from services.trainer.background import in_background
 from services.trainer.export import adapter_config, export_adapter, export_hugging_face
 from services.trainer.losses import Totals
@@ -33,6 +34,7 @@ from services.trainer.profiler import Profiler
 from services.trainer.publish import send
 from services.trainer.ranks import Message
 from services.trainer.update import Minibatch, update
+from services.trainer.update_critic import update_critic
 
 # Imported when a run asks for one: the libraries are large, and a host may have only one of them.
 _BACKENDS = {
@@ -40,16 +42,23 @@ _BACKENDS = {
     "megatron": ("services.trainer.megatron.backend", "MegatronBackend"),
 }
 
+# What each role is configured by.
+CONFIGS: dict[Role, type[TrainerConfig]] = {
+    Role.POLICY: TrainerConfig,
+    Role.REFERENCE: TrainerConfig,
+    Role.CRITIC: CriticSettings,
+}
+
 
 class Worker:
-    """One rank: its backend, and on rank 0 its membership of the weight group."""
+    """One rank: the backend of each role, and on rank 0 its membership of the weight group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
         self._store, self._rank, self._world_size = store, rank, world_size
         self._device = device
         self._num_groups = 0
-        self._config: TrainerConfig | None = None
-        self._backend: Backend | None = None
+        self._configs: dict[Role, TrainerConfig] = {}
+        self._backends: dict[Role, Backend] = {}
         self._plan: Plan | None = None
         self._base_sums: Sums | None = None  # of the base, which is frozen, once it was sent
         self._group: WeightGroup | None = None
@@ -58,22 +67,35 @@ class Worker:
         self._saving: futures.Future[dict[str, object]] | None = None
         self._num_updates = 0
 
-    def open(self, *, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int) -> Message:
-        """Builds the backend, from the model directory or from a checkpoint that rank 0 has verified."""
-        self.close()
-        self._config = parse_json(TrainerConfig, config_json)
-        self._profiler, self._num_updates = Profiler(self._config.profiler, self._rank), 0
-        self._start_process_group(timedelta(seconds=self._config.collective_timeout_s))
+    def open(
+        self, *, role: str, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int
+    ) -> Message:
+        """Builds a role's backend, from the model directory or from a checkpoint that rank 0 has verified.
+
+        The policy is the first role to be opened where it is: whatever is open is closed before it.
+        """
+        role = Role(role)
+        config = parse_json(CONFIGS[role], config_json)
+        self._close_role(role)
+        if not dist.is_initialized():
+            self._start_process_group(timedelta(seconds=config.collective_timeout_s))
         torch.manual_seed(seed)
-        self._backend = _make_backend(self._config, model_path, self._device)
-        self._model_path = model_path
+        self._configs[role] = config
+        backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
         if checkpoint_path:
-            self._backend.load(Path(checkpoint_path) / "state")
-        self._plan, self._base_sums = self._make_plan(bucket_bytes), None
-        roles = [Role.POLICY, *([Role.REFERENCE] if self._config.loss.kl_coef else [])]
-        data_ranks = {role.value: self._backend.data_rank(role) for role in roles}
-        frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
-        return Message({"data_ranks": data_ranks}, frames)
+            try:
+                backend.load(Path(checkpoint_path) / "state")
+            except BaseException:
+                del backend
+                self._close_role(role)
+                raise
+        frames = []
+        if role is Role.POLICY:
+            self._model_path = model_path
+            self._profiler, self._num_updates = Profiler(config.profiler, self._rank), 0
+            self._plan, self._base_sums = self._make_plan(bucket_bytes), None
+            frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
+        return Message({"data_rank": backend.data_rank}, frames)
 
     def close(self) -> None:
         """Frees the models."""
@@ -82,31 +104,36 @@ class Worker:
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None
-        if self._backend is not None:
-            self._backend.close()
-        self._backend = self._plan = None
-        gc.collect()  # models hang in cycles of hooks
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        while self._backends:  # and no name of a backend is left, which would keep it
+            self._backends.popitem()[1].close()
+        self._plan = None
+        self._free()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def forward(self, *, role: str, packs: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
-        """Log-probabilities and entropy of this rank's samples, in their order."""
+        """Log-probabilities and entropy, or values, of this rank's samples, in their order."""
         held = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
-        logprobs, entropies = [], []
-        outputs = self._open().forward(Role(role), held, temperature)
-        for pack, (logprobs_N, entropy_N) in zip(held, outputs, strict=True):
-            logprobs += pack.per_sample(logprobs_N)
-            entropies += pack.per_sample(entropy_N)
-        values = pa.list_(pa.float32())
-        table = pa.table({"logprobs": pa.array(logprobs, values), "entropy": pa.array(entropies, values)})
-        return Message({}, list(batches.encode(table)))
+        # With adapters the policy's base may stand for the reference.
+        of_base = role == Role.REFERENCE and Role.REFERENCE not in self._backends
+        backend = self._open(Role.POLICY if of_base else Role(role))
+        outputs = backend.forward(held, temperature, of_base=of_base)
+        columns = {}
+        for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
+            rows = [row for pack, out in zip(held, outputs, strict=True) for row in pack.per_sample(out[index])]
+            columns[name] = pa.array(rows, pa.list_(pa.float32()))
+        return Message({}, list(batches.encode(pa.table(columns))))
 
     def train(
-        self, *, minibatches: list[dict[str, object]], temperature: float, version: int, frames: Sequence[bytes]
+        self,
+        *,
+        minibatches: list[dict[str, object]],
+        temperature: float,
+        version: int,
+        frames: Sequence[bytes],
+        role: str = Role.POLICY,
     ) -> Message:
-        """One policy update on this rank's samples; `minibatches` says how they are packed."""
+        """One update of a role on this rank's samples; `minibatches` says how they are packed."""
         samples, built, begin = batches.decode(frames), [], 0
         for minibatch in minibatches:
             sizes = minibatch["packs"]
@@ -114,9 +141,12 @@ class Worker:
             packs = [build_pack(part).to(self._device) for part in parts]
             built.append(Minibatch(packs, Totals(**minibatch["totals"])))
             begin += sum(sizes)
+        if role == Role.CRITIC:
+            backend, config = self._open(Role.CRITIC), self._configs[Role.CRITIC]
+            return Message({"metrics": update_critic(backend, built, config, version)})
         index, self._num_updates = self._num_updates, self._num_updates + 1
         with self._profiler.update(index):
-            metrics = update(self._open(), built, self._config, temperature, version)
+            metrics = update(self._open(), built, self._configs[Role.POLICY], temperature, version)
         return Message({"metrics": metrics})
 
     def join(self, *, group: str) -> Message:
@@ -165,14 +195,14 @@ class Worker:
         if group is not None:
             group.kill()
 
-    def save(self, *, path: str, state: dict[str, object]) -> Message:
+    def save(self, *, path: str, state: dict[str, object], role: str = Role.POLICY) -> Message:
         """Writes a checkpoint into its staging directory, which is there; rank 0 completes it.
 
         The answer is empty if the backend goes on writing in the background; it is then that of `saved`.
         """
         self._end_of_save()
         final = Path(path)
-        write = self._open().save(checkpoint.staging(final) / "state")
+        write = self._open(Role(role)).save(checkpoint.staging(final) / "state")
         if write is not None:
             self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
             return Message({})
@@ -206,12 +236,12 @@ class Worker:
         final = Path(path)
         partial = checkpoint.staging(final)
         num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
-        num_bytes += export_adapter(adapter, self._config.lora, self._model_path, partial / "adapter")
+        num_bytes += export_adapter(adapter, self._configs[Role.POLICY].lora, self._model_path, partial / "adapter")
         partial.rename(final)
         return Message({"num_bytes": num_bytes})
 
     def _make_plan(self, bucket_bytes: int) -> Plan:
-        base, lora = self._open().weight_specs(), self._config.lora
+        base, lora = self._open().weight_specs(), self._configs[Role.POLICY].lora
         if not lora.published_rank:
             return Plan.of(base, bucket_bytes=bucket_bytes)
         adapter = self._open().adapter_specs()
@@ -235,10 +265,23 @@ class Worker:
         if self._saving is not None:
             futures.wait([self._saving])
 
-    def _open(self) -> Backend:
-        if self._backend is None:
-            raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
-        return self._backend
+    def _open(self, role: Role = Role.POLICY) -> Backend:
+        if role not in self._backends:
+            raise PreconditionFailed(f"no {role} is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
+        return self._backends[role]
+
+    def _close_role(self, role: Role) -> None:
+        if role is Role.POLICY:
+            self.close()
+        elif role in self._backends:
+            self._end_of_save()
+            self._backends.pop(role).close()
+            self._free()
+
+    def _free(self) -> None:
+        gc.collect()  # models hang in cycles of hooks
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _start_process_group(self, timeout: timedelta) -> None:
         self._num_groups += 1
@@ -247,9 +290,9 @@ class Worker:
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
 
 
-def _make_backend(config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
+def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
     module, name = _BACKENDS[config.strategy]
-    return getattr(import_module(module), name)(config, model_path, device, compute_dtype(config, device))
+    return getattr(import_module(module), name)(role, config, model_path, device)
 
 
 def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:

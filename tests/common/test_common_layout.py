@@ -175,11 +175,11 @@ def test_rule(rule: str) -> None:
     checked(ranks, legal, **given)
     for ranks, sizes, given in illegal:
         with pytest.raises(InvalidInput) as caught:
-            checked(ranks, sizes, key="trainer.reference.megatron", **given)
+            checked(ranks, sizes, key="reference.megatron", **given)
         message, field = caught.value.message, caught.value.metadata["field"]
         assert all(word in message for word in words), message
         assert message.startswith(field + " ") and caught.value.reason is Reason.INVALID_CONFIG
-        assert field.startswith("trainer.reference.megatron.") or "trainer.num_ranks" in field or TOKENS in field
+        assert field.startswith("reference.megatron.") or "trainer.num_ranks" in field or TOKENS in field
 
 
 SMALLEST: dict[str, Any] = {
@@ -191,7 +191,11 @@ SMALLEST: dict[str, Any] = {
 
 
 def config(**trainer: Any) -> Config:
-    return Config.model_validate({**SMALLEST, "trainer": {"strategy": "megatron", **trainer}})
+    tree = {**SMALLEST, "trainer": {"strategy": "megatron", **trainer}}
+    if "reference" in trainer:
+        tree |= {"reference": tree["trainer"].pop("reference")}
+        tree["trainer"]["loss"] = {"kl_coef": 0.1}
+    return Config.model_validate(tree)
 
 
 # Trainer sections that break a rule of the config, what the error must name, and a legal one next to each.
@@ -203,7 +207,7 @@ IN_CONFIG = {
     ),
     "layout of the reference": (
         {"num_ranks": 4, "reference": {"megatron": {EP: 3}}},
-        ["trainer.reference.megatron.expert_model_parallel_size 3", "2 or 4"],
+        ["reference.megatron.expert_model_parallel_size 3", "2 or 4"],
         {"num_ranks": 4, "reference": {"megatron": {EP: 2}}},
     ),
     "a sample for every data-parallel rank": (
@@ -213,7 +217,7 @@ IN_CONFIG = {
     ),
     "a sample for every data-parallel rank of the reference": (
         {"num_ranks": 32, "megatron": {TP: 8}, "reference": {"megatron": {}}, "max_tokens_per_microbatch": 80},
-        ["16 samples", "reference", "trainer.num_ranks 32"],
+        ["16 samples", "reference.num_ranks 32"],
         {"num_ranks": 32, "megatron": {TP: 8}, "reference": {"megatron": {CP: 2}}, "max_tokens_per_microbatch": 80},
     ),
     "a sample for every stage of an interleaved pipeline": (
@@ -234,7 +238,7 @@ IN_CONFIG = {
     ),
     "long samples spread evenly, reference": (
         {"num_ranks": 3, "megatron": {CP: 3}, "reference": {"megatron": {}}, "max_tokens_per_microbatch": 36},
-        ["does not divide by trainer.num_ranks 3,", "at least 40"],
+        ["does not divide by reference.num_ranks 3,", "at least 40"],
         {"num_ranks": 3, "megatron": {CP: 3}, "reference": {"megatron": {CP: 3}}, "max_tokens_per_microbatch": 36},
     ),
 }
@@ -259,7 +263,7 @@ def test_fsdp_has_no_layout() -> None:
 def test_data_parallel_size() -> None:
     trainer = TrainerConfig(strategy="megatron", num_ranks=24, megatron=MegatronConfig(**{TP: 2, PP: 2, CP: 2}))
     assert data_parallel_size(trainer) == 3
-    assert data_parallel_size(trainer, MegatronConfig(**{PP: 4})) == 6
+    assert data_parallel_size(trainer.model_copy(update={"megatron": MegatronConfig(**{PP: 4})})) == 6
 
 
 def many_layouts() -> Iterator[Layout]:

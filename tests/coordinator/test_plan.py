@@ -67,6 +67,7 @@ def make(model: Path, **trainer: Any) -> tuple[Config, Architecture]:
         "data": {"train": "a.parquet", "prompts_per_step": 8},
         "reward": {"scorers": [{"kind": "exact"}]},
         "weights": {"bucket_bytes": 2**16},
+        "reference": trainer.pop("reference", {}),
         "trainer": {"strategy": "megatron", **trainer},
     }
     return Config.model_validate(tree), read_architecture(model)
@@ -229,8 +230,10 @@ def test_plan_fits_the_terminal(moe: Path, width: int) -> None:
 def test_uneven_batch_and_own_layout_of_the_reference(dense: Path) -> None:
     config, _ = make(dense, num_ranks=3, megatron=sizes())
     assert "21 or 22 on each of 3" in shown(config)
-    config, _ = make(dense, num_ranks=2, megatron=sizes(tp=2), reference={"megatron": sizes(pp=2)})
-    assert "reference.megatron: 2 ranks = TP 1 x PP 2" in shown(config)
+    config, _ = make(
+        dense, num_ranks=2, megatron=sizes(tp=2), loss={"kl_coef": 0.1}, reference={"megatron": sizes(pp=2)}
+    )
+    assert "reference: 2 ranks = TP 1 x PP 2" in shown(config)
 
 
 def test_shape_rules_are_checked(dense: Path, tmp_path: Path) -> None:
@@ -240,8 +243,8 @@ def test_shape_rules_are_checked(dense: Path, tmp_path: Path) -> None:
             InvalidInput, match=r"tensor_model_parallel_size 8: .*num_attention_heads 4.*nearest legal: 4"
         ):
             check(config)
-    config, _ = make(dense, num_ranks=6, reference={"megatron": sizes(pp=3)})
-    with pytest.raises(InvalidInput, match=r"trainer\.reference\.megatron\.pipeline_model_parallel_size 3"):
+    config, _ = make(dense, num_ranks=6, loss={"kl_coef": 0.1}, reference={"megatron": sizes(pp=3)})
+    with pytest.raises(InvalidInput, match=r"reference\.megatron\.pipeline_model_parallel_size 3"):
         check_model(config)
     check_model(make(dense, num_ranks=8, megatron=sizes(tp=8), strategy="fsdp")[0])
     elsewhere = config.model_copy(update={"model": str(tmp_path / "on-another-host")})

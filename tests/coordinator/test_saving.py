@@ -16,6 +16,8 @@ from tests.coordinator.fake_services import make_config
 class FakeTrainer:
     """Ends a save, or lets it fail, when the test says so."""
 
+    name = "trainer"
+
     def __init__(self) -> None:
         self.saving: list[int] = []
         self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
@@ -49,8 +51,8 @@ def recorded(run: Run, kind: Kind) -> list[str]:
 
 async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
-    await run.begin_checkpoint(trainer, 1)  # returns, though the save does not
-    second = asyncio.create_task(run.begin_checkpoint(trainer, 2))
+    await run.begin_checkpoint([trainer], 1)  # returns, though the save does not
+    second = asyncio.create_task(run.begin_checkpoint([trainer], 2))
     await asyncio.sleep(0)
     run.check_checkpoint()
     assert not second.done() and trainer.saving == [1] and recorded(run, Kind.SAVED) == []
@@ -59,7 +61,7 @@ async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callabl
     assert recorded(run, Kind.SAVED) == ["step-000001"]
     trainer.ends.put_nowait(None)
     trainer.ends.put_nowait(None)
-    await run.begin_checkpoint(trainer, 3)
+    await run.begin_checkpoint([trainer], 3)
     assert recorded(run, Kind.DELETED) == []  # the third is not whole yet
     await run.finish_checkpoint()
     assert recorded(run, Kind.SAVED) == ["step-000001", "step-000002", "step-000003"]
@@ -73,7 +75,7 @@ async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callabl
 async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
     trainer.ends.put_nowait(InternalError("disk"))
-    await run.begin_checkpoint(trainer, 1)
+    await run.begin_checkpoint([trainer], 1)
     with pytest.raises(InternalError, match="disk"):
         await run.finish_checkpoint()
     with pytest.raises(InternalError, match="disk"):
@@ -83,7 +85,7 @@ async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], R
 
 async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
-    await run.begin_checkpoint(trainer, 1)
+    await run.begin_checkpoint([trainer], 1)
     await asyncio.sleep(0)
     run.close()
     # The trainer goes on: the checkpoint is whole, but the ledger does not know it.
@@ -92,6 +94,6 @@ async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again:
     again, trainer = open_again(), FakeTrainer()
     assert again.resume_from == ""
     trainer.ends.put_nowait(None)
-    await again.begin_checkpoint(trainer, 1)
+    await again.begin_checkpoint([trainer], 1)
     await again.finish_checkpoint()
     assert recorded(again, Kind.SAVED) == ["step-000001"] and path.is_dir()

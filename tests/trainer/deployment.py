@@ -13,6 +13,7 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common import batch as batches
+from services.common.config.trainer import TrainerConfig
 from services.common.rpc import Client
 from tests.support import free_port, make_batch, running
 from tests.trainer.fsdp_lab import config
@@ -39,21 +40,31 @@ class Deployment:
         self.stamp = PolicyStamp()
         self.opened = pb.OpenRunResponse()
         self.epoch = 0
+        self.run_id = ""
 
     async def call(self, method: str, request: Any) -> Any:
         return await self.client.call(method, request, timeout_s=TIMEOUT_S)
 
     async def open(self, kind: str = "untied", checkpoint: str = "", **changes: Any) -> pb.OpenRunResponse:
-        """A new run, on a new copy of the model."""
+        """A new run, on a new copy of the model, with a reference if the loss needs one."""
+        settings, self.run_id = config(changes), f"run{next(_numbers)}"
+        self.opened = await self.open_role(pb.ROLE_POLICY, settings, kind, checkpoint)
+        if settings.loss.kl_coef:
+            await self.open_role(pb.ROLE_REFERENCE, settings, kind)
+        return self.opened
+
+    async def open_role(
+        self, role: int, settings: TrainerConfig, kind: str = "untied", checkpoint: str = ""
+    ) -> pb.OpenRunResponse:
         request = pb.OpenRunRequest(
-            run_id=f"run{next(_numbers)}",
-            config_json=config(changes).model_dump_json(),
+            run_id=self.run_id,
+            config_json=settings.model_dump_json(),
             model_path=str(self.models / kind),
             checkpoint_path=checkpoint,
             bucket_bytes=1 << 16,
+            role=role,
         )
-        self.opened = await self.call("OpenRun", request)
-        return self.opened
+        return await self.call("OpenRun", request)
 
     async def join(self, *, epoch: int | None = None, world_size: int = 1, timeout_s: float = 10.0) -> None:
         self.epoch = self.epoch + 1 if epoch is None else epoch

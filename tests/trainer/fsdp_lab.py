@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from services.common import batch as batches
 from services.common.config.trainer import TrainerConfig
+from services.trainer.backend import Role
 from services.trainer.checkpoint import begin
 from services.trainer.shards import forward_parts, train_parts
 from services.trainer.worker import Worker
@@ -71,8 +72,14 @@ class Lab:
 
     def open(self, kind: str, changes: Mapping[str, Any], checkpoint: str = "") -> None:
         self._config = config(changes)
+        self.open_role(Role.POLICY, kind, self._config, checkpoint)
+        if self._config.loss.kl_coef:
+            self.open_role(Role.REFERENCE, kind, self._config)
+
+    def open_role(self, role: Role, kind: str, settings: TrainerConfig, checkpoint: str = "") -> None:
         self.worker.open(
-            config_json=self._config.model_dump_json(),
+            role=role,
+            config_json=settings.model_dump_json(),
             model_path=str(self._models / kind),
             checkpoint_path=checkpoint,
             seed=0,
@@ -81,10 +88,10 @@ class Lab:
 
     @property
     def backend(self) -> Any:
-        return self.worker._backend
+        return self.worker._backends[Role.POLICY]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        named = self.backend._policy.causal_lm.named_parameters()
+        named = self.backend._model.causal_lm.named_parameters()
         return {name: parameter.detach().full_tensor().clone() for name, parameter in named}
 
     def train(self, batch: pa.Table, version: int = 0) -> dict[str, float]:
@@ -98,7 +105,7 @@ class Lab:
         backend, step = self.backend, self.backend.step
 
         def recording(*rates: float) -> float:
-            named = backend._policy.causal_lm.named_parameters()
+            named = backend._model.causal_lm.named_parameters()
             gradients.update({name: parameter.grad.full_tensor().clone() for name, parameter in named})
             return step(*rates)
 

@@ -4,10 +4,9 @@ One process imports everything and forks the ranks of one world after the other.
 DIRECTORY/NAME.{safetensors,json} and NAME-export.
 """
 
-import multiprocessing
+import functools
 import sys
 from collections.abc import Iterator, Mapping
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.checkpoint import begin
-from services.trainer.megatron.weights import WeightStream
 from tests.trainer.fsdp_lab import samples, write
-from tests.trainer.megatron_lab import CP, PP, TP, VPP, Layout, MegatronLab
+from tests.trainer.megatron_lab import CP, PP, TP, VPP, Layout, MegatronLab, run_ranks
 
 NUM_UPDATES = 3
 RANK, ALPHA = 4, 8.0
@@ -103,17 +101,16 @@ def run(lab: MegatronLab, name: str, directory: Path) -> None:
 
 def _state(lab: MegatronLab) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     backend = lab.backend
-    base = WeightStream(backend._held(backend._policy), backend._map, backend._policy.parallelism, backend.device)
-    parts = {"merged": backend.weights(), "base": base, "adapter": backend.adapter()}
+    parts = {"merged": backend.weights(), "base": backend.base(), "adapter": backend.adapter()}
     tensors = {f"{part}/{name}": tensor.clone() for part, stream in parts.items() for name, tensor in stream}
     return tensors, _rows(lab.logprobs(samples()))
 
 
 def _copies(lab: MegatronLab) -> bool:
     """Whether the ranks of each tensor-parallel group hold the same of the adapters' matrices that are not cut."""
-    parallelism = lab.backend._policy.parallelism
+    parallelism = lab.backend._model.parallelism
     agree = torch.ones(())
-    for chunk in lab.backend._policy.bare_chunks():
+    for chunk in lab.backend._model.bare_chunks():
         for name, parameter in chunk.named_parameters():
             if ".lora_" in name and not parameter.tensor_model_parallel:
                 others = [torch.empty_like(parameter) for _ in range(parallelism.tp_index[1])]
@@ -125,8 +122,8 @@ def _copies(lab: MegatronLab) -> bool:
 
 def _masks_agree(lab: MegatronLab) -> dict[str, bool]:
     """By layer: whether the tensor-parallel ranks drop the same places of their inputs."""
-    group, agree = lab.backend._policy.parallelism.tp_group, {}
-    attention = lab.backend._policy.bare_chunks()[0].train().decoder.layers[0].self_attention
+    group, agree = lab.backend._model.parallelism.tp_group, {}
+    attention = lab.backend._model.bare_chunks()[0].train().decoder.layers[0].self_attention
     for name in ("linear_qkv", "linear_proj"):
         mask = getattr(attention, name)._dropped(torch.ones(256))
         others = [torch.empty_like(mask) for _ in range(group.size())]
@@ -139,35 +136,19 @@ def _rows(logprobs: list[np.ndarray]) -> list[list[float]]:
     return [row.tolist() for row in logprobs]
 
 
-def _rank(rank: int, world: int, directory: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    lab = MegatronLab(
-        dist.FileStore(str(directory / f"store-{world}"), world), rank, world, directory.parent / "models"
-    )
+def run_all(lab: MegatronLab, directory: Path, names: list[str]) -> None:
     for name in names:
         run(lab, name, directory)
-    lab.worker.close()
 
 
 def main(directory: Path, names: list[str]) -> int:
     """0 if every rank came to its end."""
-    context = multiprocessing.get_context("fork")
     for world in sorted({LAYOUTS[name].world for name in names}):
         mine = [name for name in names if LAYOUTS[name].world == world]
-        ranks = [context.Process(target=_rank, args=(rank, world, directory, mine)) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        running = {process.sentinel: process for process in ranks}
-        while running:
-            for sentinel in wait(list(running)):
-                if running.pop(sentinel).exitcode:  # the others would wait for it
-                    for other in running.values():
-                        other.kill()
-        if any(process.exitcode for process in ranks):
+        if any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=mine))):
             return 1
     return 0
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(LAYOUTS)))

@@ -7,16 +7,13 @@ everything. What came out lies in DIRECTORY/NAME.{safetensors,json}, and DIRECTO
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ from services.trainer.megatron import checkpoint as megatron_checkpoint
 from services.trainer.megatron import torch_dist
 from tests.support import descendants
 from tests.trainer.fsdp_lab import SMALL, samples, write
-from tests.trainer.megatron_lab import CP, EP, PP, TP, VPP, Layout, MegatronLab
+from tests.trainer.megatron_lab import CP, EP, PP, TP, VPP, Layout, MegatronLab, run_ranks
 
 BUCKETS = {"fully_reshardable": False}
 PLAIN = {"use_distributed_optimizer": False}
@@ -200,7 +197,7 @@ def convert_all(lab: MegatronLab, directory: Path) -> None:
         plain.mkdir()
     dist.barrier()
     lab.open(LAYOUTS["pp2"])
-    policy = lab.backend._policy
+    policy = lab.backend._model
     tensors = {name: tensor for chunk in policy.bare_chunks() for name, tensor in chunk.sharded_state_dict().items()}
     add_prefix_for_sharding(tensors, "model.")
     torch_dist.write(torch_dist.stage({"model": tensors}, is_copy=False), plain, None)
@@ -249,41 +246,20 @@ def refusal(call: Callable[[], Any]) -> list[str]:
     return []
 
 
-def _rank(rank: int, world: int, directory: Path, acts: list[Callable[..., None]], done: Connection) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(directory / f"store-{acts[0].__name__}-{world}"), world)
-    lab = MegatronLab(store, rank, world, directory.parent / "models")
-    try:
+def play(world: int, directory: Path, acts: list[Callable[[MegatronLab, Path], None]]) -> None:
+    """`world` ranks play `acts` and are killed when all have."""
+
+    def all_acts(lab: MegatronLab) -> None:
         for act in acts:
             act(lab, directory)
-    except BaseException:
-        (directory / f"{acts[0].__name__}-{world}-{rank}.error").write_text(traceback.format_exc())
-        raise
-    done.send(rank)
-    signal.pause()
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-
-def play(world: int, directory: Path, acts: list[Callable[..., None]]) -> None:
-    """Forks `world` ranks, which play `acts`, and kills them when all have."""
-    context = multiprocessing.get_context("fork")
-    done, send = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_rank, args=(rank, world, directory, acts, send)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    try:
-        for _ in ranks:
-            if done not in wait([done, *(process.sentinel for process in ranks)]):
-                raise SystemExit(f"{acts} of {world} ranks failed")
-            done.recv()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    if set(codes := run_ranks(world, directory, all_acts)) != {-signal.SIGKILL}:
+        raise SystemExit(f"{acts} of {world} ranks ended with {codes}")
 
 
 def main(directory: Path) -> None:
-    directory.mkdir(exist_ok=True)
-    torch.set_num_threads(1)
     for world in (1, 2, 4):
         more = [save_in_background] if world == 2 else []
         play(world, directory, [save_all, *more])

@@ -1,4 +1,4 @@
-"""Real Megatron ranks in every layout, without the service around them: some updates of one batch each.
+"""Real trainer ranks in every Megatron layout, without the service around them: some updates of one batch each.
 
 `python -m tests.trainer.megatron_lab WORLD DIRECTORY` forks WORLD ranks from one process that has imported everything,
 and runs all layouts of that world size. What came out lies in DIRECTORY/NAME.{safetensors,json}.
@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from services.common import batch as batches
+from services.common.config.roles import ReferenceConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.layout import data_parallel_size
 from services.trainer.backend import Role
@@ -162,7 +164,16 @@ FAMILY_LAYOUTS = {
 
 def config(layout: Layout) -> TrainerConfig:
     changes = {"strategy": "megatron", "num_ranks": layout.world, "megatron": layout.megatron, **layout.changes}
+    changes.pop("reference", None)
     return TrainerConfig.model_validate({**BASE, "loss": LOSS, **changes})
+
+
+def reference_config(layout: Layout) -> TrainerConfig | None:
+    """None if there is none, or the policy's base is it."""
+    policy, own = config(layout), layout.changes.get("reference")
+    if not policy.loss.kl_coef or (policy.lora.rank and own is None):
+        return None
+    return ReferenceConfig.model_validate(own or {}).settings(policy)
 
 
 def aligned_samples(seed: int, align: int) -> pa.Table:
@@ -182,40 +193,51 @@ class MegatronLab:
         self.worker = Worker(store, rank, world, torch.device("cpu"))
 
     def open(self, layout: Layout, checkpoint: str = "") -> None:
-        self.config = config(layout)
+        self.config, self._settings, self._data_ranks = config(layout), {}, {}
+        self.open_role(Role.POLICY, layout.kind, self.config, checkpoint)
+        if reference := reference_config(layout):
+            self.open_role(Role.REFERENCE, layout.kind, reference)
+        elif self.config.loss.kl_coef:
+            self._settings["reference"] = self.config
+            self._data_ranks["reference"] = self._data_ranks["policy"]
+
+    def open_role(self, role: Role, kind: str, settings: TrainerConfig, checkpoint: str = "") -> None:
         answer = self.worker.open(
-            config_json=self.config.model_dump_json(),
-            model_path=str(self._models / layout.kind),
+            role=role,
+            config_json=settings.model_dump_json(),
+            model_path=str(self._models / kind),
             checkpoint_path=checkpoint,
             seed=0,
             bucket_bytes=1 << 20,
         )
-        self._data_ranks = answer.body["data_ranks"]
+        self._settings[role], self._data_ranks[role] = settings, answer.body["data_rank"]
 
     @property
     def backend(self) -> Any:
-        return self.worker._backend
+        return self.worker._backends[Role.POLICY]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole, in checkpoint names, on rank 0."""
         return {name: tensor.clone() for name, tensor in self.backend.weights()}
 
-    def train(self, batch: pa.Table, version: int = 0) -> dict[str, float]:
-        parts = train_parts(batch, self.config, self._num_parts("policy"))
-        part = parts[self._data_ranks["policy"]]
-        answer = self.worker.train(**part.body, frames=part.frames, temperature=TEMPERATURE, version=version)
+    def train(self, batch: pa.Table, version: int = 0, role: Role = Role.POLICY) -> dict[str, float]:
+        part = train_parts(batch, self._settings[role], self._num_parts(role), role)[self._data_ranks[role]]
+        answer = self.worker.train(role=role, **part.body, frames=part.frames, temperature=TEMPERATURE, version=version)
         return answer.body["metrics"]
 
     def logprobs(self, batch: pa.Table, role: str = "policy") -> list[np.ndarray]:
+        return self.forward(batch, role, "logprobs")
+
+    def forward(self, batch: pa.Table, role: str, column: str) -> list[np.ndarray]:
         """Of all samples in the batch's order, from all ranks."""
-        parts, order = forward_parts(batch, self.config, self._num_parts(role), Role(role))
+        parts, order = forward_parts(batch, self._settings[role], self._num_parts(role))
         data_rank = self._data_ranks[role]
         part = parts[data_rank]
         answer = self.worker.forward(role=role, **part.body, frames=part.frames, temperature=TEMPERATURE)
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, (data_rank, batches.decode(answer.frames)))
         table = pa.concat_tables([dict(gathered)[rank] for rank in range(len(parts))]).take(pa.array(order))
-        return [np.array(row, dtype=np.float32) for row in table["logprobs"].to_pylist()]
+        return [np.array(row, dtype=np.float32) for row in table[column].to_pylist()]
 
     def bytes_here(self) -> dict[str, int]:
         """Device memory of each of the offloader's groups; what two of them share counts for the first."""
@@ -228,10 +250,7 @@ class MegatronLab:
         return sums
 
     def _num_parts(self, role: str) -> int:
-        megatron = self.config.megatron
-        if role == "reference" and self.config.reference.megatron is not None:
-            megatron = self.config.reference.megatron
-        return data_parallel_size(self.config, megatron)
+        return data_parallel_size(self._settings[role])
 
 
 def run(lab: MegatronLab, name: str, directory: Path) -> None:
@@ -245,7 +264,7 @@ def run(lab: MegatronLab, name: str, directory: Path) -> None:
     here.append(lab.bytes_here())
     logprobs = lab.logprobs(batch(0))
     if layout.has_broken_norms:
-        for parameter in lab.backend._policy.chunks[0].parameters():
+        for parameter in lab.backend._model.chunks[0].parameters():
             parameter.sequence_parallel = False
     metrics = []
     for seed in range(layout.num_updates):
@@ -266,35 +285,54 @@ def _lists(rows: list[np.ndarray]) -> list[list[float]]:
     return [row.tolist() for row in rows]
 
 
-def _rank(rank: int, world: int, directory: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(directory / f"store-{world}"), world)
-    lab = MegatronLab(store, rank, world, directory.parent / "models")
+def run_all(lab: MegatronLab, directory: Path, names: list[str]) -> None:
     for name in names:
         try:
             run(lab, name, directory)
-        except Exception:
-            (directory / f"{name}-{rank}.error").write_text(traceback.format_exc())
+        except Exception as error:
+            error.add_note(f"layout {name}")
             raise
-    lab.worker.close()
 
 
-def main(world: int, directory: Path, names: list[str]) -> int:
-    """0 if every rank came to its end."""
+def run_ranks(world: int, directory: Path, act: Callable[[MegatronLab], None]) -> list[int | None]:
+    """Forks `world` ranks of this process, which `act`; their exit codes.
+
+    The first rank that ends otherwise than with 0 takes the others, which would wait for it, with it. An error lies in
+    DIRECTORY/world<n>-rank<n>.error; the models are those beside DIRECTORY.
+    """
     directory.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     importlib.import_module("services.trainer.megatron.backend")  # seconds: once, not in every rank
+    store = directory / f"store-{uuid.uuid4().hex}"
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, world, directory, names)) for rank in range(world)]
+    ranks = [context.Process(target=_rank, args=(store, rank, world, act)) for rank in range(world)]
     for process in ranks:
         process.start()
     running = {process.sentinel: process for process in ranks}
     while running:
         for sentinel in wait(list(running)):
-            if running.pop(sentinel).exitcode:  # the others would wait for it
+            ended = running.pop(sentinel)
+            ended.join()  # it may still be ending
+            if ended.exitcode:
                 for other in running.values():
                     other.kill()
-    return max(abs(process.exitcode or 0) for process in ranks)
+    return [process.exitcode for process in ranks]
+
+
+def _rank(store: Path, rank: int, world: int, act: Callable[[MegatronLab], None]) -> None:
+    directory = store.parent
+    lab = MegatronLab(dist.FileStore(str(store), world), rank, world, directory.parent / "models")
+    try:
+        act(lab)
+        lab.worker.close()
+    except BaseException:
+        (directory / f"world{world}-rank{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def main(world: int, directory: Path, names: list[str]) -> int:
+    """0 if every rank came to its end."""
+    return int(any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=names))))
 
 
 if __name__ == "__main__":

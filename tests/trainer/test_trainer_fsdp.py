@@ -128,7 +128,7 @@ def test_gradient_checkpointing_runs_each_layer_again(lab: Lab, recompute: bool,
         nonlocal count
         count += 1
 
-    lab.backend._policy.causal_lm.model.layers[0].mlp.register_forward_pre_hook(entered)
+    lab.backend._model.causal_lm.model.layers[0].mlp.register_forward_pre_hook(entered)
     lab.train(samples())
     assert count == forwards
 
@@ -201,7 +201,7 @@ def test_tied_embeddings_stay_one_weight(lab: Lab) -> None:
     lab.open("tied", {})
     before = lab.parameters()
     lab.train(samples())
-    causal_lm = lab.backend._policy.causal_lm
+    causal_lm = lab.backend._model.causal_lm
     assert causal_lm.lm_head.weight is causal_lm.model.embed_tokens.weight
     assert "lm_head.weight" not in before
     # The head's part of the gradient is in it: unlike a lookup, the head's gradient reaches tokens that never occur.
@@ -255,7 +255,7 @@ def test_logprob_gap_of_any_part_of_the_batch_stops_before_anything_is_applied(
 def test_weights_that_are_not_numbers_stop_before_anything_is_applied(lab: Lab) -> None:
     lab.open("untied", {})
     with torch.no_grad():
-        next(lab.backend._policy.parameters()).fill_(torch.nan)
+        next(lab.backend._model.parameters()).fill_(torch.nan)
     with pytest.raises(PreconditionFailed) as caught:
         lab.train(samples())
     assert caught.value.reason is Reason.LOGPROB_GAP
@@ -272,7 +272,7 @@ def test_gradient_that_is_not_finite_is_an_error(lab: Lab) -> None:
 
 def test_weight_decay_spares_norms(lab: Lab) -> None:
     lab.open("untied", {})
-    named = dict(lab.backend._policy.causal_lm.named_parameters())
+    named = dict(lab.backend._model.causal_lm.named_parameters())
     groups = {
         group["weight_decay"]: group["params"] for group in make_adamw(config().optim, named.items()).param_groups
     }

@@ -53,7 +53,7 @@ class FakeWorker:
         self.gate.wait()
 
     def open(self, **_: Any) -> Message:
-        return Message({"data_ranks": {"policy": self.rank}}, [b""])
+        return Message({"data_rank": self.rank}, [b""])
 
     def train(self, **_: Any) -> Message:
         self.entered.set()

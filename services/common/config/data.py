@@ -53,6 +53,13 @@ class DataConfig(Strict):
     def _one_path(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str | Path) else value
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _not_ours(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := sorted({"messages", "add_generation_prompt"} & value.keys()):
+            raise ValueError(f"{taken[0]} is set by the run itself; remove it")
+        return value
+
     @field_validator("eval", mode="before")
     @classmethod
     def _name_paths(cls, value: Any) -> Any:

@@ -75,8 +75,8 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: Ro
     for name in evaluation.sets:
         if name not in data.eval:
             close = difflib.get_close_matches(name, data.eval, n=1, cutoff=0.0)
-            hint = f"did you mean {close[0]}?" if close else "data.eval is empty"
-            raise ValueError(f"evaluation.sets.{name}: data.eval has no set of this name; {hint}")
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"evaluation.sets.{name}: data.eval has {', '.join(data.eval) or 'no set'}{hint}")
     for name in data.eval:
         longest = data.max_prompt_tokens + (evaluation.settings(name).max_tokens or 0)
         if longest > rollout.max_model_len:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -64,23 +64,33 @@ def parse_json(model: type[Model], text: str) -> Model:
         raise _explain(model, error, {}) from error
 
 
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """All keys below `model`, depth first, in the order of their fields."""
+def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel], str] | None = None) -> Iterator[Key]:
+    """All keys below `model`, depth first, in the order of their fields; an optional table that was listed, once."""
+    listed = {} if listed is None else listed
     for name, field in model.model_fields.items():
         nested = _models_of(field.annotation)
         if len(nested) == 1 and isinstance(field.annotation, type):
-            yield from keys(nested[0], f"{prefix}{name}.")
+            listed[nested[0]] = prefix + name
+            yield from keys(nested[0], f"{prefix}{name}.", listed)
             continue
         default = field.get_default(call_default_factory=True)
+        again = f" as {listed[nested[0]]}" if nested and nested[0] in listed else ""
         yield Key(
             path=prefix + name,
-            type=_type_name(field.annotation),
+            type=_type_name(field.annotation) + again,
             default="required" if default is PydanticUndefined else repr(default),
             help=" ".join((field.description or "").split()),
         )
         for option in nested:
-            label = _kind_of(option)
-            yield from keys(option, f"{prefix}{name}[{label}].")
+            if option not in listed:
+                yield from keys(option, prefix + _path_into(name, field.annotation, option), listed)
+
+
+def _path_into(name: str, annotation: Any, option: type[BaseModel]) -> str:
+    origin = get_origin(annotation)
+    if origin is dict:
+        return f"{name}.<name>."
+    return f"{name}[{_kind_of(option)}]." if origin is tuple else f"{name}."
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
@@ -180,5 +190,5 @@ def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type):
         return annotation.__name__
     if _models_of(annotation):
-        return "list"
+        return "list" if get_origin(annotation) is tuple else "table"
     return str(annotation).replace("typing.", "").replace("pathlib.", "")

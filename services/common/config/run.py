@@ -9,11 +9,12 @@ from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
 from services.common.config.evaluation import EvaluationConfig, check_evaluation
-from services.common.config.megatron import MegatronConfig
 from services.common.config.reward import RewardConfig
+from services.common.config.roles import CriticConfig, ReferenceConfig
 from services.common.config.rollout import RolloutConfig
+from services.common.config.selection import SelectionConfig, check_selection
 from services.common.config.trainer import TrainerConfig
-from services.common.layout import Layout, check_layout, data_parallel_size, samples_at_once
+from services.common.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
 
 
 class CheckpointConfig(Strict):
@@ -23,6 +24,8 @@ class CheckpointConfig(Strict):
     """Steps between checkpoints, 0 for none; the last step is saved too unless this is 0."""
     max_ckpts_to_keep: int = Field(default=3, ge=1)
     """Older checkpoints are deleted once a newer one is verified."""
+    max_critic_ckpts_to_keep: int = Field(default=1, ge=1)
+    """The same for the critic's, without which a run does not resume."""
     export_at_end: bool = True
     """Write the final policy as a Hugging Face model directory."""
 
@@ -74,12 +77,18 @@ class Config(Strict):
     """Prompts."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling."""
+    selection: SelectionConfig = SelectionConfig()
+    """Prompts to try and groups to train on."""
     reward: RewardConfig
     """Scoring."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Credit."""
     trainer: TrainerConfig = TrainerConfig()
     """Update."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The model that a KL penalty holds the policy near; held only if there is one."""
+    critic: CriticConfig | None = None
+    """The value model that advantage.kind gae needs."""
     weights: WeightsConfig = WeightsConfig()
     """Publication."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -94,45 +103,75 @@ class Config(Strict):
         """Directory of this run's files."""
         return self.runs_dir / self.name
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether loss or reward has a KL penalty."""
+        return self.trainer.loss.kl_coef > 0 or self.advantage.needs_reference
+
+    @property
+    def is_reference_the_base(self) -> bool:
+        """The frozen base under the policy's adapters is the reference, unless that has settings of its own."""
+        return self.trainer.lora.rank > 0 and self.reference == ReferenceConfig()
+
+    @property
+    def models_beside(self) -> tuple[str, ...]:
+        """Sections of the models that see a batch beside the policy; the reference may be the policy's base."""
+        return ("reference",) * self.needs_reference + ("critic",) * (self.critic is not None)
+
+    @property
+    def models(self) -> dict[str, TrainerConfig]:
+        """What the ranks of each model are given, by the model's section in this config."""
+        models = {"trainer": self.trainer}
+        if self.needs_reference and not self.is_reference_the_base:
+            models["reference"] = self.reference.settings(self.trainer)
+        if self.critic:
+            models["critic"] = self.critic.settings(self.trainer)
+        return models
+
+    def _is_own(self, name: str) -> bool:
+        return name != "trainer" and getattr(self, name).deployment == "own"
+
     @model_validator(mode="after")
     def _layout_is_legal(self) -> Self:  # first: the rules below count data-parallel ranks
-        if self.trainer.strategy == "megatron":
-            ranks, tokens = self.trainer.num_ranks, self.trainer.max_tokens_per_microbatch
-            check_layout(self.trainer.megatron, ranks, max_tokens=tokens)
-            if self.trainer.reference.megatron:
-                key = "trainer.reference.megatron"
-                check_layout(self.trainer.reference.megatron, ranks, max_tokens=tokens, key=key)
+        for name, model in self.models.items():
+            if model.strategy == "megatron":
+                tokens = model.max_tokens_per_microbatch
+                key, section = f"{name}.megatron", name if self._is_own(name) else "trainer"
+                check_layout(model.megatron, model.num_ranks, max_tokens=tokens, key=key, section=section)
+        return self
+
+    @model_validator(mode="after")
+    def _critic_is_whole(self) -> Self:
+        if self.advantage.needs_values != (self.critic is not None):
+            raise ValueError(
+                f"advantage.kind {self.advantage.kind} {'needs' if self.advantage.needs_values else 'does not use'} a "
+                "critic: set advantage.kind gae and critic (critic: {} for its defaults), or neither"
+            )
         return self
 
     @model_validator(mode="after")
     def _samples_divide(self) -> Self:
-        groups, minibatches = self.data.prompts_per_step, self.trainer.num_minibatches
-        if groups % minibatches:
-            raise ValueError(
-                f"data.prompts_per_step {groups} must be divisible by trainer.num_minibatches {minibatches}; "
-                f"nearest: {max(1, round(groups / minibatches)) * minibatches}"
-            )
-        samples = groups // minibatches * self.rollout.completions_per_prompt
-        if samples < samples_at_once(self.trainer):
-            raise ValueError(
-                f"a mini-batch has {samples} samples (prompts_per_step / num_minibatches * completions_per_prompt) "
-                f"for {_ranks(self.trainer)}; {_needs(self.trainer)}"
-            )
-        samples, reference = samples * minibatches, self.trainer.reference.megatron
-        if reference and samples < samples_at_once(self.trainer, reference):
-            raise ValueError(
-                f"a step has {samples} samples (prompts_per_step * completions_per_prompt) for the reference model's "
-                f"{_ranks(self.trainer, reference)}; {_needs(self.trainer, reference)}"
-            )
+        groups = self.data.prompts_per_step
+        for name, model in self.models.items():
+            minibatches = 1 if name == "reference" else model.num_minibatches
+            if groups % minibatches:
+                raise ValueError(
+                    f"data.prompts_per_step {groups} must be divisible by {name}.num_minibatches {minibatches}; "
+                    f"nearest: {max(1, round(groups / minibatches)) * minibatches}"
+                )
+            samples = groups // minibatches * self.rollout.completions_per_prompt
+            if samples < samples_at_once(model):
+                raise ValueError(
+                    f"a mini-batch has {samples} samples (prompts_per_step / num_minibatches * completions_per_prompt) "
+                    f"for {_ranks(name, model)}; {_needs(model)}"
+                )
         return self
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
-        for key, limit in (
-            ("rollout.max_model_len", self.rollout.max_model_len),
-            ("trainer.max_tokens_per_microbatch", self.trainer.max_tokens_per_microbatch),
-        ):
+        limits = {f"{name}.max_tokens_per_microbatch": m.max_tokens_per_microbatch for name, m in self.models.items()}
+        for key, limit in ({"rollout.max_model_len": self.rollout.max_model_len} | limits).items():
             if longest > limit:
                 raise ValueError(
                     f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} is above {key} = {limit}; "
@@ -142,23 +181,25 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _samples_split_evenly(self) -> Self:
-        group, budget = self.rollout.completions_per_prompt, self.trainer.max_tokens_per_microbatch
-        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
-        for megatron in filter(None, (self.trainer.megatron, self.trainer.reference.megatron)):
-            padded = longest
-            if self.trainer.strategy == "megatron":
-                padded += -longest % Layout.of(megatron, self.trainer.num_ranks).align
-            if group % samples_at_once(self.trainer, megatron) and budget < 2 * padded:
+        group, longest = (
+            self.rollout.completions_per_prompt,
+            self.data.max_prompt_tokens + self.rollout.sampling.max_tokens,
+        )
+        for name, model in self.models.items():
+            padded, budget = longest, model.max_tokens_per_microbatch
+            if model.strategy == "megatron":
+                padded += -longest % Layout.of(model.megatron, model.num_ranks).align
+            if group % samples_at_once(model) and budget < 2 * padded:
                 raise ValueError(
-                    f"rollout.completions_per_prompt {group} does not divide by {_ranks(self.trainer, megatron)}, so "
-                    "long samples may spread unevenly: raise trainer.max_tokens_per_microbatch "
+                    f"rollout.completions_per_prompt {group} does not divide by {_ranks(name, model)}, so "
+                    f"long samples may spread unevenly: raise {name}.max_tokens_per_microbatch "
                     f"{budget} to at least {2 * padded}"
                 )
         return self
 
     @model_validator(mode="after")
     def _group_has_a_baseline(self) -> Self:
-        if self.rollout.completions_per_prompt < 2:
+        if self.advantage.needs_group and self.rollout.completions_per_prompt < 2:
             raise ValueError(
                 f"advantage.kind {self.advantage.kind} compares the samples of a prompt with each other: "
                 "rollout.completions_per_prompt must be at least 2"
@@ -172,18 +213,24 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
+    def _selection_fits(self) -> Self:
+        components = [scorer.component for scorer in self.reward.scorers]
+        check_selection(self.selection, self.rollout.completions_per_prompt, components)
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_fits(self) -> Self:
         check_evaluation(self.evaluation, self.data, self.rollout)
         return self
 
 
-def _ranks(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> str:
-    size = data_parallel_size(trainer, megatron)
-    of_all = "" if size == trainer.num_ranks else f" (data-parallel size {size}: num_ranks / (TP x PP x CP))"
-    stages = samples_at_once(trainer, megatron) // size
-    return f"trainer.num_ranks {trainer.num_ranks}{of_all}" + (f" x PP {stages}, interleaved" if stages > 1 else "")
+def _ranks(name: str, model: TrainerConfig) -> str:
+    size = data_parallel_size(model)
+    of_all = "" if size == model.num_ranks else f" (data-parallel size {size}: num_ranks / (TP x PP x CP))"
+    stages = packs_multiple(model)
+    return f"{name}.num_ranks {model.num_ranks}{of_all}" + (f" x PP {stages}, interleaved" if stages > 1 else "")
 
 
-def _needs(trainer: TrainerConfig, megatron: MegatronConfig | None = None) -> str:
-    stages = samples_at_once(trainer, megatron) // data_parallel_size(trainer, megatron)
+def _needs(model: TrainerConfig) -> str:
+    stages = packs_multiple(model)
     return f"every rank needs at least {'one' if stages == 1 else stages}"

@@ -136,13 +136,6 @@ class ProfilerConfig(Strict):
     """Record allocations on GPU, and write a memory snapshot into `directory` when memory runs out."""
 
 
-class ReferenceConfig(Strict):
-    """The frozen model that trainer.loss.kl_coef holds the policy near."""
-
-    megatron: MegatronConfig | None = None
-    """Its own parallel sizes with strategy megatron; null is as the policy."""
-
-
 class TrainerConfig(Strict):
     """The update of the policy."""
 
@@ -168,8 +161,6 @@ class TrainerConfig(Strict):
     """Optimizer and schedule."""
     lora: LoraConfig = LoraConfig()
     """Adapters; strategy megatron only."""
-    reference: ReferenceConfig = ReferenceConfig()
-    """Reference model."""
     fsdp: FsdpConfig = FsdpConfig()
     """Used by strategy fsdp."""
     megatron: MegatronConfig = MegatronConfig()

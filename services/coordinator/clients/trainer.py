@@ -1,6 +1,6 @@
-"""The trainer deployment."""
+"""Trainer deployments: the policy and the models beside it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
@@ -11,34 +11,65 @@ from services.common import batch as batches
 from services.common.config.run import Config
 from services.common.rpc import Client
 
+# Section of the config -> role, and what Forward answers -> column of the batch.
+_ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
+    "trainer": (pb.ROLE_POLICY, "logprobs", "old_logprobs"),
+    "reference": (pb.ROLE_REFERENCE, "logprobs", "ref_logprobs"),
+    "critic": (pb.ROLE_CRITIC, "values", "values"),
+}
 
-class Trainer:
-    """Opens a run, trains on batches, publishes weights, saves."""
 
-    def __init__(self, address: str, config: Config):
+class Model:
+    """One model of a run, by the name of its section in the config: on ranks of its own or beside others."""
+
+    def __init__(self, name: str, address: str, config: Config):
+        self.name = name
         self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub)
         self._config, self._timeouts = config, config.timeouts
+        self._role, self._answer, self.column = _ROLES[name]
         self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
 
-    async def open(self, run_id: str, checkpoint: str) -> int:
-        """Loads the model or `checkpoint` (a path, or empty); returns the version that the trainer now holds."""
+    async def open(self, run_id: str, checkpoint: str = "") -> int:
+        """Loads the model or `checkpoint` (a path, or empty); returns the version that its ranks now hold."""
+        section = getattr(self._config, self.name)
         request = pb.OpenRunRequest(
             run_id=run_id,
-            config_json=self._config.trainer.model_dump_json(),
-            model_path=self._config.model,
+            config_json=self._config.models[self.name].model_dump_json(),
+            model_path=getattr(section, "model", None) or self._config.model,
             checkpoint_path=checkpoint,
             seed=self._config.seed,
             bucket_bytes=self._config.weights.bucket_bytes,
+            role=self._role,
         )
         self.opened = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
         return self.opened.version
 
-    async def train(self, batch: pa.Table, batch_id: str, stamp: PolicyStamp) -> tuple[int, dict[str, float]]:
-        """One policy update on `batch`, which must be drawn from `stamp`; the new version and metrics.
+    async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
+        """What the model says of every completion token of `batch`: log-probabilities, or a critic's values."""
+        header = pb.ForwardHeader(role=self._role, temperature=self._temperature)
+
+        async def requests() -> AsyncIterator[pb.ForwardRequest]:
+            yield pb.ForwardRequest(header=header)
+            for frame in batches.encode(batch):
+                yield pb.ForwardRequest(frame=frame)
+
+        answers = self._client.stream("Forward", requests(), timeout_s=self._timeouts.train_s)
+        return batches.decode([answer.frame async for answer in answers])[self._answer]
+
+    async def train(
+        self, batch: pa.Table, batch_id: str, stamp: PolicyStamp, critic_version: int = 0
+    ) -> tuple[int, dict[str, float]]:
+        """One update on `batch`, which must be drawn from `stamp`; the new version and metrics.
 
         Safe to repeat: the trainer applies a batch id once.
         """
-        header = pb.TrainHeader(expected_stamp=stamp, batch_id=batch_id, temperature=self._temperature)
+        header = pb.TrainHeader(
+            expected_stamp=stamp,
+            batch_id=batch_id,
+            temperature=self._temperature,
+            role=self._role,
+            critic_version=critic_version,
+        )
 
         async def requests() -> AsyncIterator[pb.TrainRequest]:
             yield pb.TrainRequest(header=header)
@@ -48,19 +79,26 @@ class Trainer:
         answer = await self._client.call("Train", requests(), timeout_s=self._timeouts.train_s)
         return answer.version, dict(answer.metrics)
 
-    async def add_reference(self, batch: pa.Table) -> pa.Table:
-        """`batch` with the reference model's log-probabilities, which the KL term of the loss needs."""
-        header = pb.ForwardHeader(role=pb.ROLE_REFERENCE, temperature=self._temperature)
+    async def save(self, path: str, version: int) -> str:
+        """Writes a checkpoint of `version`, which must be held; the SHA-256 of its manifest."""
+        request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
+        answer = await self._client.call("SaveCheckpoint", request, timeout_s=self._timeouts.checkpoint_s)
+        return answer.manifest_digest
 
-        async def requests() -> AsyncIterator[pb.ForwardRequest]:
-            yield pb.ForwardRequest(header=header)
-            for frame in batches.encode(batch):
-                yield pb.ForwardRequest(frame=frame)
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._client.close()
 
-        answers = self._client.stream("Forward", requests(), timeout_s=self._timeouts.train_s)
-        scored = batches.decode([answer.frame async for answer in answers])
-        index = batch.schema.get_field_index("ref_logprobs")
-        return batch.set_column(index, batch.schema.field(index), scored["logprobs"])
+    @property
+    def _temperature(self) -> float:
+        return self._config.rollout.sampling.temperature
+
+
+class Trainer(Model):
+    """The policy: also publishes its weights and exports them."""
+
+    def __init__(self, address: str, config: Config):
+        super().__init__("trainer", address, config)
 
     async def join(self, group: WeightGroup) -> str:
         """Enters the weight group as its member 0; the digest of the plan as the trainer built it."""
@@ -72,21 +110,7 @@ class Trainer:
         request = pb.SendWeightsRequest(epoch=epoch, version=version)
         return (await self._client.call("SendWeights", request, timeout_s=self._timeouts.publish_s)).stamp
 
-    async def save(self, path: str, version: int) -> str:
-        """Writes a checkpoint of `version`, which must be held; the SHA-256 of its manifest."""
-        request = pb.SaveCheckpointRequest(path=path, version=version)
-        answer = await self._client.call("SaveCheckpoint", request, timeout_s=self._timeouts.checkpoint_s)
-        return answer.manifest_digest
-
     async def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
         await self._client.call("ExportHuggingFace", request, timeout_s=self._timeouts.checkpoint_s)
-
-    async def close(self) -> None:
-        """Closes the channel."""
-        await self._client.close()
-
-    @property
-    def _temperature(self) -> float:
-        return self._config.rollout.sampling.temperature

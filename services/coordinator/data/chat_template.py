@@ -51,8 +51,8 @@ class ChatTemplate:
             message = f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             raise InvalidInput(message, field="data.chat_template") from error
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Text of `messages`, ending with the header of the assistant's turn.
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """Text of `messages`, ending with the header of the assistant's turn if `add_generation_prompt`.
 
         Raises:
             TemplateRefusal: The template does not take these messages.
@@ -61,10 +61,13 @@ class ChatTemplate:
         if unknown := sorted(variables.keys() - self._variables):
             message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self._variables))}"
             raise InvalidInput(message, field="data.chat_template_kwargs")
-        inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        inputs = {"messages": messages, "tools": None, "documents": None}
+        inputs |= {"add_generation_prompt": add_generation_prompt} | self._special_tokens | variables
         try:
-            return self._template.render(inputs | self._special_tokens | variables)
-        except (jinja2.TemplateError, TypeError) as error:
+            return self._template.render(inputs)
+        except InvalidInput:  # of the date
+            raise
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise TemplateRefusal(f"the chat template refuses these messages: {error}", field="messages") from error
 
     def _strftime_now(self, pattern: str) -> str:

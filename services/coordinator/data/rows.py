@@ -58,11 +58,12 @@ class PromptFile:
         for name in self._extra:
             self._require(name, "data.extra_columns")
             self._check_type(name, _is_json(self._type(name)), "which is not JSON: list others in data.extra_columns")
-        is_text = _is_text(self._type(config.prompt_column))
-        is_messages = _is_messages(self._type(config.prompt_column))
-        self._check_type(config.prompt_column, is_text or is_messages, "not text or a list of {role, content}")
-        self._check_type(config.answer_column, _is_text(self._type(config.answer_column)), "not text")
-        self.is_templated = config.chat or is_messages
+        kind = self._type(config.prompt_column)
+        self._check_type(
+            config.prompt_column, is_text(kind) or is_messages(kind), "not text or a list of {role, content}"
+        )
+        self._check_type(config.answer_column, is_text(self._type(config.answer_column)), "not text")
+        self.is_templated = config.chat or is_messages(kind)
         """Whether the prompts go through the chat template."""
         self._check_template()
 
@@ -83,7 +84,7 @@ class PromptFile:
     def _read(self, where: str, number: int, record: dict[str, Any]) -> Row:
         prompt, answer = record[self.config.prompt_column], record[self.config.answer_column]
         extra = {name: record[name] for name in self._extra}
-        messages = _as_messages(prompt)
+        messages = as_messages(prompt)
         if answer is None or not answer.strip():
             raise BadRow("the answer is null" if answer is None else "the answer is empty")
         try:
@@ -129,7 +130,7 @@ class PromptFile:
             raise InvalidInput(message, field=f"data.{ignored[0]}")
 
 
-def _as_messages(prompt: str | list[dict[str, Any] | None] | None) -> list[dict[str, Any]]:
+def as_messages(prompt: str | list[dict[str, Any] | None] | None) -> list[dict[str, Any]]:
     """Messages of a prompt, less the nulls that Parquet puts for keys which a message does not have."""
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise BadRow("the prompt is null" if prompt is None else "the prompt is empty")
@@ -146,7 +147,8 @@ def _as_messages(prompt: str | list[dict[str, Any] | None] | None) -> list[dict[
     return messages
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
@@ -155,11 +157,12 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _is_messages(kind: pa.DataType) -> bool:
+def is_messages(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds lists of messages."""
     if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     types = {field.name: field.type for field in kind.value_type}
-    return all(name in types and _is_text(types[name]) for name in ("role", "content")) and _is_json(kind)
+    return all(name in types and is_text(types[name]) for name in ("role", "content")) and _is_json(kind)
 
 
 def _is_json(kind: pa.DataType) -> bool:
@@ -168,4 +171,4 @@ def _is_json(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return all(_is_json(field.type) for field in kind)
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    return is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind) or _is_text(kind)
+    return is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind) or is_text(kind)

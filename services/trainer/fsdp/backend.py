@@ -1,4 +1,4 @@
-"""The FSDP2 backend: every rank holds a shard of every weight and its own samples."""
+"""The FSDP2 backend: every rank holds a shard of every weight and has samples of its own."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 from services.common.config.trainer import TrainerConfig
-from services.trainer.backend import LossFunction, Role
-from services.trainer.fsdp.model import LogprobModel, build
+from services.common.errors import PreconditionFailed
+from services.trainer.backend import LossFunction, Role, compute_dtype
+from services.trainer.fsdp.model import LogprobModel, ValueModel, build
 from services.trainer.fsdp.weights import WeightStream
 from services.trainer.optim import make_adamw
 from services.trainer.packing import Pack
@@ -22,24 +23,26 @@ from services.trainer.packing import Pack
 class FsdpBackend:
     """services.trainer.backend.Backend on torch FSDP2."""
 
-    def __init__(self, config: TrainerConfig, model_path: str, device: torch.device, dtype: torch.dtype):
+    def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
-        self._config = config
+        self._role, self._config, dtype = role, config, compute_dtype(config, device)
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._dtype = dtype
-        self._policy = build(model_path, config, self._mesh, self._dtype)
-        self._stream = WeightStream(self._policy.causal_lm, dtype, device)
-        self._optimizer = make_adamw(config.optim, self._policy.named_parameters())
-        self._reference = self._build_reference(model_path) if config.loss.kl_coef else None
+        kind = ValueModel if role is Role.CRITIC else LogprobModel
+        self._model = build(kind, model_path, config, self._mesh, dtype)
+        if role is Role.REFERENCE:
+            self._model.requires_grad_(False)
+        else:
+            self._optimizer = make_adamw(config.optim, self._model.named_parameters())
+        if role is Role.POLICY:
+            self._stream = WeightStream(self._model.causal_lm, dtype, device)
 
-    def forward(self, role: Role, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        model = self._policy if role is Role.POLICY else self._reference
-        assert model is not None, "the servicer refuses a role that is not held"
-        with torch.no_grad():
-            return [model(pack, temperature) for pack in packs]
-
-    def data_rank(self, role: Role) -> int:
+    @property
+    def data_rank(self) -> int:
         return self._mesh.get_rank()
+
+    def forward(self, packs: Sequence[Pack], temperature: float, *, of_base: bool = False) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [self._model(pack, temperature) for pack in packs]
 
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
@@ -48,8 +51,8 @@ class FsdpBackend:
         totals: dict[str, torch.Tensor] = {}
         for index, pack in enumerate(packs):
             # Gradients are reduced once, with the last micro-batch.
-            self._policy.set_requires_gradient_sync(index == len(packs) - 1)
-            outputs_KN = self._policy(pack, temperature)
+            self._model.set_requires_gradient_sync(index == len(packs) - 1)
+            outputs_KN = self._model(pack, temperature)
             value, metrics = loss(outputs_KN, pack)
             # FSDP averages over ranks; the loss is already divided by global counts, so undo the division.
             (value * self._mesh.size()).backward()
@@ -64,7 +67,7 @@ class FsdpBackend:
     def step(self, lr: float, weight_decay: float) -> float:
         for group in self._optimizer.param_groups:
             group.update(lr=lr, weight_decay=weight_decay * group["wd_mult"])
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.optim.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm)
         self._optimizer.step()
         self.discard_gradients()
         return float(norm.full_tensor())
@@ -96,20 +99,28 @@ class FsdpBackend:
 
     def load(self, directory: Path) -> None:
         model, optimizer = self._state()
+        self._require_tensors_of(model, directory)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
-        set_state_dict(self._policy, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def close(self) -> None:
         pass
 
+    def _require_tensors_of(self, model: dict[str, Any], directory: Path) -> None:
+        """Raises PreconditionFailed unless the checkpoint is of exactly these tensors; what lacks some would crash."""
+        saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+        if different := sorted(names ^ model.keys()):
+            where = "there" if different[0] in names else "here"
+            raise PreconditionFailed(
+                f"checkpoint {directory} is of another role, model or strategy than this {self._role}: "
+                f"{different[0]} is only {where}; open it with the config that it was saved under"
+            )
+
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         is_fresh = not self._optimizer.state
-        state = get_state_dict(self._policy, self._optimizer)
+        state = get_state_dict(self._model, self._optimizer)
         if is_fresh:  # torch made the state by an update with zero gradients, which Adam's bias correction counts
             for moments in self._optimizer.state.values():
                 moments["step"].zero_()
         return state
-
-    def _build_reference(self, model_path: str) -> LogprobModel:
-        model = build(model_path, self._config, self._mesh, self._dtype)
-        return model.requires_grad_(False)

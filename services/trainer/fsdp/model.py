@@ -1,4 +1,4 @@
-"""A Hugging Face causal model that answers with log-probabilities, sharded over the ranks."""
+"""A Hugging Face causal model that answers with log-probabilities, or with values, sharded over the ranks."""
 
 from typing import Any
 
@@ -20,15 +20,15 @@ from services.trainer.packing import Pack
 _LOGITS_PER_CHUNK = 64 << 20
 
 
-class LogprobModel(nn.Module):
-    """Wraps the model so that one sharded forward runs from tokens to log-probabilities."""
+class _Model(nn.Module):
+    """Wraps the model so that one sharded forward runs from tokens to outputs."""
 
     def __init__(self, causal_lm: nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
-        """Log-probability of each target and entropy at it, float32 [2, N]; [tokens, vocabulary] is never whole."""
+    def hidden(self, pack: Pack) -> torch.Tensor:
+        """The last hidden state [N, D] before each target."""
         hidden_TD = self.causal_lm.model(
             input_ids=pack.tokens_T[None],
             position_ids=pack.positions_T[None],
@@ -36,7 +36,15 @@ class LogprobModel(nn.Module):
             cu_seqlens=pack.cu_seqlens_B1,
             max_seqlen=pack.max_seqlen,
         ).last_hidden_state[0]
-        hidden_ND = hidden_TD[pack.predict_N]
+        return hidden_TD[pack.predict_N]
+
+
+class LogprobModel(_Model):
+    """Ends in log-probabilities."""
+
+    def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
+        """Log-probability of each target and entropy at it, float32 [2, N]; [tokens, vocabulary] is never whole."""
+        hidden_ND = self.hidden(pack)
         chunk = max(1, _LOGITS_PER_CHUNK // self.causal_lm.config.vocab_size)
         parts = [
             checkpoint(self._score, hidden, targets, temperature, use_reentrant=False)
@@ -50,7 +58,23 @@ class LogprobModel(nn.Module):
         return torch.stack([logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N])
 
 
-def build(model_path: str, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> LogprobModel:
+class ValueModel(_Model):
+    """Ends in one number, the value of having generated what comes before each target; 0 before any training."""
+
+    def __init__(self, causal_lm: nn.Module):
+        super().__init__(causal_lm)
+        weight = causal_lm.get_input_embeddings().weight
+        causal_lm.lm_head = nn.Identity()
+        self.value_head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+
+    def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
+        """Values, float32 [1, N]."""
+        # In float32, whatever the body computes in: bfloat16 tells a value of 1 from 1.01, and no closer.
+        return nn.functional.linear(self.value_head.weight.float(), self.hidden(pack).float())
+
+
+def build(kind: type[_Model], model_path: str, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> _Model:
     """Loads `model_path` on rank 0 and shards it: float32 master weights, `dtype` in forward and backward.
 
     Raises:
@@ -66,7 +90,7 @@ def build(model_path: str, config: TrainerConfig, mesh: DeviceMesh, dtype: torch
     empty.tie_weights()
     if config.gradient_checkpointing:
         empty.gradient_checkpointing_enable({"use_reentrant": False})
-    model = LogprobModel(empty)
+    model = kind(empty)
     _shard(model, config, mesh, dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
@@ -76,12 +100,12 @@ def build(model_path: str, config: TrainerConfig, mesh: DeviceMesh, dtype: torch
     full: dict[str, torch.Tensor] = {}
     if mesh.get_rank() == 0:
         loaded = AutoModelForCausalLM.from_pretrained(model_path, trust_remote_code=False, **kwargs)
-        full = {f"causal_lm.{name}": tensor for name, tensor in loaded.state_dict().items()}
+        full = kind(loaded).state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return model
 
 
-def _shard(model: LogprobModel, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def _shard(model: _Model, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),

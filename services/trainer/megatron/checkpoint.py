@@ -1,4 +1,4 @@
-"""Checkpoints of the policy and its optimizer, which load under other parallel sizes than they were saved under.
+"""Checkpoints of a trained model and its optimizer, which load under other parallel sizes than they were saved under.
 
 Beside Megatron's files lies layout.json: what the checkpoint was saved under, and how often the optimizer had been
 applied. The learning rate needs no state, it follows from the policy's version. With adapters, only they and their
@@ -24,7 +24,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
 from services.trainer import checkpoint
-from services.trainer.megatron.model import LogprobModel
+from services.trainer.backend import Role
+from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.optimizer_state import (
     Resharding,
     num_updates,
@@ -35,7 +36,7 @@ from services.trainer.megatron.optimizer_state import (
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import MegatronModel
 from services.trainer.megatron.torch_dist import Sharded, read, saved_shapes, stage, write
-from services.trainer.megatron.weights import gather_json, is_adapter
+from services.trainer.megatron.weights import HEAD, gather_json, is_adapter
 
 _LAYOUT = "layout.json"
 _FIELD = "trainer.megatron.dist_checkpointing_path"
@@ -53,9 +54,10 @@ class SavedUnder:
     device: str
     num_ranks: int
     sizes: dict[str, int]
+    role: str = Role.POLICY
 
     @classmethod
-    def of(cls, config: TrainerConfig, model_type: str, device: torch.device) -> "SavedUnder":
+    def of(cls, config: TrainerConfig, role: Role, model_type: str, device: torch.device) -> "SavedUnder":
         """That of this run."""
         megatron = config.megatron
         is_by_bucket = megatron.use_distributed_optimizer and not megatron.fully_reshardable
@@ -73,12 +75,13 @@ class SavedUnder:
                 "EP": megatron.expert_model_parallel_size,
                 "ETP": megatron.etp,
             },
+            role=role,
         )
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}{size}" for name, size in self.sizes.items())
         adapters = f", adapters of rank {self.lora_rank}" if self.lora_rank else ""
-        return f"{self.model_type}{adapters} on {self.num_ranks} ranks of {sizes} ({self.resharding})"
+        return f"a {self.role}, {self.model_type}{adapters} on {self.num_ranks} ranks of {sizes} ({self.resharding})"
 
     def has_ranks_of(self, other: "SavedUnder") -> bool:
         """Whether each rank is what it is in `other`."""
@@ -87,7 +90,9 @@ class SavedUnder:
     def require_loadable(self, own: "SavedUnder") -> None:
         """Raises PreconditionFailed if a run of layout `own` cannot load a checkpoint of this one."""
         hint = ""
-        if (self.model_type, self.lora_rank) != (own.model_type, own.lora_rank):
+        if self.role != own.role:
+            hint = "each role has checkpoints of its own"
+        elif (self.model_type, self.lora_rank) != (own.model_type, own.lora_rank):
             hint = "use the same model and lora.rank"
         elif self.resharding == "dp_reshardable" and (self.sizes != own.sizes or own.resharding != self.resharding):
             hint = "a dp_reshardable checkpoint loads only where nothing but DP differs; save a fully_reshardable one"
@@ -96,10 +101,10 @@ class SavedUnder:
 
 
 class Checkpointer:
-    """Saves and loads one policy with its optimizer. All ranks call everything in the same order."""
+    """Saves and loads one model with its optimizer. All ranks call everything in the same order."""
 
-    def __init__(self, policy: MegatronModel, optimizer: MegatronOptimizer, config: TrainerConfig, own: SavedUnder):
-        self._policy, self._optimizer, self._own = policy, optimizer, own
+    def __init__(self, model: MegatronModel, optimizer: MegatronOptimizer, config: TrainerConfig, own: SavedUnder):
+        self._model, self._optimizer, self._own = model, optimizer, own
         self._is_async = config.megatron.async_save
         # The writers of a background thread must not meet with the collectives of the training.
         timeout = timedelta(seconds=config.collective_timeout_s)
@@ -111,7 +116,7 @@ class Checkpointer:
         Raises:
             InternalError: A file could not be written. The returned function raises it likewise.
         """
-        self._policy.parallelism.activate()
+        self._model.parallelism.activate()
         staged = stage(self._sharded(self._own.resharding, is_loading=False), is_copy=self._is_async)
         # A pipeline stage without adapters has an optimizer that never counts.
         number = max(gather_json(num_updates(self._optimizer), torch.device("cpu")))
@@ -137,7 +142,7 @@ class Checkpointer:
         """
         saved, number = _read_layout(directory)
         saved.require_loadable(self._own)
-        self._policy.parallelism.activate()
+        self._model.parallelism.activate()
         sharded = self._sharded(saved.resharding, is_loading=True)
         if not saved.has_ranks_of(self._own):
             del sharded["rng"]
@@ -157,12 +162,10 @@ class Checkpointer:
         return {"model": model, "optimizer": state, "rng": _generators()}
 
     def _all_tensors(self) -> Sharded:
-        return model_tensors(self._policy.bare_chunks(), self._policy.parallelism)
+        return model_tensors(self._model.bare_chunks(), self._model.parallelism)
 
 
-def model_tensors(
-    chunks: Sequence[LogprobModel], parallelism: Parallelism, *, has_layers_apart: bool = True
-) -> Sharded:
+def model_tensors(chunks: Sequence[Chunk], parallelism: Parallelism, *, has_layers_apart: bool = True) -> Sharded:
     """Parameters and buffers of this rank's chunks; with `has_layers_apart` each layer has tensors of its own."""
     metadata = {"non_homogeneous_layers": has_layers_apart, "dp_cp_group": parallelism.dp_cp_group}
     return {
@@ -174,8 +177,10 @@ def model_tensors(
     }
 
 
-def load_converted_weights(chunks: Sequence[LogprobModel], parallelism: Parallelism, path: str) -> None:
-    """Fills the model, without adapters, from a torch_dist checkpoint: `state` of one of ours, or a converted one.
+def load_converted_weights(chunks: Sequence[Chunk], parallelism: Parallelism, path: str) -> None:
+    """Fills the model from a torch_dist checkpoint: `state` of one of ours, or a converted one.
+
+    Adapters and a critic's head are left as they are.
 
     Raises:
         InvalidInput: It does not hold exactly this model's tensors, or is not the checkpoint that was saved.
@@ -194,11 +199,16 @@ def load_converted_weights(chunks: Sequence[LogprobModel], parallelism: Parallel
         names = saved_shapes(directory)
         is_apart = any(re.search(r"(^|\.)decoder\.layers\.\d+\.", name) for name in names)
         sharded = model_tensors(chunks, parallelism, has_layers_apart=is_apart)
-        sharded = {name: shard for name, shard in sharded.items() if not is_adapter(name)}
+        is_critic = isinstance(chunks[0], ValueModel)
+        sharded = {
+            name: shard
+            for name, shard in sharded.items()
+            if not is_adapter(name) and not (is_critic and name.endswith(HEAD))
+        }
         prefix = next((p for p in _PREFIXES if any(name.startswith(f"{p}decoder.") for name in names)), "")
         add_prefix_for_sharding(sharded, prefix)
         targets = _tensors(sharded)
-        _copy_into(targets, read(sharded, directory, prefix=prefix))
+        _copy_into(targets, read(sharded, directory, prefix=prefix, ignored=HEAD if is_critic else ""))
     except InvalidInput as error:
         raise InvalidInput(f"{_FIELD}: {error.message}", field=_FIELD) from error
 

@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.lora import FUSED, PARTS
-from services.trainer.megatron.model import LogprobModel
+from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights import Held, gather_json
 
@@ -132,7 +132,7 @@ class _Adapted:
             return F.dropout(x, shape.dropout)
 
 
-def add_adapters(chunks: Sequence[LogprobModel], lora: LoraConfig, parallelism: Parallelism, *, seed: int) -> None:
+def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Parallelism, *, seed: int) -> None:
     """Freezes the chunks and gives them adapters, the same in every layout; they change nothing until trained.
 
     A collective of all ranks.
@@ -156,7 +156,7 @@ def add_adapters(chunks: Sequence[LogprobModel], lora: LoraConfig, parallelism: 
 
 
 @contextlib.contextmanager
-def without_adapters(chunks: Sequence[LogprobModel]) -> Iterator[None]:
+def without_adapters(chunks: Sequence[Chunk]) -> Iterator[None]:
     """The base model."""
     modules = _adapted(chunks)
     for module in modules:
@@ -168,7 +168,7 @@ def without_adapters(chunks: Sequence[LogprobModel]) -> Iterator[None]:
             module.lora_is_on = True
 
 
-def merged_values(chunks: Sequence[LogprobModel]) -> Callable[[Held], torch.Tensor]:
+def merged_values(chunks: Sequence[Chunk]) -> Callable[[Held], torch.Tensor]:
     """For WeightStream: a parameter with its adapters merged in, or as it is."""
     owners = {id(module.weight): module for module in _adapted(chunks)}
 
@@ -179,7 +179,7 @@ def merged_values(chunks: Sequence[LogprobModel]) -> Callable[[Held], torch.Tens
     return value
 
 
-def _adapted(chunks: Sequence[LogprobModel]) -> list[Any]:
+def _adapted(chunks: Sequence[Chunk]) -> list[Any]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _Adapted)]
 
 
@@ -195,7 +195,7 @@ def _targets(lora: LoraConfig) -> set[str]:
     return set(lora.target_modules or known)
 
 
-def _sites(chunk: LogprobModel) -> Iterator[_Site]:
+def _sites(chunk: Chunk) -> Iterator[_Site]:
     for layer in chunk.decoder.layers:
         for name, module in layer.named_modules():
             parent, _, leaf = name.rpartition(".")

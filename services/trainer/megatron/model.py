@@ -1,4 +1,4 @@
-"""The policy or reference as Megatron model chunks, one or, with an interleaved pipeline, several on each rank."""
+"""A model as Megatron chunks, one or, with an interleaved pipeline, several on each rank."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,37 +60,75 @@ class LogprobHead(ColumnParallelLinear):
         return linear_logprobs(hidden_MD, weight_VD, micro.targets_M, temperature, group)
 
 
-class LogprobModel(GPTModel):
-    """A chunk of the model; the last one ends in log-probabilities."""
+class ValueHead(torch.nn.Module):
+    """From hidden states to one number, the same on all tensor-parallel ranks; 0 before any training."""
+
+    def __init__(self, layer: ColumnParallelLinear):
+        super().__init__()
+        self.sequence_parallel, self.tp_group = layer.sequence_parallel, layer.tp_group
+        self.weight = torch.nn.Parameter(torch.zeros_like(layer.weight[:1]))
+
+    def forward(self, hidden_SBD: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        """Float32 [1, M]: this context-parallel rank's values."""
+        if self.sequence_parallel:
+            # All ranks compute the same from the whole: each keeps its part of the gradient, nothing is summed.
+            hidden_SBD = gather_from_sequence_parallel_region(
+                hidden_SBD, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        hidden_MD = hidden_SBD.flatten(0, 1)[micro.rows_M]
+        return (hidden_MD.float() @ self.weight.float().T).T
+
+
+class Chunk(GPTModel):
+    """A chunk of a model; the last one ends in outputs at the predictions."""
+
+    def forward(self, micro: MicroBatch, temperature: float) -> torch.Tensor:  # type: ignore[override]
+        """Hidden states for the next chunk; the last chunk's are [K, M], see the heads."""
+        hidden = super().forward(micro.tokens, None, None, packed_seq_params=micro.packed)
+        return self._outputs(hidden, micro, temperature) if self.post_process else hidden
+
+    def _postprocess(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class LogprobModel(Chunk):
+    """Ends in log-probabilities."""
+
+    num_outputs = 2
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.post_process:
             self.output_layer.__class__ = LogprobHead
 
-    def forward(self, micro: MicroBatch, temperature: float) -> torch.Tensor:  # type: ignore[override]
-        """Hidden states for the next chunk; the last chunk's are [2, M], see LogprobHead."""
-        hidden = super().forward(micro.tokens, None, None, packed_seq_params=micro.packed)
-        if not self.post_process:
-            return hidden
+    def _outputs(self, hidden_SBD: torch.Tensor, micro: MicroBatch, temperature: float) -> torch.Tensor:
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        return self.output_layer(hidden, weight, micro, temperature)
-
-    def _postprocess(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
+        return self.output_layer(hidden_SBD, weight, micro, temperature)
 
 
-def transformer_config(
-    hf: PretrainedConfig, trainer: TrainerConfig, megatron: MegatronConfig, dtype: torch.dtype
-) -> TransformerConfig:
+class ValueModel(Chunk):
+    """Ends in values. Its head is no tensor of the checkpoint that the model starts from."""
+
+    num_outputs = 1
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs | {"share_embeddings_and_output_weights": False})
+        if self.post_process:
+            self.output_layer = ValueHead(self.output_layer)
+
+    def _outputs(self, hidden_SBD: torch.Tensor, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        return self.output_layer(hidden_SBD, micro)
+
+
+def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's config of one role.
 
     Raises:
         InvalidInput: transformer_config_kwargs has an unknown key, or Megatron refuses the combination.
     """
-    is_gpu = torch.cuda.is_available()
+    is_gpu, megatron = torch.cuda.is_available(), trainer.megatron
     vpp = megatron.virtual_pipeline_model_parallel_size
     settings: dict[str, Any] = {
         **transformer_settings(hf),
@@ -117,7 +155,9 @@ def transformer_config(
     return make(TransformerConfig, settings, megatron.transformer_config_kwargs, "megatron.transformer_config_kwargs")
 
 
-def build_chunks(config: TransformerConfig, hf: PretrainedConfig, *, is_adapted: bool = False) -> list[LogprobModel]:
+def build_chunks(
+    kind: type[Chunk], config: TransformerConfig, hf: PretrainedConfig, *, is_adapted: bool = False
+) -> list[Chunk]:
     """This rank's chunks, on the current device, with weights yet to be loaded.
 
     Layers that will be adapted have their norms apart: a fused layer keeps its normalised input, the adapter's, inside.
@@ -127,7 +167,7 @@ def build_chunks(config: TransformerConfig, hf: PretrainedConfig, *, is_adapted:
     for index in range(vpp or 1):
         stage = {"ignore_virtual": False, "vp_stage": index} if vpp else {}
         place = {"vp_stage": index} if vpp else {}
-        chunk = LogprobModel(
+        chunk = kind(
             config=config,
             transformer_layer_spec=_layer_spec(config, place, is_adapted=is_adapted),
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -143,7 +183,7 @@ def build_chunks(config: TransformerConfig, hf: PretrainedConfig, *, is_adapted:
 
 
 def wrap_chunks(
-    chunks: Sequence[LogprobModel], config: TransformerConfig, megatron: MegatronConfig
+    chunks: Sequence[Chunk], config: TransformerConfig, megatron: MegatronConfig
 ) -> list[DistributedDataParallel]:
     """Chunks whose gradients are summed over the data-parallel ranks.
 
@@ -167,14 +207,14 @@ def wrap_chunks(
     return wrapped
 
 
-def half_precision(chunk: LogprobModel, config: TransformerConfig) -> torch.nn.Module:
+def half_precision(chunk: Chunk, config: TransformerConfig) -> torch.nn.Module:
     """The chunk, converting between stages if it computes in bfloat16."""
     return Float16Module(config, chunk) if config.bf16 else chunk
 
 
-def unwrap(chunk: torch.nn.Module) -> LogprobModel:
+def unwrap(chunk: torch.nn.Module) -> Chunk:
     """The model chunk inside its wrappers."""
-    while not isinstance(chunk, LogprobModel):
+    while not isinstance(chunk, Chunk):
         chunk = chunk.module
     return chunk
 

@@ -17,7 +17,7 @@ from services.trainer.megatron.model import unwrap
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.packing import Pack
 
-# (micro-batch, [2, N] log-probabilities and entropies of its pack) -> whatever the schedule is to collect.
+# (micro-batch, outputs [K, N] at the predictions of its pack) -> whatever the schedule is to collect.
 Collect = Callable[[MicroBatch, torch.Tensor], Any]
 
 
@@ -38,10 +38,10 @@ class MegatronModel:
         return cut_packs(packs, self._cut, is_fixed_size=len(self.chunks) > 1)
 
     def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        """Log-probabilities and entropies [2, N] of each pack, on every rank that holds it. No gradient."""
+        """The model's outputs [K, N] of each pack, on every rank that holds it. No gradient."""
         micros = self.cut(packs)
         with torch.no_grad():
-            outputs = self._run(micros, temperature, lambda micro, values_2N: values_2N, is_forward_only=True)
+            outputs = self._run(micros, temperature, lambda micro, outputs_KN: outputs_KN, is_forward_only=True)
         return self.from_last_stage(outputs, packs)
 
     def accumulate(self, micros: Sequence[MicroBatch], temperature: float, collect: Collect) -> list[Any]:
@@ -52,12 +52,12 @@ class MegatronModel:
         return self._run(micros, temperature, collect, is_forward_only=False)
 
     def from_last_stage(self, values: Sequence[torch.Tensor], packs: Sequence[Pack]) -> list[torch.Tensor]:
-        """[2, N] of each pack, which only the last pipeline stage has, on all stages."""
+        """[K, N] of each pack, which only the last pipeline stage has, on all stages."""
         counts = [pack.targets_N.numel() for pack in packs]
         if self.parallelism.is_last_stage:
             whole = torch.cat(list(values), 1)
         else:
-            whole = torch.empty(2, sum(counts), device=packs[0].targets_N.device)
+            whole = torch.empty(unwrap(self.chunks[0]).num_outputs, sum(counts), device=packs[0].targets_N.device)
         if self.config.pipeline_model_parallel_size > 1:
             dist.broadcast(whole, src=self.parallelism.last_stage_rank, group=self.parallelism.pp_group)
         return list(whole.split(counts, 1))
@@ -103,7 +103,7 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     micro = next(micros)
 
-    def on_last_stage(output_2M: torch.Tensor, non_loss_data: bool = False) -> Any:
-        return collect(micro, micro.whole(output_2M, parallel_state.get_context_parallel_group()))
+    def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> Any:
+        return collect(micro, micro.whole(output_KM, parallel_state.get_context_parallel_group()))
 
     return chunk(micro, temperature), on_last_stage

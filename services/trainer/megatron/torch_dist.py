@@ -77,11 +77,11 @@ def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {key: tuple(saved.size) for key, saved in tensors if isinstance(saved, TensorStorageMetadata)}
 
 
-def read(sharded: Sharded, directory: Path, *, prefix: str = "") -> Sharded:
+def read(sharded: Sharded, directory: Path, *, prefix: str = "", ignored: str = "") -> Sharded:
     """The same structure with loaded tensors: those of plain sharded tensors are their own, overwritten in place.
 
     All ranks call it, and nothing is overwritten unless all ranks together want the checkpoint's model, tensor by
-    tensor. Its names have `prefix`.
+    tensor, but for `ignored`. Its names have `prefix`.
 
     Raises:
         InvalidInput: A tensor is missing, too many or has another global shape; names the first. On every rank.
@@ -90,7 +90,7 @@ def read(sharded: Sharded, directory: Path, *, prefix: str = "") -> Sharded:
     shapes = saved_shapes(directory)
     own = {"wanted": [shard.key for shard in nested_values(tensors)], "problems": _problems(tensors, shapes)}
     ranks = gather_json(own, torch.device("cpu"))
-    wanted = {key for rank in ranks for key in rank["wanted"]}
+    wanted = {key for rank in ranks for key in rank["wanted"]} | {prefix + ignored}
     model = tuple(prefix + part for part in _MODEL_PARTS)
     unwanted = [f"{key} is not in this model" for key in shapes if key.startswith(model) and key not in wanted]
     problems = sorted({problem for rank in ranks for problem in rank["problems"]}) + sorted(unwanted)

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from services.common.errors import InvalidInput
-from services.trainer.megatron.model import LogprobModel
+from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weight_map import Part, WeightMap
 
 # Shards that lie next to each other on the same ranks travel together, up to this many bytes of each.
 _RUN_BYTES = 64 << 20
+HEAD = "output_layer.weight"
+"""Of a language model, and of a critic, whose is not in the checkpoint that it starts from."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,14 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def held_parameters(chunks: Sequence[LogprobModel], parallelism: Parallelism, *, adapters: bool = False) -> list[Held]:
-    """All parameters of this rank but the adapters, or only the adapters."""
+def held_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False) -> list[Held]:
+    """All parameters of this rank but adapters and heads that no checkpoint has, or only the adapters."""
     held = []
     for chunk in chunks:
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.decoder.layers)}
         for name, tensor in chunk.named_parameters():
-            if is_adapter(name) == adapters:
+            is_new = isinstance(chunk, ValueModel) and name == HEAD
+            if is_adapter(name) == adapters and not is_new:
                 held.append(Held(_global_name(name, layers, chunk, parallelism), tensor))
     return held
 
@@ -186,7 +189,7 @@ def _runs(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
         yield run
 
 
-def _global_name(name: str, layers: dict[int, int], chunk: LogprobModel, parallelism: Parallelism) -> str:
+def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:
     parts = name.split(".")
     if name.startswith("decoder.layers."):
         parts[2] = str(layers[int(parts[2])])

@@ -64,6 +64,14 @@ def test_templates_as_transformers(make_model, load_transformers, template, chat
     assert ours.encode(ours.render(chat)) == ids
 
 
+@pytest.mark.parametrize("template", [None, EVERYTHING], ids=["chatml", "everything"])
+def test_whole_conversations_as_transformers(make_model, load_transformers, template):
+    directory = make_model() if template is None else make_model(chat_template=template)
+    chat = [*CHATS[1], {"role": "assistant", "content": "24"}]
+    text = load_transformers(directory).apply_chat_template(chat, tokenize=False)
+    assert Tokenizer.load(directory, date=datetime.date.today()).render(chat, add_generation_prompt=False) == text
+
+
 def test_template_variables_as_transformers(make_model, load_transformers):
     directory = make_model()
     theirs = load_transformers(directory)
@@ -209,6 +217,9 @@ def test_the_date_is_never_the_clocks(make_model):
         ("{{ messages[0].content + 1 }}", "str"),
         ("{{ messages.append(1) }}", "access to attribute 'append'"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages[0].content.index('</think>') }}", "substring not found"),
+        ("{{ 1 // (messages | length - 1) }}", "by zero"),
+        ("{{ range(10 ** 6) | list }}", "too big"),
     ],
 )
 def test_refusals(template, message):

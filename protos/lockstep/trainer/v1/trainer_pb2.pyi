@@ -13,9 +13,11 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_POLICY: _ClassVar[Role]
     ROLE_REFERENCE: _ClassVar[Role]
+    ROLE_CRITIC: _ClassVar[Role]
 ROLE_UNSPECIFIED: Role
 ROLE_POLICY: Role
 ROLE_REFERENCE: Role
+ROLE_CRITIC: Role
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
@@ -32,20 +34,22 @@ class GetInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("run_id", "config_json", "model_path", "checkpoint_path", "seed", "bucket_bytes")
+    __slots__ = ("run_id", "config_json", "model_path", "checkpoint_path", "seed", "bucket_bytes", "role")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     config_json: str
     model_path: str
     checkpoint_path: str
     seed: int
     bucket_bytes: int
-    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_path: _Optional[str] = ..., checkpoint_path: _Optional[str] = ..., seed: _Optional[int] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+    role: Role
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_path: _Optional[str] = ..., checkpoint_path: _Optional[str] = ..., seed: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
     __slots__ = ("version", "last_batch_id", "model_card", "plan", "store_host", "store_port", "weight_backend", "num_ranks")
@@ -100,14 +104,18 @@ class ForwardResponse(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
 
 class TrainHeader(_message.Message):
-    __slots__ = ("expected_stamp", "batch_id", "temperature")
+    __slots__ = ("expected_stamp", "batch_id", "temperature", "role", "critic_version")
     EXPECTED_STAMP_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CRITIC_VERSION_FIELD_NUMBER: _ClassVar[int]
     expected_stamp: _types_pb2.PolicyStamp
     batch_id: str
     temperature: float
-    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ...) -> None: ...
+    role: Role
+    critic_version: int
+    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ...) -> None: ...
 
 class TrainRequest(_message.Message):
     __slots__ = ("header", "frame")
@@ -165,12 +173,14 @@ class SendWeightsResponse(_message.Message):
     def __init__(self, stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("path", "version")
+    __slots__ = ("path", "version", "role")
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     path: str
     version: int
-    def __init__(self, path: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    role: Role
+    def __init__(self, path: _Optional[str] = ..., version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
     __slots__ = ("num_bytes", "manifest_digest")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """The weights that are trained, and their reference. Rank 0 of the deployment answers for all ranks.
+    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
     """
 
     def __init__(self, channel):
@@ -88,7 +88,7 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """The weights that are trained, and their reference. Rank 0 of the deployment answers for all ranks.
+    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
     """
 
     def GetInfo(self, request, context):
@@ -99,7 +99,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenRun(self, request, context):
-        """Loads the model, or resumes from a checkpoint; says which version it holds.
+        """Loads one role's model, or resumes from a checkpoint; says which version it holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,14 +113,14 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request_iterator, context):
-        """Log-probabilities and entropy of samples under a role. A stream both ways, since a batch may be large.
+        """Log-probabilities and entropy, or values, of samples under a role. A stream both ways, since a batch may be large.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Train(self, request_iterator, context):
-        """One policy update on one batch. The same batch id twice is answered, not applied twice.
+        """One update of policy or critic on one batch. The same batch id twice is answered, not applied twice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,7 +223,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """The weights that are trained, and their reference. Rank 0 of the deployment answers for all ranks.
+    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
     """
 
     @staticmethod

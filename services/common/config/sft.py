@@ -1,0 +1,197 @@
+"""The config tree of a supervised run, `lockstep sft`: the trainer's own section, and what differs from a run."""
+
+import datetime
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from services.common.config.base import Strict
+from services.common.config.data import DataConfig
+from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
+from services.common.config.trainer import TrainerConfig
+from services.common.layout import Layout, check_layout, samples_at_once
+
+
+class SftDataConfig(Strict):
+    """Answers to imitate, as Parquet files: prompt and response, or whole conversations."""
+
+    train: tuple[Path, ...] = Field(min_length=1)
+    """Parquet file of training rows, or a list of files that are read as one, in this order."""
+    eval: dict[str, Path] = Field(default_factory=dict)
+    """Held-out Parquet files by the name that their metrics carry; a bare path is named `<folder>-<file>`."""
+    max_eval_rows: int | None = Field(default=None, ge=1)
+    """Only the first rows of each eval file; all if unset."""
+    samples_per_step: int = Field(ge=1)
+    """Rows of one batch, all different; the batch is split over ranks and micro-batches."""
+    shuffle: bool = True
+    """A new order in every epoch, drawn from the run's seed; otherwise always the order of the files."""
+    max_tokens: int = Field(default=4096, ge=2)
+    """Longest row, prompt, responses and template together."""
+    overlong: Literal["fail", "drop"] = "fail"
+    """A row above max_tokens is an error, or is left out and counted in the log."""
+    bad_rows: Literal["fail", "drop"] = "fail"
+    """A row that cannot be used is an error, or is left out and counted in the log."""
+    prompt_column: str = "prompt"
+    """Column of prompts: text, or a list of messages with role and content."""
+    response_column: str = "response"
+    """Column of responses: text."""
+    messages_column: str | None = None
+    """Column of conversations, lists of messages with role and content, read in place of prompt and response."""
+    train_on: Literal["all", "last"] = "all"
+    """Turns of the assistant in a conversation that are trained on. All needs a chat template that is prefix-stable."""
+    chat: bool = False
+    """Put a text prompt and its response into the model's chat template. Lists of messages are always templated."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message put before every templated row."""
+    chat_template: Path | None = None
+    """Jinja file used in place of the model's own chat template."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further variables of the chat template, such as enable_thinking."""
+    template_date: datetime.date | None = None
+    """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same rows."""
+    add_special_tokens: bool = True
+    """Let the tokenizer put its special tokens, such as BOS, around a text prompt that is not templated."""
+    end_token: str | None = None
+    """Token put after a response that is not templated; the only token that ends a sample if unset."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_path(cls, value: Any) -> Any:
+        return DataConfig._one_path(value)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _not_ours(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return DataConfig._not_ours(value)
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _name_paths(cls, value: Any) -> Any:
+        return DataConfig._name_paths(value)
+
+
+class SftEvaluationConfig(Strict):
+    """Loss on the held-out rows of data.eval: mean over all trained tokens, and perplexity."""
+
+    eval_freq: int = Field(default=0, ge=0)
+    """Steps between evaluations, 0 for none; the last step is evaluated too unless this is 0."""
+    eval_before_train: bool = True
+    """Evaluate the model before the first step."""
+
+
+class SftConfig(Strict):
+    """A supervised run."""
+
+    name: str = Field(default="sft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run's directory below runs_dir."""
+    runs_dir: Path = Path("runs")
+    """Where runs keep their files."""
+    model: str
+    """Model directory in the Hugging Face format, on the trainer's host."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of everything random: data order, dropout."""
+    num_steps: int | None = Field(default=None, ge=1)
+    """Batches to train on; set this or num_epochs."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the data; the last batch is filled up from the pass after."""
+    resume: str = "auto"
+    """auto: the newest verified checkpoint, else a fresh start; never; must; or the path of a checkpoint."""
+    data: SftDataConfig
+    """Rows."""
+    trainer: TrainerConfig
+    """Update; trainer.loss.kind is sft."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    evaluation: SftEvaluationConfig = SftEvaluationConfig()
+    """Held-out loss."""
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    """Deadlines."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of this run's files."""
+        return self.runs_dir / self.name
+
+    @property
+    def models(self) -> dict[str, TrainerConfig]:
+        """Settings by config section, as Config.models."""
+        return {"trainer": self.trainer}
+
+    @property
+    def critic(self) -> None:
+        """There is no value model."""
+
+    @property
+    def weights(self) -> WeightsConfig:
+        """What the trainer plans its publications by; there are none."""
+        return WeightsConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_is_supervised(cls, values: Any) -> Any:
+        """Fills in the only loss there is; another that was asked for is left to `_loss_fits`."""
+        if not isinstance(values, dict):
+            return values
+        trainer = values.get("trainer") or {}
+        if not isinstance(trainer, dict) or not isinstance(loss := trainer.get("loss") or {}, dict):
+            return values
+        return {**values, "trainer": {**trainer, "loss": {"kind": "sft", **loss}}}
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> Self:
+        loss = self.trainer.loss
+        if loss.kind != "sft":
+            raise ValueError(f"trainer.loss.kind {loss.kind} needs samples with rewards: leave it out, it is sft here")
+        if loss.kl_coef:
+            raise ValueError("trainer.loss.kl_coef must be 0: a supervised run has no reference model")
+        return self
+
+    @model_validator(mode="after")
+    def _length_is_given(self) -> Self:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            raise ValueError("set either num_steps or num_epochs")
+        return self
+
+    @model_validator(mode="after")
+    def _layout_is_legal(self) -> Self:  # first: the rules below count data-parallel ranks
+        if self.trainer.strategy == "megatron":
+            tokens = self.trainer.max_tokens_per_microbatch
+            check_layout(self.trainer.megatron, self.trainer.num_ranks, max_tokens=tokens)
+        return self
+
+    @model_validator(mode="after")
+    def _samples_divide(self) -> Self:
+        samples, minibatches = self.data.samples_per_step, self.trainer.num_minibatches
+        if samples % minibatches:
+            raise ValueError(
+                f"data.samples_per_step {samples} must be divisible by trainer.num_minibatches {minibatches}; "
+                f"nearest: {max(1, round(samples / minibatches)) * minibatches}"
+            )
+        if samples // minibatches < (fewest := samples_at_once(self.trainer)):
+            raise ValueError(
+                f"a mini-batch has {samples // minibatches} samples (data.samples_per_step / trainer.num_minibatches), "
+                f"but trainer.num_ranks {self.trainer.num_ranks} need at least {fewest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        longest, budget = self.data.max_tokens, self.trainer.max_tokens_per_microbatch
+        if self.trainer.strategy == "megatron":
+            longest += -longest % Layout.of(self.trainer.megatron, self.trainer.num_ranks).align
+        uneven = self.data.samples_per_step // self.trainer.num_minibatches % samples_at_once(self.trainer)
+        needed = 2 * longest if uneven else longest
+        if budget < needed:
+            why = ", as the samples of a mini-batch do not divide by the ranks" if uneven else ""
+            raise ValueError(
+                f"trainer.max_tokens_per_microbatch {budget} must be at least {needed} for data.max_tokens "
+                f"{self.data.max_tokens}{why}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_fits(self) -> Self:
+        if self.evaluation.eval_freq and not self.data.eval:
+            raise ValueError("evaluation.eval_freq is set but data.eval names no file")
+        return self

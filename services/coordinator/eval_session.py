@@ -1,0 +1,142 @@
+"""`lockstep eval`: a checkpoint or a model on a run's held-out sets, as a run of no steps in its own directory."""
+
+import datetime
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.types.v1.types_pb2 import PolicyStamp
+from rich.console import Console
+from rich.table import Table
+
+from services.common.config.advantage import AdvantageConfig
+from services.common.config.run import Config
+from services.common.errors import InvalidInput, NotFound
+from services.common.model_card import read_model_card, write_model_card
+from services.common.tasks import gather
+from services.coordinator.clients.reward import Reward
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.collect import Collector
+from services.coordinator.data.prompts import Prompts, load_eval
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.evaluation import evaluate
+from services.coordinator.launch import Addresses, Fleet, launch
+from services.coordinator.lifecycle import log_to, unless_service_dies
+from services.coordinator.plan import check_model
+from services.coordinator.publication import Publisher
+from services.coordinator.resume import CHECKPOINTS, open_run
+from services.coordinator.run import Run
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation leaves. `metrics` are named `eval/<set>/<metric>`."""
+
+    stamp: PolicyStamp
+    metrics: dict[str, float]
+    directory: Path
+
+
+def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
+    """The run `config`, made to evaluate `checkpoint` in `out`, or else in a new directory below that of the run.
+
+    Args:
+        config: The run's config.
+        checkpoint: A checkpoint of a run, or a model directory in the Hugging Face format.
+        out: Must not exist, or be empty.
+
+    Raises:
+        NotFound: `checkpoint` is neither.
+        InvalidInput: It is the directory of a whole run, `out` is not empty, or there is no set to evaluate.
+    """
+    if not config.data.eval:
+        raise InvalidInput("data.eval names no file: there is nothing to evaluate", field="data.eval")
+    is_checkpoint = _is_checkpoint(checkpoint)
+    directory = out or config.run_dir / f"eval-{checkpoint.resolve().name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidInput(f"--out: {directory} exists and is not an empty directory; name another", field="out")
+    start = {"resume": str(checkpoint)} if is_checkpoint else {"resume": "never", "model": str(checkpoint)}
+    policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
+    alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # no other model is opened
+    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone})
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint; a model otherwise."""
+    if (path / CHECKPOINTS).is_dir():
+        inside = sorted(f"{CHECKPOINTS}/{saved.name}" for saved in (path / CHECKPOINTS).iterdir())
+        message = f"{path} is a whole run: give one of its checkpoints, or its model; it has {', '.join(inside)}"
+        raise InvalidInput(message, field="checkpoint")
+    if (path / "manifest.json").is_file():
+        return True
+    if not (path / "config.json").is_file():
+        what = "has neither manifest.json nor config.json" if path.is_dir() else "is no directory"
+        raise NotFound(f"{path} {what}: give a checkpoint of a run or a model directory", field="checkpoint")
+    return False
+
+
+async def eval_session(config: Config, given: Addresses, console: Console) -> Evaluation:
+    """Evaluates what `eval_config` made; services without an address are started and ended, as for a run.
+
+    Raises:
+        LockstepError: As the first failure of any part.
+    """
+    check_model(config)
+    dataset = None
+    if Path(config.model).is_dir() or not given.trainer:
+        read_model_card(config.model)
+        dataset = _load_data(config, Path(config.model))
+    run = Run(config, open_run(config))
+    log_to(config.run_dir / "logs" / "coordinator.log", console)
+    try:
+        async with launch(config, given) as fleet:
+            return await unless_service_dies(_drive(run, fleet, dataset, console), fleet)
+    finally:
+        run.close()
+
+
+def show_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """Prints a column for each set."""
+    sets: dict[str, dict[str, float]] = {}
+    for path, value in evaluation.metrics.items():
+        name, _, metric = path.removeprefix("eval/").rpartition("/")
+        sets.setdefault(name, {})[metric] = value
+    table = Table(f"step {evaluation.stamp.version}", *sets)
+    for metric in dict.fromkeys(metric for metrics in sets.values() for metric in metrics):
+        table.add_row(metric, *(f"{metrics[metric]:.3f}" if metric in metrics else "" for metrics in sets.values()))
+    console.print(table)
+    console.print(f"metrics.json and every sample, as Parquet, in {evaluation.directory}", soft_wrap=True)
+
+
+_Dataset = tuple[Tokenizer, dict[str, Prompts]]
+
+
+def _load_data(config: Config, model: Path) -> _Dataset:
+    tokenizer = Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date)
+    return tokenizer, load_eval(config.data, tokenizer)
+
+
+async def _drive(run: Run, fleet: Fleet, dataset: _Dataset | None, console: Console) -> Evaluation:
+    config, addresses = run.config, fleet.addresses
+    trainer, reward = Trainer(addresses.trainer, config), Reward(addresses.reward, config)
+    rollout = Rollout(addresses.rollout, config)
+    console.print(f"evaluating {run.resume_from or config.model} in {config.run_dir}", soft_wrap=True)
+    try:
+        version = await trainer.open(run.run_id, run.resume_from)
+        card = trainer.opened.model_card
+        await gather([reward.open(run.run_id), rollout.open(run.run_id, card)])
+        if dataset is None:  # the model is on the trainer's host only
+            directory = config.run_dir / "model_card"
+            directory.mkdir()
+            write_model_card(card, directory)
+            dataset = _load_data(config, directory)
+        tokenizer, eval_data = dataset
+        run.begin(version, ())
+        stamp = await Publisher(trainer, rollout, run).publish(version)
+        metrics = await evaluate(run, Collector(rollout, reward, tokenizer, config.seed), eval_data, stamp)
+        evaluated = {"checkpoint": run.resume_from or config.model, "version": version, "digest": stamp.digest}
+        (config.run_dir / "metrics.json").write_text(json.dumps(evaluated | {"metrics": metrics}, indent=1) + "\n")
+        return Evaluation(stamp, metrics, config.run_dir)
+    finally:
+        await gather([trainer.close(), reward.close(), rollout.close()])

@@ -1,0 +1,255 @@
+"""Rows of a supervised run: which tokens are trained on, which rows are refused, and batches that can be had again."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.common.batch import SAMPLE_SCHEMA
+from services.common.config.sft import SftDataConfig
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.data.order import EpochOrder
+from services.coordinator.data.sft import SftDataset, load_held_out
+from services.coordinator.data.tokenizer import Tokenizer
+from tests.support import _write_tokenizer
+
+# The character tokenizer: <pad> 0, <eos> 1, digits from 2, + 12, - 13, = 14, space 15.
+EOS = 1
+# The header of the assistant's turn is "=", and a space follows its end token, as a line break does in ChatML.
+TEMPLATE = """
+{%- for m in messages -%}
+{{ '=' + m.content + '<eos> ' if m.role == 'assistant' else m.content }}
+{%- endfor -%}
+{{ '=' if add_generation_prompt }}"""
+# Writes the last answer in full, and of those before only the first digit: as templates that strip the thinking.
+FORGETFUL = TEMPLATE.replace("m.content + '<eos> '", "(m.content if loop.last else m.content[0]) + '<eos> '")
+
+# ChatML with a space where it has a line break.
+SPACED = """
+{%- for m in messages -%}
+<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{{ '\\n' }}
+{%- endfor -%}
+{{ '<|im_start|>assistant ' if add_generation_prompt }}"""
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+TWO_TURNS = [user("2+2"), assistant("4"), user("3+3"), assistant("06")]
+
+
+@pytest.fixture
+def characters(tmp_path: Path) -> Callable[..., Tokenizer]:
+    def load(template: str | None = None) -> Tokenizer:
+        _write_tokenizer(tmp_path)
+        path = tmp_path / "template.jinja"
+        path.write_text(template or "")
+        return Tokenizer.load(tmp_path, chat_template=path if template else None)
+
+    return load
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., SftDataset]:
+    """A dataset of `rows`, from a file."""
+
+    def load(tokenizer: Tokenizer, rows: list[dict[str, Any]], **config: Any) -> SftDataset:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        settings = {"train": tmp_path / "rows.parquet", "samples_per_step": 1, "shuffle": False} | config
+        return SftDataset.load(SftDataConfig(**settings), tokenizer, seed=0)
+
+    return load
+
+
+def parts(dataset: SftDataset, index: int = 0) -> tuple[list[int], list[int], list[int]]:
+    example = dataset.examples[index]
+    return example.prompt_tokens.tolist(), example.tokens.tolist(), example.loss_mask.astype(int).tolist()
+
+
+def test_text_is_trained_on_from_the_response_to_the_end_token(characters: Callable, load: Callable) -> None:
+    data = load(characters(), [{"prompt": "2+2=", "response": "4"}, {"prompt": "9+1=", "response": "10"}])
+    assert parts(data, 0) == ([4, 12, 4, 14], [6, EOS], [1, 1])
+    assert parts(data, 1) == ([11, 12, 3, 14], [3, 2, EOS], [1, 1, 1])
+
+
+def test_other_columns_and_the_chat_template(characters: Callable, load: Callable) -> None:
+    rows = [{"q": "2+2", "a": "4"}]
+    data = load(characters(TEMPLATE), rows, prompt_column="q", response_column="a", chat=True, system_prompt="7 ")
+    assert parts(data) == ([9, 15, 4, 12, 4, 14], [6, EOS], [1, 1])
+
+
+def test_of_a_conversation_every_answer_is_trained_on(characters: Callable, load: Callable) -> None:
+    data = load(characters(TEMPLATE), [{"messages": TWO_TURNS}], messages_column="messages")
+    # 2+2= | 4<eos>, then the template's " 3+3=", then 06<eos>
+    assert parts(data) == (
+        [4, 12, 4, 14],
+        [6, EOS, 15, 5, 12, 5, 14, 2, 8, EOS],
+        [1, 1, 0, 0, 0, 0, 0, 1, 1, 1],
+    )
+
+
+def test_of_a_conversation_only_the_last_answer(characters: Callable, load: Callable) -> None:
+    expected = ([4, 12, 4, 14, 6, EOS, 15, 5, 12, 5, 14], [2, 8, EOS], [1, 1, 1])
+    rows = [{"messages": TWO_TURNS}]
+    assert parts(load(characters(TEMPLATE), rows, messages_column="messages", train_on="last")) == expected
+    # A prompt may be a conversation; its answers are given, not trained on.
+    assert parts(load(characters(TEMPLATE), [{"prompt": TWO_TURNS[:3], "response": "06"}])) == expected
+
+
+def test_what_nobody_answers_is_left_out(characters: Callable, load: Callable) -> None:
+    rows = [{"messages": [*TWO_TURNS, user("1+1")]}, {"messages": TWO_TURNS}]
+    data = load(characters(TEMPLATE), rows, messages_column="messages")
+    assert parts(data, 0) == parts(data, 1)
+
+
+def test_a_prompt_is_tokenised_as_it_is_for_an_answer(make_model: Callable, load: Callable) -> None:
+    """Also where a byte-level BPE has a token that runs across its end: here " clips"."""
+    tokenizer = Tokenizer.load(make_model(SPACED))
+    messages = [user("How many?"), assistant("clips"), user("And then?"), assistant("half as many")]
+    (example,) = load(tokenizer, [{"messages": messages}], messages_column="messages").examples
+    assert example.prompt_tokens.tolist() == tokenizer.encode(tokenizer.render(messages[:1]))
+    whole = [*example.prompt_tokens.tolist(), *example.tokens.tolist()]
+    text = tokenizer.render(messages, add_generation_prompt=False).removesuffix("\n")
+    assert tokenizer.decode(whole, skip_special_tokens=False) == text
+    assert tokenizer.encode(text) != whole
+    trained = tokenizer.decode(example.tokens[example.loss_mask].tolist(), skip_special_tokens=False)
+    assert trained == "clips<|im_end|>half as many<|im_end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns(characters: Callable, load: Callable) -> None:
+    tokenizer = characters(FORGETFUL)
+    turns = [user("2+2"), assistant("44"), user("3+3"), assistant("6")]
+    with pytest.raises(InvalidInput, match=r"rows.parquet row 1: .*not prefix-stable: message 1") as refused:
+        load(tokenizer, [{"m": TWO_TURNS}, {"m": turns}], messages_column="m", bad_rows="drop")
+    assert refused.value.metadata["field"] == "data.chat_template"
+    data = load(tokenizer, [{"m": turns}], messages_column="m", train_on="last")
+    assert parts(data) == ([4, 12, 4, 14, 6, EOS, 15, 5, 12, 5, 14], [8, EOS], [1, 1])
+
+
+BAD_ROWS = {
+    "null response": ({"prompt": "1", "response": None}, "the response is null"),
+    "empty response": ({"prompt": "1", "response": " "}, "the response is empty"),
+    "empty prompt": ({"prompt": "", "response": "1"}, "the prompt is empty"),
+    "end token": ({"prompt": "1", "response": "1<eos>2"}, "answer 0 holds 2 end tokens"),
+    "null conversation": ({"m": None}, "the conversation is null"),
+    "no messages": ({"m": []}, "the conversation is empty"),
+    "no answer": ({"m": [user("1")]}, "no message is the assistant's"),
+    "no question": ({"m": TWO_TURNS[1:]}, "it begins with the assistant's message"),
+    "no content": ({"m": [user("1"), {"role": "assistant", "content": None}]}, "message 1 has no content"),
+    "empty answer": ({"m": [user("1"), assistant(" ")]}, "message 1, the assistant's, is empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_rows(characters: Callable, load: Callable, caplog: Any, name: str) -> None:
+    bad, reason = BAD_ROWS[name]
+    good, settings = {"prompt": "2+2=", "response": "4"}, {}
+    if "m" in bad:
+        good, settings = {"m": TWO_TURNS}, {"messages_column": "m"}
+    tokenizer = characters(TEMPLATE)
+    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad.*data.bad_rows=drop") as refused:
+        load(tokenizer, [good, bad], **settings)
+    assert f"row 1: {reason}" in refused.value.message
+    with caplog.at_level(logging.WARNING):
+        data = load(tokenizer, [bad, good], bad_rows="drop", **settings)
+    assert len(data) == 1 and data.examples[0].prompt_id.startswith("1-")
+    assert reason in caplog.text
+
+
+def test_a_template_without_an_end_token(characters: Callable, load: Callable) -> None:
+    tokenizer = characters(TEMPLATE.replace("<eos>", ""))
+    with pytest.raises(InvalidInput, match="answer 0 is not followed by an end token of the model"):
+        load(tokenizer, [{"m": TWO_TURNS}], messages_column="m")
+
+
+def test_overlong_rows(characters: Callable, load: Callable, caplog: Any) -> None:
+    rows = [{"prompt": "1" * 5, "response": "2"}, {"prompt": "1" * 6, "response": "2"}]
+    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are above data.max_tokens 7: .*row 1: 8 tokens"):
+        load(characters(), rows, max_tokens=7)
+    with caplog.at_level(logging.WARNING):
+        assert len(load(characters(), rows, max_tokens=7, overlong="drop")) == 1
+    assert "row 1: 8 tokens" in caplog.text
+    with pytest.raises(InvalidInput, match="no rows left of 2"):
+        load(characters(), rows, max_tokens=2, overlong="drop")
+
+
+def test_several_end_tokens(tmp_path: Path, characters: Callable, load: Callable) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    rows = [{"prompt": "2+2=", "response": "4"}]
+    with pytest.raises(InvalidInput, match=r"data.end_token is not set .* one of <pad>, <eos>"):
+        load(characters(), rows)
+    with pytest.raises(InvalidInput, match=r"data.end_token '4' ends no sample"):
+        load(characters(), rows, end_token="4")
+    assert parts(load(characters(), rows, end_token="<pad>"))[1] == [6, 0]
+    # A template says itself which one it is.
+    assert parts(load(characters(TEMPLATE), [{"m": TWO_TURNS[:2]}], messages_column="m"))[1] == [6, EOS]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "words"),
+    [
+        ({"prompt_column": "promt"}, "data.prompt_column", "did you mean prompt"),
+        ({"response_column": "n"}, "data.response_column", "int64, not text"),
+        ({"messages_column": "prompt"}, "data.messages_column", "string, not a list"),
+        ({"chat": True}, "data.chat_template", "no chat template"),
+        ({"system_prompt": "s"}, "data.system_prompt", "set data.chat"),
+        ({"samples_per_step": 2}, "data.samples_per_step", "has 1 rows"),
+    ],
+)
+def test_what_cannot_be_read(characters: Callable, load: Callable, settings: dict, field: str, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words) as refused:
+        load(characters(), [{"prompt": "2+2=", "response": "4", "n": 1}], **settings)
+    assert refused.value.metadata["field"] == field
+
+
+def test_batches_follow_from_data_seed_and_step(tmp_path: Path, characters: Callable, load: Callable) -> None:
+    rows = [{"prompt": f"{i}=", "response": str(i)} for i in range(10)]
+    tokenizer = characters()
+    data = load(tokenizer, rows, samples_per_step=4, shuffle=True)
+    again = load(tokenizer, rows, samples_per_step=4, shuffle=True)
+    assert data.digest == again.digest
+    batches = [data.batch(step) for step in range(6)]
+    assert again.batch(5).equals(batches[5])  # asked for first
+    order = EpochOrder(10, 4, seed=0, shuffle=True)
+    for step, batch in enumerate(batches):
+        batch.validate(full=True)
+        assert batch.schema.equals(SAMPLE_SCHEMA)
+        prompts = [f"{index}=" for index in order.indices(step)]
+        assert [tokenizer.decode(tokens) for tokens in batch["prompt_tokens"].to_pylist()] == prompts
+        assert set(batch["policy_version"].to_pylist()) == {step}
+        assert set(batch["policy_digest"].to_pylist()) == {""}
+        assert batch["group"].to_pylist() == [0, 1, 2, 3]
+        for tokens, mask, logprobs in zip(
+            *(batch[n].to_pylist() for n in ("tokens", "loss_mask", "logprobs")), strict=True
+        ):
+            assert mask == [True] * len(tokens) and logprobs == [0.0] * len(tokens)
+    assert [data.num_steps(epochs) for epochs in (1, 2, 4)] == [3, 5, 10]
+    assert load(tokenizer, rows[::-1], samples_per_step=4).digest != data.digest
+    held_out = load_held_out(
+        SftDataConfig(
+            train=tmp_path / "none", eval={"a": tmp_path / "rows.parquet"}, max_eval_rows=3, samples_per_step=1
+        ),
+        tokenizer,
+    )
+    assert [len(rows) for rows in held_out.values()] == [3]
+    np.testing.assert_array_equal(held_out["a"][0].tokens, [11, EOS])
+    with pytest.raises(NotFound, match=r"data.train: .*none does not exist"):
+        SftDataset.load(SftDataConfig(train=tmp_path / "none", samples_per_step=1), tokenizer, seed=0)
+
+
+def test_digest_sees_the_mask(characters: Callable, load: Callable) -> None:
+    rows = [{"m": TWO_TURNS}]
+    tokenizer = characters(TEMPLATE)
+    digests = {load(tokenizer, rows, messages_column="m", train_on=turns).digest for turns in ("all", "last")}
+    assert len(digests) == 2

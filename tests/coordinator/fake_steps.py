@@ -1,0 +1,122 @@
+"""Steps of the loop, less training, over fakes whose answers follow from prompt and seed alone."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, ModelCard, PolicyStamp
+
+from services.common.config.run import Config
+from services.common.rpc import Server
+from services.coordinator.clients.reward import Reward
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.collect import Collector
+from services.coordinator.data.order import EpochOrder
+from services.coordinator.data.prompts import PromptDataset
+from services.coordinator.forwards import Forwards
+from services.coordinator.resume import open_run
+from services.coordinator.run import Phase, Run
+from services.coordinator.step import collect
+from tests.coordinator.fake_services import FakeReplica, FakeReward, make_prompt
+
+GREEDY_TOKEN = 77  # the others are below 50
+TOKENIZER = SimpleNamespace(eos_token_ids=(1,), decode=lambda tokens: " ".join(map(str, tokens)))
+
+
+class Replica(FakeReplica):
+    """Greedy completions begin with GREEDY_TOKEN; `is_long` says by its first token which one is truncated."""
+
+    is_long: Callable[[int], bool] = staticmethod(lambda token: False)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        async for answer in super().Generate(request, context):
+            for completion in answer.completions:
+                if request.sampling.temperature == 0:
+                    completion.tokens[0] = GREEDY_TOKEN
+                elif self.is_long(completion.tokens[0]):
+                    completion.finish_reason = FINISH_REASON_LENGTH
+            yield answer
+
+
+class Scorer(FakeReward):
+    """The reward follows from the prompt id and the first token; None is a typed failure."""
+
+    def __init__(self, rule: Callable[[str, int], float | None]):
+        super().__init__(set())
+        self.rule = rule
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        scores = []
+        for candidate in request.candidates:
+            reward = self.rule(request.prompt_id, int(candidate.text.split()[0]))
+            failure = reward_pb2.Failure(reason=reward_pb2.FAILURE_REASON_TIMEOUT, scorer="fake", message="too slow")
+            scores.append(
+                reward_pb2.Score(failure=failure)
+                if reward is None
+                else reward_pb2.Score(reward=reward, components={"exact": reward})
+            )
+        return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
+
+
+class FakePrompts(list):
+    digest = "data"
+
+
+def dataset(num_prompts: int, config: Config) -> PromptDataset:
+    order = EpochOrder(num_prompts, config.data.prompts_per_step, seed=config.seed, shuffle=config.data.shuffle)
+    return PromptDataset(FakePrompts(make_prompt(index) for index in range(num_prompts)), order)
+
+
+@dataclass
+class Steps:
+    """A coordinator that comes and goes: its run is opened for each `live`."""
+
+    config: Config
+    data: PromptDataset
+    collector: Collector
+    replica: Replica
+    rollout: Rollout
+
+    async def live(self, first: int, last: int) -> dict[int, pa.Table]:
+        """The batches of the steps first..last-1, as a coordinator takes them that begins with version `first`."""
+        run = Run(self.config, open_run(self.config))
+        parts: Any = SimpleNamespace(data=self.data, collector=self.collector, forwards=Forwards((), self.config))
+        batches = {}
+        try:
+            run.begin(first, ())
+            for version in range(first, last):
+                stamp = stamp_of(version)
+                with run.phase(Phase.GENERATING):
+                    batches[version] = await run.recorded_batch(stamp) or await collect(run, parts, stamp)
+                run.finish_step(version + 1, {}, batches[version])
+        finally:
+            run.close()
+        return batches
+
+
+def stamp_of(version: int) -> PolicyStamp:
+    return PolicyStamp(version=version, digest=f"digest {version}")
+
+
+@contextlib.asynccontextmanager
+async def steps(config: Config, num_prompts: int, rule: Callable[[str, int], float | None]) -> AsyncIterator[Steps]:
+    server, replica = Server(), Replica()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(Scorer(rule), server.grpc)
+    port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])
+    await replica.start()
+    rollout, reward = Rollout([replica.address], config), Reward(f"127.0.0.1:{port}", config)
+    try:
+        await rollout.open("run", ModelCard())
+        await rollout.replicas[0].commit(stamp_of(0))
+        collector = Collector(rollout, reward, TOKENIZER, config.seed)  # type: ignore[arg-type]
+        yield Steps(config, dataset(num_prompts, config), collector, replica, rollout)
+    finally:
+        await rollout.close()
+        await reward.close()
+        await replica.die()
+        await server.grpc.stop(0)

@@ -1,0 +1,146 @@
+"""`lockstep sft`: a tiny model learns sums by heart, a killed run ends as one that nothing disturbed, and what it
+leaves is a model."""
+
+import math
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from services.common.model_card import read_model_card
+from services.coordinator.data.tokenizer import Tokenizer
+from tests.e2e.lockstep_command import LOCKSTEP, LockstepRun, numbers, running_services, weights
+from tests.support import free_port, make_model
+
+SUMS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(6) for b in range(6)]
+HELD_OUT = SUMS[::5]  # 8 rows: the last of the two batches they are scored in is not full
+NUM_EPOCHS, NUM_STEPS = 11, 33
+
+
+class SftRun(LockstepRun):
+    """`lockstep sft sft.yaml ...` in a workspace."""
+
+    def __init__(self, workspace: Path, *arguments: str):
+        self.workspace, self.directory = workspace, workspace / "runs" / "run"
+        self._output = workspace / "output"
+        command = [LOCKSTEP, "sft", "sft.yaml", *arguments]
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=workspace, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+
+
+def make_workspace(base: Path, name: str) -> Path:
+    workspace = base / name
+    workspace.mkdir()
+    config = {
+        "name": "run",
+        "model": str(base / "model"),
+        "num_epochs": NUM_EPOCHS,
+        "data": {
+            "train": str(base / "train.parquet"),
+            "eval": {"sums": str(base / "held-out.parquet")},
+            "samples_per_step": 12,
+            "max_tokens": 8,
+        },
+        # 12 rows of 4 or 5 tokens do not fit 2 x 16: micro-batches are accumulated.
+        "trainer": {"num_ranks": 2, "max_tokens_per_microbatch": 16, "optim": {"lr": 2e-3}},
+        "evaluation": {"eval_freq": 11},
+        "checkpoint": {"save_freq": 11},
+    }
+    (workspace / "sft.yaml").write_text(yaml.safe_dump(config))
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sft")
+    make_model(directory / "model", "untied")
+    pq.write_table(pa.Table.from_pylist(SUMS), directory / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(HELD_OUT), directory / "held-out.parquet")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def killed(base: Path) -> Path:
+    """Workspace of a run whose coordinator is killed after the first checkpoint."""
+    return make_workspace(base, "killed")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: Path, killed: Path) -> Path:
+    """Workspace of a run that nothing disturbs, on a trainer that it finds with the killed run still open."""
+    address = f"127.0.0.1:{free_port()}"
+    workspace = make_workspace(base, "undisturbed")
+    with running_services({"trainer": address}, workspace):
+        with SftRun(killed, f"--trainer={address}") as run:
+            run.until(lambda: run.has("finished", 13), "step 13", timeout_s=240)
+            run.process.kill()
+            run.process.wait()
+            assert not run.has("finished", NUM_STEPS)
+        with SftRun(workspace, f"--trainer={address}") as run:
+            assert run.wait() == 0, run.output
+            assert "held-out after step 33" in run.output
+    return workspace
+
+
+def test_it_learns(undisturbed: Path) -> None:
+    lines = numbers(undisturbed)
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert len(losses) == NUM_STEPS
+    # 64 tokens, and a model that is far from sure of anything; at the end the end token and most digits are known.
+    assert losses[0] > math.log(64) * 0.9 and max(losses[-3:]) < 0.3
+    held_out = {line["step"]: line["eval/sums/nll"] for line in lines if "eval/sums/nll" in line}
+    assert list(held_out) == [0, 11, 22, 33] and held_out[33] < 0.2
+    step = next(line for line in lines if line["step"] == 1)
+    assert step["batch/samples"] == 12
+    assert 24 <= step["batch/trained_tokens"] <= 36  # one or two digits and the end token
+    assert step["batch/tokens"] == step["batch/trained_tokens"] + 12 * 4
+
+
+def test_the_held_out_loss_is_that_of_transformers(base: Path, undisturbed: Path) -> None:
+    for version, model in ((0, base / "model"), (NUM_STEPS, undisturbed / "runs" / "run" / "model")):
+        logged = next(line for line in numbers(undisturbed) if line["step"] == version and "eval/sums/nll" in line)
+        losses = torch.cat(list(response_nlls(model, HELD_OUT)))
+        # Sums of tens of float32 log-probabilities of a few nats.
+        assert logged["eval/sums/nll"] == pytest.approx(losses.mean().item(), abs=1e-5)
+        assert logged["eval/sums/perplexity"] == pytest.approx(math.exp(logged["eval/sums/nll"]))
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(killed: Path, undisturbed: Path) -> None:
+    """On a trainer of its own this time, from the checkpoint."""
+    with SftRun(killed, "resume=must") as run:
+        assert run.wait() == 0, run.output
+        assert not run.below()
+        assert run.ledger("opened")[-1]["checkpoint"].endswith(("step-000011", "step-000022"))
+    assert numbers(killed) == numbers(undisturbed)
+    assert weights(killed) == weights(undisturbed) != {}
+
+
+def test_the_model_answers_and_is_one_to_start_from(undisturbed: Path) -> None:
+    directory = undisturbed / "runs" / "run" / "model"
+    tokenizer = Tokenizer.load(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    for row in SUMS:
+        tokens = torch.tensor([tokenizer.encode(row["prompt"])])
+        answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
+        assert tokenizer.decode(answer[0, tokens.shape[1] :].tolist()) == row["response"]
+    card = read_model_card(directory)  # what a run reads of its `model`
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(card.files)
+
+
+def response_nlls(directory: Path, rows: list[dict[str, str]]) -> Iterator[torch.Tensor]:
+    """Of each row, those of each token of the response and of its end token."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), Tokenizer.load(directory)
+    for row in rows:
+        prompt = tokenizer.encode(row["prompt"])
+        tokens = torch.tensor([*prompt, *tokenizer.encode(row["response"]), tokenizer.eos_token_ids[0]])
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        yield -logprobs.gather(1, tokens[1:, None])[len(prompt) - 1 :, 0]
