@@ -8,6 +8,7 @@ import platform
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +27,16 @@ from services.reward.run import ScoringRun
 from services.reward.scorers.base import FailureReason
 
 BWRAP = shutil.which("bwrap")
+
+
+def _has_sandbox() -> bool:
+    """Whether this host has bubblewrap, which setup installs where it may, and lets it make namespaces."""
+    command = [BWRAP or "", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    return BWRAP is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+# Nothing else stands in for the sandbox; without it only its absence can be tested.
+sandboxed = pytest.mark.skipif(not _has_sandbox(), reason="no bubblewrap, or no namespaces, on this host")
 SECRET = f"SECRET-{secrets.token_hex(16)}"
 LIMITS = {
     "partial": True,
@@ -134,6 +145,7 @@ def _foreign_processes() -> set[str]:
     return found
 
 
+@sandboxed
 async def test_nothing_outside_can_be_read(attack, hurried_run, outside):
     programs = {name: _aim(program, outside) for name, program in STEAL.items()}
     assert await attack(hurried_run, programs, pairs(("", SECRET))) == {}
@@ -157,6 +169,7 @@ async def test_outside_of_the_sandbox_those_programs_do_read_it(outside, name, t
     assert SECRET in output.decode()
 
 
+@sandboxed
 async def test_nothing_gets_out_or_above_its_limits_and_nothing_is_left(attack, hurried_run, outside):
     before = _foreign_processes()
     programs = {name: _aim(program, outside) for name, program in BREAK.items()}
@@ -165,12 +178,14 @@ async def test_nothing_gets_out_or_above_its_limits_and_nothing_is_left(attack, 
     assert _foreign_processes() <= before
 
 
+@sandboxed
 async def test_what_an_honest_program_leaves_ends_with_it(attack, run):
     before = _foreign_processes()
     assert await attack(run, LEAVE, pairs(("", "WON"), ("", "WON"))) == dict.fromkeys(LEAVE, 1.0)
     assert _foreign_processes() <= before
 
 
+@sandboxed
 @pytest.mark.parametrize("tests", [CALL, [*STATEMENTS[:1], *STATEMENTS[2:]]], ids=["call", "statements"])
 async def test_no_verdict_can_be_forged(attack, score, run, hurried_run, tests):
     assert await score(run, ADD, tests) == 1.0
@@ -181,11 +196,13 @@ def test_the_corpus_is_a_corpus():
     assert len(STEAL) + len(BREAK) + len(LEAVE) + len(FORGE) >= 60
 
 
+@sandboxed
 @pytest.mark.parametrize("program, tests, expected", HONEST)
 async def test_an_honest_verdict(score, run, program, tests, expected):
     assert await score(run, program, tests) == expected
 
 
+@sandboxed
 async def test_tests_may_be_text(score, run):
     assert [await score(run, ADD, json.dumps(tests)) for tests in (CALL, STATEMENTS)] == [1.0, 1.0]
 
@@ -209,6 +226,7 @@ def test_the_program_is_the_last_block_of_python(completion, program):
     assert find_program(completion, require_fence=True) == (program if "```" in completion else None)
 
 
+@sandboxed
 @pytest.mark.parametrize(
     "tests",
     ["", "no JSON", "[]", "{}", 5, None, [5], ["assert ("], {"inputs": [], "outputs": []},
@@ -222,6 +240,7 @@ async def test_unreadable_tests_are_a_failure_for_right_and_wrong_programs(run, 
     assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.INVALID_ANSWER] * 2
 
 
+@sandboxed
 async def test_all_or_nothing_a_fence_and_tests_in_the_answer(open_run, make_item):
     settings = {"kind": "code", "tests_key": None, "require_fence": True}
     tests = json.dumps(["assert f(1) == 1", "assert f(1) == 2", "assert f(1) == 1"])
@@ -233,6 +252,7 @@ async def test_all_or_nothing_a_fence_and_tests_in_the_answer(open_run, make_ite
     assert right.components == {"code": 1.0}
 
 
+@sandboxed
 @pytest.mark.parametrize(
     ("tests", "limit"),
     [(pairs(("x" * 2**25, "1")), "max_disk_mib"), (pairs(("", "x" * 2**19)), "max_output_mib")],
@@ -244,6 +264,7 @@ async def test_a_test_above_the_limits_is_a_failure_and_not_the_programs(run, ma
     assert limit in outcome.failure.detail
 
 
+@sandboxed
 async def test_a_row_without_the_column_says_which(run, make_item):
     (outcome,) = await run.score([make_item(ADD, extra={"test": CALL})])
     assert outcome.failure.reason is FailureReason.INVALID_ANSWER
@@ -275,6 +296,7 @@ async def test_a_bubblewrap_that_makes_no_namespaces_is_refused(open_run, path_o
             pass
 
 
+@sandboxed
 async def test_a_sandbox_that_does_not_start_is_a_failure_and_no_score(open_run, make_item, path_of_programs):
     path_of_programs.joinpath("bwrap").symlink_to(BWRAP)
     async with open_run({"kind": "code"}) as run:
@@ -283,6 +305,7 @@ async def test_a_sandbox_that_does_not_start_is_a_failure_and_no_score(open_run,
     assert (outcome.failure.reason, outcome.components) == (FailureReason.ERROR, {})
 
 
+@sandboxed
 async def test_cancelling_and_closing_leave_no_process(open_run, make_item):
     before = _foreign_processes()
     item = make_item("import time; print(5, flush=True); time.sleep(60)", extra={"tests": pairs(("", "5"))})
@@ -299,5 +322,6 @@ async def test_cancelling_and_closing_leave_no_process(open_run, make_item):
     assert _foreign_processes() <= before
 
 
+@sandboxed
 async def test_the_version_names_the_interpreter(run):
     assert run.scorer == f"code 1/python-{platform.python_version()} x 1"
