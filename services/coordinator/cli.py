@@ -32,16 +32,26 @@ _Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value ov
 _Rollout = Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running replica; repeat for more.")]
 _Reward = Annotated[str, typer.Option(help="HOST:PORT of a running reward service.")]
 _Trainer = Annotated[str, typer.Option(help="HOST:PORT of a running trainer.")]
+_Beside = Annotated[str, typer.Option(help="HOST:PORT of the trainer that this model has for itself.")]
 
 
 @app.command()
-def run(config: _Configs, rollout: _Rollout = None, reward: _Reward = "", trainer: _Trainer = "") -> None:
+def run(
+    config: _Configs,
+    rollout: _Rollout = None,
+    reward: _Reward = "",
+    trainer: _Trainer = "",
+    reference: _Beside = "",
+    critic: _Beside = "",
+) -> None:
     """Train. Services without an address are started on this host and ended with the run."""
     from services.common.config.run import Config
     from services.coordinator.plan import check_model
     from services.coordinator.session import run_session
 
-    settings, given = load(Config, config), _addresses(rollout, reward, trainer)
+    settings = load(Config, config)
+    given = _addresses(rollout, reward=reward, trainer=trainer, reference=reference, critic=critic)
+    given.require_own(settings)
     check_model(settings)
     outcome = asyncio.run(run_session(settings, given, _console))
     _summarise(outcome.evaluations, outcome.version, settings.run_dir, outcome.export_path)
@@ -54,7 +64,7 @@ def sft(config: _Configs, trainer: _Trainer = "") -> None:
     from services.coordinator.plan import check_model
     from services.coordinator.sft_session import sft_session, show_outcome
 
-    settings, given = load(SftConfig, config), _addresses(None, "", trainer)
+    settings, given = load(SftConfig, config), _addresses(trainer=trainer)
     check_model(settings)
     show_outcome(asyncio.run(sft_session(settings, given, _console)), settings, _console)
 
@@ -72,7 +82,8 @@ def evaluate(
     from services.common.config.run import Config
     from services.coordinator.eval_session import eval_config, eval_session, show_evaluation
 
-    settings, given = eval_config(load(Config, config), checkpoint, out), _addresses(rollout, reward, trainer)
+    settings = eval_config(load(Config, config), checkpoint, out)
+    given = _addresses(rollout, reward=reward, trainer=trainer)
     show_evaluation(asyncio.run(eval_session(settings, given, _console)), _console)
 
 
@@ -97,14 +108,14 @@ def config(sft: Annotated[bool, typer.Option("--sft", help="Those of a supervise
     _console.print(table)
 
 
-def _addresses(rollout: list[str] | None, reward: str, trainer: str) -> "Addresses":
+def _addresses(rollout: list[str] | None = None, **others: str) -> "Addresses":
     from services.common.rpc import parse_address
     from services.coordinator.launch import Addresses
 
-    for option, address in [("--reward", reward), ("--trainer", trainer), *(("--rollout", r) for r in rollout or ())]:
+    for name, address in [*others.items(), *(("rollout", address) for address in rollout or ())]:
         if address:
-            parse_address(address, field=option)
-    return Addresses(tuple(rollout or ()), reward, trainer)
+            parse_address(address, field=f"--{name}")
+    return Addresses(tuple(rollout or ()), **others)
 
 
 def _summarise(evaluations: list[dict[str, float]], version: int, run_dir: Path, export_path: Path | None) -> None:

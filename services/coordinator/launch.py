@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.config.run import Config
-from services.common.errors import Reason, Unavailable
+from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.tasks import gather
 from services.coordinator.devices import num_gpus, split_gpus
 
@@ -37,6 +37,12 @@ class Addresses:
     def of(self, model: str) -> str:
         """Where the model of a config section is: on a trainer of its own, or on the policy's."""
         return getattr(self, model) or self.trainer
+
+    def require_own(self, config: Config) -> None:
+        """Raises InvalidInput if a model has an address here but none of its own in `config`."""
+        for name in ("reference", "critic"):
+            if getattr(self, name) and (name not in config.models or getattr(config, name).deployment != "own"):
+                raise InvalidInput(f"--{name}: set {name}.deployment=own, or leave it out", field=f"--{name}")
 
 
 @dataclass
