@@ -45,11 +45,6 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
     Console().print(table)
 
 
-def _hardware() -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0))
-    return {"machine": platform.machine(), "cpu": _cpu(), "cores": cores, "gpus": _gpus()}
-
-
 def _version(library: str) -> str:
     """Of the distribution that brings the module, which may have another name."""
     return version(packages_distributions().get(library.replace("-", "_"), [library])[0])
