@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
-.PHONY: setup run test lint protos bench clean
+.PHONY: setup run test test-services test-parts lint protos bench clean
 
 setup: $(VENV)/.installed
 
@@ -16,8 +16,15 @@ run: setup
 	$(BIN)/lockstep data arithmetic --out data/arithmetic
 	$(BIN)/lockstep run deploy/runs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
+# Whole services wait for one another to start much of the time, so the other tests run beside theirs.
 test: setup lint
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-services test-parts
+
+test-services: setup
+	$(BIN)/python -m pytest tests/e2e tests/fault
+
+test-parts: setup
+	$(BIN)/python -m pytest --ignore=tests/e2e --ignore=tests/fault
 
 lint: setup
 	$(BIN)/ruff check .

@@ -7,7 +7,6 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from tensorboardX import SummaryWriter
 
 _ROWS = 12
 
@@ -53,6 +52,8 @@ class TensorBoard:
     """Event files that TensorBoard reads."""
 
     def __init__(self, directory: Path, version: int):
+        from tensorboardX import SummaryWriter  # loads torch, where that is installed: seconds
+
         self._writer = SummaryWriter(str(directory), purge_step=version + 1)
 
     def phase(self, name: str, version: int) -> None: ...

@@ -68,8 +68,7 @@ class Sandbox:
         self._limits = limits
         self._files = contextlib.ExitStack()
         self._arguments: list[str] = []
-        # A root user's processes are exempt from RLIMIT_NPROC, in user namespaces too.
-        self._identity = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
+        self._is_root = os.getuid() == 0
 
     async def open(self) -> None:
         """Makes one sandbox to see that it can be made.
@@ -84,7 +83,7 @@ class Sandbox:
         folder.chmod(0o755)
         py_compile.compile(str(_HARNESS), cfile=str(folder / "harness.pyc"), doraise=True)
         source = await asyncio.to_thread(self._readable, prefix := Path(sys.base_prefix), folder)
-        self._arguments = [bwrap, *_bwrap_arguments(source, prefix, self._limits.disk_bytes)]
+        self._arguments = [*self._as_nobody(), bwrap, *_bwrap_arguments(source, prefix, self._limits.disk_bytes)]
         self._arguments += ["--ro-bind", str(folder / "harness.pyc"), "/harness.pyc", "--remount-ro", "/"]
         async with self.run(_PROBE, [{"kind": "stdin", "input": ""}]) as replies:
             outputs = [output async for output in replies]
@@ -139,7 +138,6 @@ class Sandbox:
                     start_new_session=True,
                     cwd="/",
                     env={},
-                    **self._identity,
                 )
             except BaseException as error:
                 os.close(info)
@@ -148,9 +146,21 @@ class Sandbox:
                 raise
         return process, info
 
+    def _as_nobody(self) -> list[str]:
+        """A root user's processes are exempt from RLIMIT_NPROC, in user namespaces too.
+
+        Not by subprocess's own `user`, for which it forks where it otherwise does not: gRPC's handlers would run.
+        """
+        if not self._is_root:
+            return []
+        setpriv = shutil.which("setpriv")
+        if setpriv is None:
+            raise ScoringError(FailureReason.ERROR, "setpriv not found: install util-linux, or do not run as root")
+        return [setpriv, f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--"]
+
     def _readable(self, prefix: Path, folder: Path) -> Path:
         """The interpreter's directory, or links to what is needed of it if it is in root's private directory."""
-        if not self._identity or all(path.stat().st_mode & 0o001 for path in (prefix, *prefix.parents)):
+        if not self._is_root or all(path.stat().st_mode & 0o001 for path in (prefix, *prefix.parents)):
             return prefix
         standard = Path(sysconfig.get_path("stdlib"))
         for file in (Path(PYTHON), *prefix.glob("lib/libpython*.so*")):

@@ -231,7 +231,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         state = TrainState(0, "", {})
         if request.checkpoint_path:
             state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
-        if role is Role.POLICY or request.run_id != self._run_id:
+        if self._roles and (role is Role.POLICY or request.run_id != self._run_id):
             await self._close()
         self._roles.pop(role, None)
         answers = await self._ranks.call(

@@ -273,10 +273,13 @@ async def test_a_row_without_the_column_says_which(run, make_item):
 
 @pytest.fixture
 def path_of_programs(monkeypatch) -> Iterator[Path]:
-    """An empty folder that alone is PATH; other users may read it."""
+    """A folder that alone is PATH, with nothing of the sandbox's but setpriv; other users may read it."""
+    setpriv = shutil.which("setpriv")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         monkeypatch.setenv("PATH", folder)
+        if setpriv:
+            Path(folder, "setpriv").symlink_to(setpriv)
         yield Path(folder)
 
 

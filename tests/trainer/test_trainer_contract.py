@@ -256,7 +256,7 @@ async def test_missing_reference_is_refused(trainer: Deployment) -> None:
     await trainer.publish()
     assert (await refused(trainer, trainer.batch())).metadata["field"] == "ref_logprobs"
     await trainer.open()
-    with pytest.raises(InvalidInput, match="kl_coef"):
+    with pytest.raises(InvalidInput, match="no reference is open"):
         await trainer.forward(trainer.batch(), role=pb.ROLE_REFERENCE)
 
 
