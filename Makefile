@@ -1,3 +1,6 @@
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
 # Two commands are enough: `make run` trains a model end to end on this machine's CPU, `make test` checks everything.
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -16,15 +19,15 @@ run: setup
 	$(BIN)/lockstep data arithmetic --out data/arithmetic
 	$(BIN)/lockstep run deploy/runs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
-# Whole services wait for one another to start much of the time, so the other tests run beside theirs.
+# Whole services wait for one another to start much of the time, so the other tests run beside theirs; sed keeps lines whole.
 test: setup lint
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-services test-parts
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-services test-parts
 
 test-services: setup
-	$(BIN)/python -m pytest tests/e2e tests/fault
+	@$(BIN)/python -m pytest tests/e2e tests/fault 2>&1 | sed -u ''
 
 test-parts: setup
-	$(BIN)/python -m pytest --ignore=tests/e2e --ignore=tests/fault
+	@$(BIN)/python -m pytest --ignore=tests/e2e --ignore=tests/fault 2>&1 | sed -u ''
 
 lint: setup
 	$(BIN)/ruff check .
