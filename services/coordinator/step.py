@@ -43,6 +43,8 @@ async def warm_up(run: Run, parts: Parts, stamp: PolicyStamp) -> None:
         return
     with run.phase(Phase.TRAINING):
         for index in range(parts.critic.opened.version, run.config.critic.warmup_steps):
+            if run.stopping:
+                return
             batch, _ = await sample(run, parts, stamp, run.num_steps + index)
             await parts.critic.train(batch, f"{run.run_id}/warm-up/{index}", stamp, index)
 
