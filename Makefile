@@ -19,15 +19,15 @@ run: setup
 	$(BIN)/lockstep data arithmetic --out data/arithmetic
 	$(BIN)/lockstep run deploy/runs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
-# Whole services wait for one another to start much of the time, so the other tests run beside theirs; sed keeps lines whole.
+# Services that wait for one another to start leave time for the other tests beside theirs; sed keeps lines whole.
 test: setup lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-services test-parts
 
 test-services: setup
-	@$(BIN)/python -m pytest tests/e2e tests/fault 2>&1 | sed -u ''
+	@$(BIN)/python -m pytest tests/e2e tests/fault tests/reward 2>&1 | sed -u ''
 
 test-parts: setup
-	@$(BIN)/python -m pytest --ignore=tests/e2e --ignore=tests/fault 2>&1 | sed -u ''
+	@$(BIN)/python -m pytest --ignore=tests/e2e --ignore=tests/fault --ignore=tests/reward 2>&1 | sed -u ''
 
 lint: setup
 	$(BIN)/ruff check .
