@@ -1,0 +1,55 @@
+"""PPO with real services: what critic and reference say is in the batch, and a resumed run has both models again."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers
+
+KL_COEF = 0.1
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that stopped after two steps and went on for a third."""
+    directory = make_workspace(
+        tmp_path_factory.mktemp("ppo"),
+        advantage={"kind": "gae", "kl": {"coef": KL_COEF}},
+        critic={"warmup_steps": 1, "optim": {"lr": 1e-2}},
+        evaluation={},
+        checkpoint={"save_freq": 1},
+    )
+    for arguments in (["num_steps=2"], ["num_steps=3", "resume=must"]):
+        with LockstepRun(directory, "rollout.num_replicas=1", *arguments) as run:
+            assert run.wait() == 0, run.output
+    return directory
+
+
+def flat(rows: list[list[float]]) -> np.ndarray:
+    return np.concatenate(rows)
+
+
+def test_every_token_has_what_the_other_models_say_of_it(workspace: Path):
+    batch = pq.read_table(workspace / "runs" / "run" / "batches" / "step-000000.parquet").to_pydict()
+    for name in ("values", "ref_logprobs", "advantages", "returns"):
+        assert [len(row) for row in batch[name]] == [len(row) for row in batch["tokens"]]
+    # The policy is still the reference, which has the trainer's arithmetic, not the engine's.
+    np.testing.assert_allclose(flat(batch["ref_logprobs"]), flat(batch["logprobs"]), atol=1e-4)
+    assert np.abs(flat(batch["values"])).max() > 0  # one warm-up batch was trained on
+    # gamma and lam are 1, and there is no penalty yet: all tokens have the sample's reward before them.
+    rewards = np.repeat(batch["reward"], [len(row) for row in batch["tokens"]])
+    np.testing.assert_allclose(flat(batch["returns"]), rewards, atol=KL_COEF * 1e-4 * 64)
+    later = pq.read_table(workspace / "runs" / "run" / "batches" / "step-000002.parquet").to_pydict()
+    assert np.abs(flat(later["ref_logprobs"]) - flat(later["logprobs"])).max() > 1e-3
+
+
+def test_both_models_go_on_from_one_step(workspace: Path):
+    run = workspace / "runs" / "run"
+    steps = [line for line in numbers(workspace) if "train/critic_loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["kl/coef"] == KL_COEF and line["train/logprob_gap_max"] < 1e-4 for line in steps)
+    assert steps[-1]["train/critic_lr"] == 1e-2
+    assert sorted(path.name for path in (run / "critic_checkpoints").iterdir()) == ["step-000003"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:06d}" for step in (1, 2, 3)]
