@@ -55,13 +55,22 @@ def update(
         outputs, sums = backend.accumulate(minibatch.packs, temperature, loss)
         if config.loss.is_sampled:
             gap = gap or _require_agreement(backend, [minibatch], outputs, config)
-        number = version * len(minibatches) + index
-        lr = learning_rate(config.optim, number)
-        norm = backend.step(lr, weight_decay(config.optim, number))
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient of mini-batch {index} has norm {norm}; resume from a checkpoint")
-        metrics.append({name: float(value) for name, value in sums.items()} | {"grad_norm": norm, "lr": lr})
+        applied = apply_gradient(backend, config, version * len(minibatches) + index)
+        metrics.append({name: float(value) for name, value in sums.items()} | applied)
     return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]} | gap
+
+
+def apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict[str, float]:
+    """The optimizer update of that number, counted over the run: its gradient's norm and its learning rate.
+
+    Raises:
+        FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
+    """
+    lr = learning_rate(config.optim, number)
+    norm = backend.step(lr, weight_decay(config.optim, number))
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient of update {number} has norm {norm}; resume from a checkpoint")
+    return {"grad_norm": norm, "lr": lr}
 
 
 def _loss(

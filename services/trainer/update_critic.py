@@ -1,7 +1,6 @@
 """One update of the critic, like that of the policy but for what it is compared with: returns instead of advantages."""
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +8,8 @@ import torch
 from services.common.config.roles import CriticSettings
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, explained_variance, value_loss
-from services.trainer.optim import learning_rate, weight_decay
 from services.trainer.packing import Pack
-from services.trainer.update import Minibatch
+from services.trainer.update import Minibatch, apply_gradient
 
 
 def update_critic(
@@ -26,14 +24,10 @@ def update_critic(
     for index, minibatch in enumerate(minibatches):
         loss = functools.partial(_loss, config=config, totals=minibatch.totals)
         _, sums = backend.accumulate(minibatch.packs, 1.0, loss)
-        number = version * len(minibatches) + index
-        lr = learning_rate(config.optim, number)
-        norm = backend.step(lr, weight_decay(config.optim, number))
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the critic's gradient of mini-batch {index} has norm {norm}; resume")
+        applied = apply_gradient(backend, config, version * len(minibatches) + index)
         means = {name: float(value) for name, value in sums.items()}
         kept = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
-        metrics.append(kept | {"explained_variance": explained_variance(means), "grad_norm": norm, "lr": lr})
+        metrics.append(kept | {"explained_variance": explained_variance(means)} | applied)
     return {f"critic_{name}": sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
 
 
