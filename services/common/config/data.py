@@ -9,44 +9,19 @@ from pydantic import Field, JsonValue, field_validator
 from services.common.config.base import Strict
 
 
-class DataConfig(Strict):
-    """Prompts to train on and to evaluate on, as Parquet files."""
+class FilesConfig(Strict):
+    """Parquet files of rows, and how they become text."""
 
     train: tuple[Path, ...] = Field(min_length=1)
-    """Parquet file of training prompts, or a list of files that are read as one, in this order."""
+    """Parquet file of training rows, or a list of files that are read as one, in this order."""
     eval: dict[str, Path] = Field(default_factory=dict)
     """Held-out Parquet files by the name that their metrics carry; a bare path is named `<folder>-<file>`."""
-    max_eval_prompts: int | None = Field(default=None, ge=1)
-    """Only the first rows of each eval file; all if unset."""
-    prompts_per_step: int = Field(ge=1)
-    """Prompt groups of one batch, all different."""
     shuffle: bool = True
     """A new order in every epoch, drawn from the run's seed; otherwise always the order of the files."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt, template and special tokens included."""
-    overlong: Literal["fail", "drop"] = "fail"
-    """A prompt above max_prompt_tokens is an error, or is left out and counted in the log."""
-    bad_rows: Literal["fail", "drop"] = "fail"
-    """A row without a usable prompt or answer is an error, or is left out and counted in the log."""
-    prompt_column: str = "prompt"
-    """Column of prompts: text, or a list of messages with role and content."""
-    answer_column: str = "answer"
-    """Column of reference answers: text, handed to the scorer."""
-    extra_columns: tuple[str, ...] | None = None
-    """Further columns handed to the scorer; all of them if unset."""
-    chat: bool = False
-    """Wrap a text prompt as one user message in the model's chat template. Lists of messages are always templated."""
-    system_prompt: str | None = Field(default=None, min_length=1)
-    """System message put before every templated prompt."""
     chat_template: Path | None = None
     """Jinja file used in place of the model's own chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Further variables of the chat template, such as enable_thinking."""
-    template_date: datetime.date | None = None
-    """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same prompts."""
-    add_special_tokens: bool = True
-    """Let the tokenizer put its special tokens, such as BOS, around a text prompt. Never done to templated prompts: the
-    template writes its own."""
 
     @field_validator("train", mode="before")
     @classmethod
@@ -70,3 +45,33 @@ class DataConfig(Strict):
         if len(named) < len(paths):
             raise ValueError("two files would have the same name: name them, as in {short: a.parquet, long: b.parquet}")
         return named
+
+
+class DataConfig(FilesConfig):
+    """Prompts to train on and to evaluate on, as Parquet files."""
+
+    max_eval_prompts: int | None = Field(default=None, ge=1)
+    """Only the first rows of each eval file; all if unset."""
+    prompts_per_step: int = Field(ge=1)
+    """Prompt groups of one batch, all different."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt, template and special tokens included."""
+    overlong: Literal["fail", "drop"] = "fail"
+    """A prompt above max_prompt_tokens is an error, or is left out and counted in the log."""
+    bad_rows: Literal["fail", "drop"] = "fail"
+    """A row without a usable prompt or answer is an error, or is left out and counted in the log."""
+    prompt_column: str = "prompt"
+    """Column of prompts: text, or a list of messages with role and content."""
+    answer_column: str = "answer"
+    """Column of reference answers: text, handed to the scorer."""
+    extra_columns: tuple[str, ...] | None = None
+    """Further columns handed to the scorer; all of them if unset."""
+    chat: bool = False
+    """Wrap a text prompt as one user message in the model's chat template. Lists of messages are always templated."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message put before every templated prompt."""
+    template_date: datetime.date | None = None
+    """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same prompts."""
+    add_special_tokens: bool = True
+    """Let the tokenizer put its special tokens, such as BOS, around a text prompt. Never done to templated prompts: the
+    template writes its own."""

@@ -4,28 +4,22 @@ import datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
-from services.common.config.data import DataConfig
+from services.common.config.data import FilesConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.layout import Layout, check_layout, samples_at_once
 
 
-class SftDataConfig(Strict):
+class SftDataConfig(FilesConfig):
     """Answers to imitate, as Parquet files: prompt and response, or whole conversations."""
 
-    train: tuple[Path, ...] = Field(min_length=1)
-    """Parquet file of training rows, or a list of files that are read as one, in this order."""
-    eval: dict[str, Path] = Field(default_factory=dict)
-    """Held-out Parquet files by the name that their metrics carry; a bare path is named `<folder>-<file>`."""
     max_eval_rows: int | None = Field(default=None, ge=1)
     """Only the first rows of each eval file; all if unset."""
     samples_per_step: int = Field(ge=1)
     """Rows of one batch, all different; the batch is split over ranks and micro-batches."""
-    shuffle: bool = True
-    """A new order in every epoch, drawn from the run's seed; otherwise always the order of the files."""
     max_tokens: int = Field(default=4096, ge=2)
     """Longest row, prompt, responses and template together."""
     overlong: Literal["fail", "drop"] = "fail"
@@ -44,31 +38,12 @@ class SftDataConfig(Strict):
     """Put a text prompt and its response into the model's chat template. Lists of messages are always templated."""
     system_prompt: str | None = Field(default=None, min_length=1)
     """System message put before every templated row."""
-    chat_template: Path | None = None
-    """Jinja file used in place of the model's own chat template."""
-    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further variables of the chat template, such as enable_thinking."""
     template_date: datetime.date | None = None
     """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same rows."""
     add_special_tokens: bool = True
     """Let the tokenizer put its special tokens, such as BOS, around a text prompt that is not templated."""
     end_token: str | None = None
     """Token put after a response that is not templated; the only token that ends a sample if unset."""
-
-    @field_validator("train", mode="before")
-    @classmethod
-    def _one_path(cls, value: Any) -> Any:
-        return DataConfig._one_path(value)
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _not_ours(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        return DataConfig._not_ours(value)
-
-    @field_validator("eval", mode="before")
-    @classmethod
-    def _name_paths(cls, value: Any) -> Any:
-        return DataConfig._name_paths(value)
 
 
 class SftEvaluationConfig(Strict):
