@@ -43,10 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-a3b-4-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 4, "num_experts": 32}),
     "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),
 }
-# Float32 gradients of 30 B weights do not fit four GPUs beside the optimizer's state.
+# Float32 gradients of 30 B weights, and weights in float32 beside those in bfloat16, do not fit four GPUs.
 _BF16_GRADIENTS: dict[str, Any] = {
     "ddp_config": {"grad_reduce_in_fp32": False},
     "optimizer_config_kwargs": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"},
+    "fully_reshardable": False,
 }
 
 

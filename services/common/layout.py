@@ -52,6 +52,7 @@ _RESERVED = {
         "clip_grad": f"{_OPTIM}.max_grad_norm",
         "use_distributed_optimizer": f"{_MEGATRON}.use_distributed_optimizer",
         "overlap_param_gather": f"{_MEGATRON}.ddp_config.overlap_param_gather",
+        "store_param_remainders": f"{_MEGATRON}.fully_reshardable",
         "optimizer": _ITSELF,
         # Its state is in two optimizers, which Megatron 0.16 cannot checkpoint under other sizes.
         **dict.fromkeys(("optimizer_cpu_offload", "optimizer_offload_fraction"), f"{_MEGATRON}.optimizer_offload"),

@@ -1,10 +1,12 @@
 """vLLM's layerwise reload of a live engine's weights, with what it leaves undone."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
@@ -14,9 +16,10 @@ def reload_weights(model: nn.Module, model_config: Any, weights: Iterable[tuple[
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         _unpack_experts_on_cpu(model)
-    initialize_layerwise_reload(model)
-    model.load_weights(weights)
-    finalize_layerwise_reload(model, model_config)
+    with _without_adapters(model):
+        initialize_layerwise_reload(model)
+        model.load_weights(weights)
+        finalize_layerwise_reload(model, model_config)
     if on_cpu:
         _repack_tied_head_on_cpu(model)
 
@@ -29,6 +32,24 @@ def abort_reload(model: nn.Module) -> None:
             if info.kernel_tensors is not None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
+
+
+@contextlib.contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before vLLM wrapped its layers for adapters: checkpoint names fit that one only."""
+    wrapped = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    for parent, name, layer in wrapped:
+        setattr(parent, name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, layer in wrapped:
+            setattr(parent, name, layer)
 
 
 def _unpack_experts_on_cpu(model: nn.Module) -> None:

@@ -81,7 +81,8 @@ class MegatronConfig(Strict):
     dist_checkpointing_path: str = ""
     """Start from this converted checkpoint (torch_dist) instead of the model directory's safetensors."""
     fully_reshardable: bool = True
-    """Checkpoints load under any other parallel sizes; false is faster to save, and only DP may change."""
+    """Checkpoints load under any other parallel sizes; false is faster to save, and only DP may change. If false, a
+    precision-aware optimizer keeps of its float32 weights only what bfloat16 lacks."""
     async_save: bool = False
     """Copy a checkpoint to host memory and go on training while it is written."""
     ddp_config: dict[str, Any] = Field(default_factory=dict)

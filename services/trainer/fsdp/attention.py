@@ -1,7 +1,7 @@
 """Attention over packed sequences, for any transformers model that takes its attention from the common interface.
 
-On GPU torch's variable-length kernel. On CPU the sequences are laid out right-padded inside this function only: causal
-attention never looks at what comes later, so padding needs no mask.
+On GPU torch's variable-length kernel, which takes half precision only. Otherwise the sequences are laid out
+right-padded inside this function only: causal attention never looks at what comes later, so padding needs no mask.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ def packed_attention(
         raise NotImplementedError("packed attention is causal within sequences; no mask, no sliding window")
     cu_seqlens, max_seqlen, scale = kwargs["cu_seqlens"], kwargs["max_seqlen"], kwargs.get("scaling")
     query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    attend = _on_gpu if query.is_cuda else _on_cpu
+    attend = _unpadded if query.is_cuda and query.dtype is not torch.float32 else _padded
     return attend(query_THD, key_TKD, value_TKD, cu_seqlens, max_seqlen, scale).unsqueeze(0), None
 
 
-def _on_gpu(
+def _unpadded(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -48,7 +48,7 @@ def _on_gpu(
     )
 
 
-def _on_cpu(
+def _padded(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -57,7 +57,7 @@ def _on_cpu(
     scale: float | None,
 ) -> torch.Tensor:
     lengths_B = cu_seqlens.diff()
-    inside_BL = torch.arange(max_seqlen)[None, :] < lengths_B[:, None]
+    inside_BL = torch.arange(max_seqlen, device=query_THD.device)[None, :] < lengths_B[:, None]
 
     def pad(x: torch.Tensor) -> torch.Tensor:
         padded = x.new_zeros(*inside_BL.shape, *x.shape[1:])

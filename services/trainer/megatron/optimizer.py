@@ -32,6 +32,8 @@ def make_optimizer(
         "bf16": dtype is torch.bfloat16,
         "use_distributed_optimizer": ddp.use_distributed_optimizer,
         "overlap_param_gather": ddp.overlap_param_gather,
+        # Whole float32 weights, which a checkpoint for any layout is made of.
+        "store_param_remainders": not config.megatron.fully_reshardable,
     }
     given = config.megatron.optimizer_config_kwargs
     options = make(OptimizerConfig, settings, given, "megatron.optimizer_config_kwargs")

@@ -73,10 +73,22 @@ def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
 def allocate(optimizer: MegatronOptimizer) -> None:
     """Makes the moments, which are otherwise made in the first update."""
     for _, part in chained_parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
+        if part.config.use_precision_aware_optimizer:
+            _allocate_precision_aware(part)
+        else:
+            part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):
             for state in part.optimizer.state.values():
                 state.setdefault("step", torch.tensor(0.0))
+
+
+def _allocate_precision_aware(part: Any) -> None:
+    """As init_state_fn, which Megatron-Core 0.16 writes for a TransformerEngine before 2.1."""
+    for group in part.optimizer.param_groups:
+        for parameter in group["params"]:
+            if not part.optimizer.state[parameter]:
+                is_bf16 = parameter.dtype is torch.bfloat16
+                part.optimizer.initialize_state(parameter, part.config.store_param_remainders and is_bf16)
 
 
 def _whole_state(part: Any, model: Sharded) -> Sharded:
