@@ -47,14 +47,13 @@ def run(
     """Train. Services without an address are started on this host and ended with the run."""
     from services.common.config.run import Config
     from services.coordinator.plan import check_model
-    from services.coordinator.session import run_session
+    from services.coordinator.session import run_session, show_outcome
 
     settings = load(Config, config)
     given = _addresses(rollout, reward=reward, trainer=trainer, reference=reference, critic=critic)
     given.require_own(settings)
     check_model(settings)
-    outcome = asyncio.run(run_session(settings, given, _console))
-    _summarise(outcome.evaluations, outcome.version, settings.run_dir, outcome.export_path)
+    show_outcome(asyncio.run(run_session(settings, given, _console)), _console)
 
 
 @app.command()
@@ -66,7 +65,7 @@ def sft(config: _Configs, trainer: _Trainer = "") -> None:
 
     settings, given = load(SftConfig, config), _addresses(trainer=trainer)
     check_model(settings)
-    show_outcome(asyncio.run(sft_session(settings, given, _console)), settings, _console)
+    show_outcome(asyncio.run(sft_session(settings, given, _console)), _console)
 
 
 @app.command("eval")
@@ -116,27 +115,6 @@ def _addresses(rollout: list[str] | None = None, **others: str) -> "Addresses":
         if address:
             parse_address(address, field=f"--{name}")
     return Addresses(tuple(rollout or ()), **others)
-
-
-def _summarise(evaluations: list[dict[str, float]], version: int, run_dir: Path, export_path: Path | None) -> None:
-    if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        table = Table("held-out", f"before (step {first['version']})", f"after (step {last['version']})")
-        for name in first:
-            if name != "version":
-                table.add_row(name.removeprefix("eval/"), f"{first[name]:.3f}", f"{last.get(name, float('nan')):.3f}")
-        _console.print(table)
-    lines = [
-        f"{version} steps done. Files of this run, in {run_dir}:",
-        "  metrics.jsonl, tensorboard/  numbers of every step",
-        "  batches/, evaluations/       every sample with tokens, rewards and policy stamp, as Parquet",
-        "  ledger.sqlite, logs/         every decision with hashes of its inputs; what each service wrote",
-    ]
-    if export_path:
-        lines.append("  model/                       the trained model, for transformers or vLLM")
-    lines.append("Next: plot it with `tensorboard --logdir`, or train your own model on your own data: README.md")
-    for line in lines:
-        _console.print(line, soft_wrap=True, highlight=False)
 
 
 def main() -> None:

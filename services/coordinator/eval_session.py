@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,17 +13,13 @@ from rich.table import Table
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.common.model_card import read_model_card, write_model_card
-from services.common.tasks import gather
-from services.coordinator.clients.reward import Reward
-from services.coordinator.clients.rollout import Rollout
-from services.coordinator.clients.trainer import Trainer
 from services.coordinator.collect import Collector
 from services.coordinator.data.prompts import Prompts, load_eval
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.evaluation import evaluate
-from services.coordinator.launch import Addresses, Fleet, launch
-from services.coordinator.lifecycle import log_to, unless_service_dies
+from services.coordinator.launch import Addresses
+from services.coordinator.lifecycle import load_early, load_late, with_services
+from services.coordinator.opening import open_services
 from services.coordinator.plan import check_model
 from services.coordinator.publication import Publisher
 from services.coordinator.resume import CHECKPOINTS, open_run
@@ -83,17 +80,9 @@ async def eval_session(config: Config, given: Addresses, console: Console) -> Ev
         LockstepError: As the first failure of any part.
     """
     check_model(config)
-    dataset = None
-    if Path(config.model).is_dir() or not given.trainer:
-        read_model_card(config.model)
-        dataset = _load_data(config, Path(config.model))
-    run = Run(config, open_run(config))
-    log_to(config.run_dir / "logs" / "coordinator.log", console)
-    try:
-        async with launch(config, given) as fleet:
-            return await unless_service_dies(_drive(run, fleet, dataset, console), fleet)
-    finally:
-        run.close()
+    data = load_early(config, given, _load)
+    with closing(Run(config, open_run(config))) as run:
+        return await with_services(lambda addresses: _drive(run, addresses, data, console), run, given, console)
 
 
 def show_evaluation(evaluation: Evaluation, console: Console) -> None:
@@ -112,31 +101,20 @@ def show_evaluation(evaluation: Evaluation, console: Console) -> None:
 _Dataset = tuple[Tokenizer, dict[str, Prompts]]
 
 
-def _load_data(config: Config, model: Path) -> _Dataset:
-    tokenizer = Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date)
+def _load(config: Config, tokenizer: Tokenizer) -> _Dataset:
     return tokenizer, load_eval(config.data, tokenizer)
 
 
-async def _drive(run: Run, fleet: Fleet, dataset: _Dataset | None, console: Console) -> Evaluation:
-    config, addresses = run.config, fleet.addresses
-    trainer, reward = Trainer(addresses.trainer, config), Reward(addresses.reward, config)
-    rollout = Rollout(addresses.rollout, config)
-    console.print(f"evaluating {run.resume_from or config.model} in {config.run_dir}", soft_wrap=True)
-    try:
-        version = await trainer.open(run.run_id, run.resume_from)
-        card = trainer.opened.model_card
-        await gather([reward.open(run.run_id), rollout.open(run.run_id, card)])
-        if dataset is None:  # the model is on the trainer's host only
-            directory = config.run_dir / "model_card"
-            directory.mkdir()
-            write_model_card(card, directory)
-            dataset = _load_data(config, directory)
-        tokenizer, eval_data = dataset
+async def _drive(run: Run, addresses: Addresses, data: _Dataset | None, console: Console) -> Evaluation:
+    config, evaluated = run.config, run.resume_from or run.config.model
+    console.print(f"evaluating {evaluated} in {config.run_dir}", soft_wrap=True)
+    async with open_services(run, addresses) as services:
+        trainer, rollout = services.trainer, services.rollout
+        version = trainer.opened.version
+        tokenizer, eval_data = data or load_late(config, trainer.opened.model_card, _load)
         run.begin(version, ())
         stamp = await Publisher(trainer, rollout, run).publish(version)
-        metrics = await evaluate(run, Collector(rollout, reward, tokenizer, config.seed), eval_data, stamp)
-        evaluated = {"checkpoint": run.resume_from or config.model, "version": version, "digest": stamp.digest}
-        (config.run_dir / "metrics.json").write_text(json.dumps(evaluated | {"metrics": metrics}, indent=1) + "\n")
+        metrics = await evaluate(run, Collector(rollout, services.reward, tokenizer, config.seed), eval_data, stamp)
+        result = {"checkpoint": evaluated, "version": version, "digest": stamp.digest, "metrics": metrics}
+        (config.run_dir / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
         return Evaluation(stamp, metrics, config.run_dir)
-    finally:
-        await gather([trainer.close(), reward.close(), rollout.close()])

@@ -1,47 +1,74 @@
-"""What every session does around its work: logs, signals, services that die, the export."""
+"""What every session does around its work: data, logs, services that die, signals."""
 
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.types.v1.types_pb2 import ModelCard
 from rich.console import Console
 from rich.logging import RichHandler
 
+from services.common.config.run import Config
 from services.common.errors import Unavailable
-from services.coordinator.clients.trainer import Trainer
-from services.coordinator.launch import Fleet
-from services.coordinator.run import Phase, Run
+from services.common.model_card import read_model_card, write_model_card
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.launch import Addresses, Fleet, launch
+from services.coordinator.run import Run
 
+Data = TypeVar("Data")
 Result = TypeVar("Result")
+Load = Callable[[Any, Tokenizer], Data]
+"""Reads what a config names, with the tokenizer of its model."""
 
 _LAST_WORDS_S = 5.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a finished run leaves."""
+def load_early(config: Config, given: Addresses, load: Load[Data]) -> Data | None:
+    """The run's data before anything is started; None if the model is on the trainer's host only.
 
-    version: int
-    evaluations: list[dict[str, float]]
-    export_path: Path | None
-
-
-async def export(run: Run, trainer: Trainer) -> Path | None:
-    """Writes the final policy, if the run has come to its end and wants it; where."""
-    path = (run.config.run_dir / "model").absolute()
-    if run.version < run.num_steps or not run.config.checkpoint.export_at_end:
+    Raises:
+        LockstepError: The model's directory cannot be used; or as `load`.
+    """
+    if given.trainer and not Path(config.model).is_dir():
         return None
-    if not path.exists():
-        with run.phase(Phase.CHECKPOINTING):
-            await trainer.export(str(path))
-    return path
+    read_model_card(config.model)
+    return _load(config, Path(config.model), load)
 
 
-async def unless_service_dies(work: Coroutine[Any, Any, Result], fleet: Fleet) -> Result:
+def load_late(config: Config, card: ModelCard, load: Load[Data]) -> Data:
+    """The run's data, with the model card that the trainer answered."""
+    directory = config.run_dir / "model_card"
+    directory.mkdir(exist_ok=True)
+    write_model_card(card, directory)
+    return _load(config, directory, load)
+
+
+def _load(config: Config, model: Path, load: Load[Data]) -> Data:
+    return load(config, Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date))
+
+
+async def with_services(
+    work: Callable[[Addresses], Coroutine[Any, Any, Result]],
+    run: Run,
+    given: Addresses,
+    console: Console,
+    *,
+    trainer_only: bool = False,
+) -> Result:
+    """Awaits `work` on the addresses of all services: those without one are started first, and ended afterwards.
+
+    Raises:
+        LockstepError: As the first failure of any part.
+    """
+    _log_to(run.config.run_dir / "logs" / "coordinator.log", console)
+    async with launch(run.config, given, trainer_only=trainer_only) as fleet:
+        return await _unless_service_dies(work(fleet.addresses), fleet)
+
+
+async def _unless_service_dies(work: Coroutine[Any, Any, Result], fleet: Fleet) -> Result:
     """Awaits `work`, but raises as soon as a started service ends: its callers might wait for it much longer."""
     working, watching = asyncio.create_task(work), asyncio.create_task(fleet.watch())
     try:
@@ -71,7 +98,7 @@ def stop_on_signal(run: Run, console: Console) -> None:
         loop.add_signal_handler(number, stop)
 
 
-def log_to(path: Path, console: Console) -> None:
+def _log_to(path: Path, console: Console) -> None:
     """Everything to `path`, warnings to the terminal too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path)

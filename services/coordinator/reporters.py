@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -11,8 +10,8 @@ from rich.table import Table
 _ROWS = 12
 
 
-class Reporter(Protocol):
-    """Hears of every phase, step and evaluation."""
+class Reporter:
+    """Hears of every phase, step and evaluation, and does nothing about what it does not care for."""
 
     def phase(self, name: str, version: int) -> None:
         """The run does something else now."""
@@ -27,7 +26,7 @@ class Reporter(Protocol):
         """The run is over."""
 
 
-class JsonLines:
+class JsonLines(Reporter):
     """One JSON object per step or evaluation. Derived from the ledger: a resumed run drops what it will do again."""
 
     def __init__(self, path: Path, version: int):
@@ -36,8 +35,6 @@ class JsonLines:
             kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= version]
         self._file = path.open("w", buffering=1)
         self._file.writelines(f"{line}\n" for line in kept)
-
-    def phase(self, name: str, version: int) -> None: ...
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         self._file.write(json.dumps({"step": version, **metrics}) + "\n")
@@ -48,15 +45,13 @@ class JsonLines:
         self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(Reporter):
     """Event files that TensorBoard reads."""
 
     def __init__(self, directory: Path, version: int):
         from tensorboardX import SummaryWriter  # loads torch, where that is installed: seconds
 
         self._writer = SummaryWriter(str(directory), purge_step=version + 1)
-
-    def phase(self, name: str, version: int) -> None: ...
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -68,7 +63,12 @@ class TensorBoard:
         self._writer.close()
 
 
-class Terminal:
+def to_files(directory: Path, version: int) -> list[Reporter]:
+    """Those of every run, for one that goes on from `version`."""
+    return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version)]
+
+
+class Terminal(Reporter):
     """A live table of the last steps; one line per step where the output is no terminal."""
 
     def __init__(self, console: Console, num_steps: int):

@@ -39,7 +39,8 @@ class Run:
     """Keeps what happened and says what is due."""
 
     def __init__(self, config: Config, start: Start):
-        self.config, self.run_id, self.resume_from = config, start.run_id, start.checkpoint
+        self.config, self.run_id = config, start.run_id
+        self.resume_from, self.resume_critic_from = start.checkpoint, start.critic_checkpoint
         self.stopping = False
         self.version = 0
         self.reporters: Sequence[Reporter] = ()

@@ -61,7 +61,7 @@ async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, finis
         finish: Completes a group that is of use.
 
     Raises:
-        LockstepError: REWARD_FAILED if too few groups are of use; or as `draw`.
+        LockstepError: TOO_FEW_GROUPS if too few groups are of use; or as `draw`.
     """
     at_once = config.selection.over_sampling.at_once(config.data.prompts_per_step)
     selection = _Selection(config, prompts, draw, finish)
@@ -161,7 +161,7 @@ class _Selection:
             raise LockstepError(
                 f"{message}: too few to train on; look at the scorers, let selection.dynamic try more prompts "
                 f"(max_rounds is {dynamic.max_rounds:g}), or use prompts of another difficulty",
-                reason=Reason.REWARD_FAILED,
+                reason=Reason.TOO_FEW_GROUPS,
             )
         log.warning("%s; training on %d", message, len(groups))
 

@@ -3,18 +3,24 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
-from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
+from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp
 
 from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.rpc import Server
+from services.coordinator.clients.reward import Reward
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.collect import Collector
 from services.coordinator.data.prompts import Prompt
+
+TOKENIZER = SimpleNamespace(eos_token_ids=(1,), decode=lambda tokens: " ".join(map(str, tokens)))
 
 
 def make_config(**sections: Any) -> Config:
@@ -126,11 +132,31 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def replicas(num: int, **options: Any) -> AsyncIterator[list[FakeReplica]]:
-    fakes = [FakeReplica(**options) for _ in range(num)]
+async def replicas(num: int, kind: type[FakeReplica] = FakeReplica, **options: Any) -> AsyncIterator[list[Any]]:
+    fakes = [kind(**options) for _ in range(num)]
     try:
         for fake in fakes:
             await fake.start()
         yield fakes
     finally:
         await asyncio.gather(*(fake.die() for fake in fakes))
+
+
+@contextlib.asynccontextmanager
+async def collector(
+    config: Config, fakes: Sequence[FakeReplica], scorer: FakeReward, stamp: PolicyStamp
+) -> AsyncIterator[Collector]:
+    """Collects from `fakes`, all of which serve `stamp`, and `scorer`."""
+    server = Server()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(scorer, server.grpc)
+    port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])
+    rollout, reward = Rollout([fake.address for fake in fakes], config), Reward(f"127.0.0.1:{port}", config)
+    try:
+        await rollout.open("run", ModelCard())
+        for replica in rollout.replicas:
+            await replica.commit(stamp)
+        yield Collector(rollout, reward, TOKENIZER, config.seed)  # type: ignore[arg-type]
+    finally:
+        await rollout.close()
+        await reward.close()
+        await server.grpc.stop(0)

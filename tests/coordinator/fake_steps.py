@@ -7,14 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
-from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
+from lockstep.reward.v1 import reward_pb2
 from lockstep.rollout.v1 import rollout_pb2 as pb
-from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, ModelCard, PolicyStamp
+from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, PolicyStamp
 
 from services.common.config.run import Config
-from services.common.rpc import Server
-from services.coordinator.clients.reward import Reward
-from services.coordinator.clients.rollout import Rollout
 from services.coordinator.collect import Collector
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.prompts import PromptDataset
@@ -22,10 +19,9 @@ from services.coordinator.forwards import Forwards
 from services.coordinator.resume import open_run
 from services.coordinator.run import Phase, Run
 from services.coordinator.step import collect
-from tests.coordinator.fake_services import FakeReplica, FakeReward, make_prompt
+from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_prompt, replicas
 
 GREEDY_TOKEN = 77  # the others are below 50
-TOKENIZER = SimpleNamespace(eos_token_ids=(1,), decode=lambda tokens: " ".join(map(str, tokens)))
 
 
 class Replica(FakeReplica):
@@ -80,7 +76,6 @@ class Steps:
     data: PromptDataset
     collector: Collector
     replica: Replica
-    rollout: Rollout
 
     async def live(self, first: int, last: int) -> dict[int, pa.Table]:
         """The batches of the steps first..last-1, as a coordinator takes them that begins with version `first`."""
@@ -105,18 +100,5 @@ def stamp_of(version: int) -> PolicyStamp:
 
 @contextlib.asynccontextmanager
 async def steps(config: Config, num_prompts: int, rule: Callable[[str, int], float | None]) -> AsyncIterator[Steps]:
-    server, replica = Server(), Replica()
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(Scorer(rule), server.grpc)
-    port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])
-    await replica.start()
-    rollout, reward = Rollout([replica.address], config), Reward(f"127.0.0.1:{port}", config)
-    try:
-        await rollout.open("run", ModelCard())
-        await rollout.replicas[0].commit(stamp_of(0))
-        collector = Collector(rollout, reward, TOKENIZER, config.seed)  # type: ignore[arg-type]
-        yield Steps(config, dataset(num_prompts, config), collector, replica, rollout)
-    finally:
-        await rollout.close()
-        await reward.close()
-        await replica.die()
-        await server.grpc.stop(0)
+    async with replicas(1, Replica) as fakes, collector(config, fakes, Scorer(rule), stamp_of(0)) as collects:
+        yield Steps(config, dataset(num_prompts, config), collects, fakes[0])

@@ -138,7 +138,7 @@ async def test_a_budget_that_is_used_up(on_budget: str, kept: list[int] | None):
     if kept is None:
         with pytest.raises(LockstepError, match=r"3 of 4 .* 8 prompts, .* 1 no_score, 4 zero_variance") as raised:
             await select_of(config, kinds, 0)
-        assert raised.value.reason is Reason.REWARD_FAILED
+        assert raised.value.reason is Reason.TOO_FEW_GROUPS
         return
     selected = await select_of(config, kinds, 0)
     assert [group.index for group in selected.groups] == kept
@@ -267,7 +267,7 @@ async def test_over_sampling_aborts_in_the_engine_and_replicas_go_on(tmp_path: P
         async with asyncio.timeout(10):
             while given.replica.in_flight:  # the calls end in the engine, not only here
                 await asyncio.sleep(0.005)
-        replica = given.rollout.replicas[0]
+        replica = given.collector._rollout.replicas[0]
         assert replica.state is ReplicaState.SERVING and replica.samples_in_flight == 0
         # A coordinator that comes back takes the recorded batch, though the others would be faster now.
         slow.clear()

@@ -47,13 +47,8 @@ class Model:
     async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
         """What the model says of every completion token of `batch`: log-probabilities, or a critic's values."""
         header = pb.ForwardHeader(role=self._role, temperature=self._temperature)
-
-        async def requests() -> AsyncIterator[pb.ForwardRequest]:
-            yield pb.ForwardRequest(header=header)
-            for frame in batches.encode(batch):
-                yield pb.ForwardRequest(frame=frame)
-
-        answers = self._client.stream("Forward", requests(), timeout_s=self._timeouts.train_s)
+        requests = _framed(pb.ForwardRequest, header, batch)
+        answers = self._client.stream("Forward", requests, timeout_s=self._timeouts.train_s)
         return batches.decode([answer.frame async for answer in answers])[self._answer]
 
     async def train(
@@ -70,13 +65,8 @@ class Model:
             role=self._role,
             critic_version=critic_version,
         )
-
-        async def requests() -> AsyncIterator[pb.TrainRequest]:
-            yield pb.TrainRequest(header=header)
-            for frame in batches.encode(batch):
-                yield pb.TrainRequest(frame=frame)
-
-        answer = await self._client.call("Train", requests(), timeout_s=self._timeouts.train_s)
+        requests = _framed(pb.TrainRequest, header, batch)
+        answer = await self._client.call("Train", requests, timeout_s=self._timeouts.train_s)
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
@@ -114,3 +104,9 @@ class Trainer(Model):
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
         await self._client.call("ExportHuggingFace", request, timeout_s=self._timeouts.checkpoint_s)
+
+
+async def _framed(kind: type, header: object, batch: pa.Table) -> AsyncIterator[pb.ForwardRequest | pb.TrainRequest]:
+    yield kind(header=header)
+    for frame in batches.encode(batch):
+        yield kind(frame=frame)

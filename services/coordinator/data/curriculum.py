@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-import numpy as np
-
 from services.common.config.run import Config
 from services.common.config.selection import CurriculumConfig
 from services.common.errors import InvalidInput
+from services.coordinator.data.order import shuffled
 from services.coordinator.data.prompts import Prompt, PromptDataset
 
 # Second word of the spawn key. The keys of the epochs' orders have one word.
@@ -48,15 +47,13 @@ def require_enough(num_prompts: int, config: Config) -> None:
 def plain_order(data: PromptDataset, *, seed: int, step: int) -> Iterator[Prompt]:
     """Every prompt of `data` once: the batch of `step`, then the rest in an order that is drawn for this step alone.
 
-    Later steps keep their batches, whatever this one takes of the rest. The order is the argsort of raw PCG64 output,
-    as in EpochOrder.
+    Later steps keep their batches, whatever this one takes of the rest.
     """
     batch = data.batch(step)
     yield from batch
     taken = {prompt.prompt_id for prompt in batch}
-    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(step, _REFILLS)))
-    for index in np.argsort(bits.random_raw(len(data)), kind="stable"):
-        prompt = data.prompts[int(index)]
+    for index in shuffled(len(data), seed, step, _REFILLS).tolist():
+        prompt = data.prompts[index]
         if prompt.prompt_id not in taken:
             yield prompt
 

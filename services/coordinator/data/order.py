@@ -3,15 +3,22 @@
 import numpy as np
 
 
+def shuffled(number: int, seed: int, *key: int) -> np.ndarray:
+    """0..number-1 in an order that follows from `seed` and `key`.
+
+    It is the argsort of raw PCG64 output: numpy keeps the streams of bit generators and SeedSequence for ever (NEP 19),
+    which it does not promise for `Generator.permutation`.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
+    return np.argsort(bits.random_raw(number), kind="stable")
+
+
 class EpochOrder:
     """An endless sequence of epochs cut into batches of equal size.
 
     Every epoch holds each of `num_prompts` once, in an order of its own if `shuffle`. A batch runs on from one epoch
     into the next where `prompts_per_step` does not divide `num_prompts`; it never holds a prompt twice, because two
     groups of one prompt would draw the same samples.
-
-    The order is the argsort of raw PCG64 output: numpy keeps the streams of bit generators and SeedSequence for ever
-    (NEP 19), which it does not promise for `Generator.permutation`.
     """
 
     def __init__(self, num_prompts: int, prompts_per_step: int, *, seed: int, shuffle: bool):
@@ -42,15 +49,11 @@ class EpochOrder:
             return np.arange(self.num_prompts)
         start = max((known for known in self._memo if known <= epoch), default=-1)
         for current in range(start + 1, epoch + 1):
-            order = self._draw(current)
+            order = shuffled(self.num_prompts, self.seed, current)
             if current:
                 self._part(self._memo[current - 1], order, current)
             self._memo = {known: kept for known, kept in self._memo.items() if known == current - 1} | {current: order}
         return self._memo[epoch]
-
-    def _draw(self, epoch: int) -> np.ndarray:
-        bits = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
-        return np.argsort(bits.random_raw(self.num_prompts), kind="stable")
 
     def _part(self, before: np.ndarray, order: np.ndarray, epoch: int) -> None:
         """Swaps out of the head of `order` what the batch that spans both epochs already took from `before`.

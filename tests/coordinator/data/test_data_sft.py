@@ -15,7 +15,8 @@ from services.common.batch import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.sft import SftDataset, load_held_out
+from services.coordinator.data.sft import SftDataset
+from services.coordinator.data.sft_rows import SftFile
 from services.coordinator.data.tokenizer import Tokenizer
 from tests.support import _write_tokenizer
 
@@ -167,6 +168,14 @@ def test_bad_rows(characters: Callable, load: Callable, caplog: Any, name: str) 
     assert reason in caplog.text
 
 
+def test_what_the_template_refuses_is_a_bad_row(characters: Callable, load: Callable) -> None:
+    tokenizer = characters("{{ raise_exception('no tools') if messages[0].role == 'tool' }}" + TEMPLATE)
+    rows = [{"m": TWO_TURNS}, {"m": [{"role": "tool", "content": "1"}, *TWO_TURNS]}]
+    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad: .*row 1: the chat template refuses .*no tools"):
+        load(tokenizer, rows, messages_column="m")
+    assert len(load(tokenizer, rows, messages_column="m", bad_rows="drop")) == 1
+
+
 def test_a_template_without_an_end_token(characters: Callable, load: Callable) -> None:
     tokenizer = characters(TEMPLATE.replace("<eos>", ""))
     with pytest.raises(InvalidInput, match="answer 0 is not followed by an end token of the model"):
@@ -236,7 +245,7 @@ def test_batches_follow_from_data_seed_and_step(tmp_path: Path, characters: Call
             assert mask == [True] * len(tokens) and logprobs == [0.0] * len(tokens)
     assert [data.num_steps(epochs) for epochs in (1, 2, 4)] == [3, 5, 10]
     assert load(tokenizer, rows[::-1], samples_per_step=4).digest != data.digest
-    held_out = load_held_out(
+    held_out = SftFile.held_out(
         SftDataConfig(
             train=tmp_path / "none", eval={"a": tmp_path / "rows.parquet"}, max_eval_rows=3, samples_per_step=1
         ),

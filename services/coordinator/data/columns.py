@@ -1,0 +1,83 @@
+"""What the columns of a file of rows may hold, and what a row holds there: text or messages."""
+
+from typing import Any
+
+import pyarrow as pa
+
+from services.coordinator.data.bad_rows import BadRow
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def is_messages(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds lists of messages."""
+    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    types = {field.name: field.type for field in kind.value_type}
+    return all(name in types and is_text(types[name]) for name in ("role", "content")) and is_json(kind)
+
+
+def is_prompt(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds prompts."""
+    return is_text(kind) or is_messages(kind)
+
+
+def is_json(kind: pa.DataType) -> bool:
+    """Whether JSON can say what a column of this type holds."""
+    if _is_list(kind):
+        return is_json(kind.value_type)
+    if pa.types.is_struct(kind):
+        return all(is_json(field.type) for field in kind)
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return is_number or pa.types.is_boolean(kind) or pa.types.is_null(kind) or is_text(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def require(value: str | list[Any] | None, name: str) -> None:
+    """Raises BadRow if there is nothing in `value`, or only blank text."""
+    if not value or (isinstance(value, str) and not value.strip()):
+        raise BadRow(f"the {name} is {'null' if value is None else 'empty'}")
+
+
+def as_messages(prompt: str | list[dict[str, Any] | None] | None) -> list[dict[str, Any]]:
+    """Messages of a prompt."""
+    require(prompt, "prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    messages = _without_nulls(prompt, " of the prompt")
+    if not messages[-1]["content"].strip():
+        raise BadRow("the last message of the prompt is empty")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow("the prompt ends with an assistant message, which is for the model to write")
+    return messages
+
+
+def as_conversation(value: list[dict[str, Any] | None] | None) -> list[dict[str, Any]]:
+    """Messages up to the assistant's last."""
+    require(value, "conversation")
+    messages = _without_nulls(value)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    for index in turns:
+        if not messages[index]["content"].strip():
+            raise BadRow(f"message {index}, the assistant's, is empty")
+    if not turns:
+        raise BadRow("no message is the assistant's")
+    if turns[0] == 0:
+        raise BadRow("it begins with the assistant's message, which answers nothing")
+    return messages[: turns[-1] + 1]
+
+
+def _without_nulls(messages: list[dict[str, Any] | None], whose: str = "") -> list[dict[str, Any]]:
+    """Messages less the nulls that Parquet puts for keys which a message does not have."""
+    kept = [{key: value for key, value in (message or {}).items() if value is not None} for message in messages]
+    for index, message in enumerate(kept):
+        if missing := {"role", "content"} - message.keys():
+            raise BadRow(f"message {index}{whose} has no {min(missing)}")
+    return kept

@@ -1,0 +1,191 @@
+"""What files of prompts and files of answers have in common: from Parquet files to tokenised rows."""
+
+import difflib
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pyarrow as pa
+
+from services.common.errors import InvalidInput
+from services.coordinator.data.bad_rows import BadRow, BadRows
+from services.coordinator.data.chat_template import Message, TemplateRefusal
+from services.coordinator.data.columns import is_messages
+from services.coordinator.data.order import EpochOrder
+from services.coordinator.data.parquet import iter_rows, read_table
+from services.coordinator.data.tokenizer import Tokenizer
+
+Tokenised = TypeVar("Tokenised")  # what becomes of a row; has num_tokens
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A usable row. `content_hash` is that of the row as stored, whatever the template makes of it.
+
+    `pieces` are prompt, answer, what comes between, answer, and so on, or the prompt alone: each is tokenised by
+    itself, as the prompt is when the model answers.
+    """
+
+    where: str
+    number: int
+    content_hash: bytes
+    pieces: tuple[str, ...]
+
+    @property
+    def prompt_id(self) -> str:
+        """`<row>-<hash of the row>`: unique in its dataset, and the same whatever the model and the template."""
+        return f"{self.number}-{self.content_hash.hex()[:8]}"
+
+
+class RowFile(ABC, Generic[Tokenised]):
+    """One Parquet file, with its columns checked."""
+
+    noun: ClassVar[str]
+    """What messages call the rows."""
+    # Keys of the config.
+    per_step: ClassVar[str]
+    max_tokens: ClassVar[str]
+    max_eval: ClassVar[str]
+
+    def __init__(self, path: Path, config: Any, tokenizer: Tokenizer, field: str, max_rows: int | None):
+        self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
+        self._table = read_table(path, field=field).slice(0, max_rows)
+        self.is_templated = is_messages(self._check_columns()) or config.chat
+        """Whether the rows go through the chat template."""
+        self._check_template()
+
+    @classmethod
+    def train(cls, config: Any, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenised], EpochOrder]:
+        """Every example of `config.train`, read as one file, and their order in the batches of a run with `seed`.
+
+        Raises:
+            NotFound: A file does not exist.
+            InvalidInput: A column is missing or of a wrong type, rows cannot be used or need a template that is not
+                there, or there are too few for one batch.
+        """
+        examples, per_step = cls._read_all(config.train, config, tokenizer, "data.train"), getattr(config, cls.per_step)
+        if per_step > len(examples):
+            message = f"data.{cls.per_step} is {per_step}, but data.train has {len(examples)} {cls.noun}"
+            raise InvalidInput(message, field=f"data.{cls.per_step}")
+        return examples, EpochOrder(len(examples), per_step, seed=seed, shuffle=config.shuffle)
+
+    @classmethod
+    def held_out(cls, config: Any, tokenizer: Tokenizer) -> dict[str, list[Tokenised]]:
+        """The examples of `config.eval` by name, each set in the order of its file.
+
+        Raises:
+            LockstepError: As `train`.
+        """
+        limit = getattr(config, cls.max_eval)
+        return {
+            name: cls._read_all((path,), config, tokenizer, f"data.eval.{name}", limit)
+            for name, path in config.eval.items()
+        }
+
+    @classmethod
+    def _read_all(
+        cls, paths: Sequence[Path], config: Any, tokenizer: Tokenizer, field: str, max_rows: int | None = None
+    ) -> list[Tokenised]:
+        limit = getattr(config, cls.max_tokens)
+        bad = BadRows(field, "bad", "Mend them, or set data.bad_rows=drop")
+        overlong = BadRows(field, f"above data.{cls.max_tokens} {limit}", "Raise it, or set data.overlong=drop")
+        kept: list[Tokenised] = []
+        num_rows = 0
+        for path in paths:
+            file = cls(path, config, tokenizer, field, max_rows)
+            for where, example in file._examples(bad, first_number=num_rows):
+                if example.num_tokens > limit:
+                    overlong.add(where, f"{example.num_tokens} tokens")
+                else:
+                    kept.append(example)
+            num_rows += file._table.num_rows
+        bad.settle(config.bad_rows, total=num_rows, field=field)
+        overlong.settle(config.overlong, total=num_rows, field=f"data.{cls.max_tokens}")
+        if not kept:
+            rows = f"{num_rows}" if cls.noun == "rows" else f"{num_rows} rows"
+            message = f"{field}: no {cls.noun} left of {rows} in {', '.join(map(str, paths))}"
+            raise InvalidInput(message, field=field)
+        return kept
+
+    @abstractmethod
+    def _check_columns(self) -> pa.DataType:
+        """Type of the column of prompts, or of whole conversations."""
+
+    @abstractmethod
+    def _read(self, where: str, number: int, record: dict[str, Any]) -> Row:
+        """The row of `record`, or BadRow."""
+
+    @abstractmethod
+    def _example(self, row: Any, pieces: list[list[int]]) -> Tokenised:
+        """What `row` becomes, or BadRow; `pieces` are the tokens of its pieces."""
+
+    def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenised]]:
+        """Each with its place, in order, numbered from `first_number`; rows that cannot be used are added to `bad`."""
+        rows, encode = self._rows(bad, first_number), self.tokenizer.encode_batch
+        special = self.config.add_special_tokens and not self.is_templated  # a template writes its own
+        while chunk := list(islice(rows, _ROWS_AT_ONCE)):
+            prompts = encode([row.pieces[0] for row in chunk], add_special_tokens=special)
+            later = iter(encode([piece for row in chunk for piece in row.pieces[1:]]))
+            for row, prompt in zip(chunk, prompts, strict=True):
+                pieces = [prompt, *islice(later, len(row.pieces) - 1)]
+                try:
+                    if not prompt:
+                        raise BadRow("the prompt has no tokens")
+                    yield row.where, self._example(row, pieces)
+                except BadRow as error:
+                    bad.add(row.where, error)
+
+    def _rows(self, bad: BadRows, first_number: int) -> Iterator[Row]:
+        for index, record in enumerate(iter_rows(self._table)):
+            where = f"{self.path} row {index}"
+            try:
+                yield self._read(where, first_number + index, record)
+            except (BadRow, TemplateRefusal) as error:
+                bad.add(where, error)
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        system = self.config.system_prompt
+        if system is None:
+            return messages
+        if messages[0]["role"] == "system":
+            raise BadRow("it has a system message, and data.system_prompt is set")
+        return [{"role": "system", "content": system}, *messages]
+
+    def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
+        variables = self.config.chat_template_kwargs
+        return self.tokenizer.render(messages, add_generation_prompt=is_prompt, **variables)
+
+    def _type(self, column: str, key: str) -> pa.DataType:
+        names = self._table.column_names
+        if column in names:
+            return self._table.schema.field(column).type
+        close = difflib.get_close_matches(column, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InvalidInput(f"{key}: {self.path} has no column {column}, only {', '.join(names)}{hint}", field=key)
+
+    def _require(self, is_right: bool, column: str, key: str, problem: str) -> None:
+        if not is_right:
+            kind = self._table.schema.field(column).type
+            raise InvalidInput(f"{key}: column {column} of {self.path} is {kind}, {problem}", field=key)
+
+    def _check_template(self) -> None:
+        if self.is_templated and not self.tokenizer.has_chat_template:
+            need = "data.chat is set" if self.config.chat else f"the {self.noun} of {self.path} are messages"
+            message = f"{need}, but the model has no chat template: set data.chat_template to a Jinja file"
+            raise InvalidInput(message, field="data.chat_template")
+        ignored = [key for key in ("system_prompt", "chat_template_kwargs") if getattr(self.config, key)]
+        if ignored and not self.is_templated:
+            message = f"data.{ignored[0]} is set, but {self.path} has text prompts: set data.chat to template them"
+            raise InvalidInput(message, field=f"data.{ignored[0]}")
+
+
+def hash_of(stored: object, *, allow_nan: bool = True) -> bytes:
+    """128 bits of a row as stored. Raises ValueError for a NaN or infinity, unless they are allowed."""
+    content = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=allow_nan)
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()

@@ -1,0 +1,46 @@
+"""What a run leaves: the final policy, and what the terminal says of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.run import Phase, Run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run leaves."""
+
+    directory: Path
+    version: int
+    evaluations: list[dict[str, float]]
+    export_path: Path | None
+
+
+async def finish(run: Run, trainer: Trainer) -> Outcome:
+    """Writes the final policy, if the run has come to its end and wants it."""
+    directory, export_path = run.config.run_dir, None
+    if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
+        export_path = (directory / "model").absolute()
+        if not export_path.exists():
+            with run.phase(Phase.CHECKPOINTING):
+                await trainer.export(str(export_path))
+    return Outcome(directory, run.version, run.evaluations(), export_path)
+
+
+def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number: str) -> None:
+    """Prints the first and the last held-out numbers, formatted as `number`, and what is in which `files`."""
+    if outcome.evaluations:
+        shown = [outcome.evaluations[0], *outcome.evaluations[1:][-1:]]
+        table = Table("held-out", *(f"after step {metrics['version']}" for metrics in shown))
+        for name in (key for key in shown[0] if key != "version"):
+            values = (format(metrics.get(name, float("nan")), number) for metrics in shown)
+            table.add_row(name.removeprefix("eval/"), *values)
+        console.print(table)
+    lines = [f"  {name:<28} {what}" for name, what in files.items() if outcome.export_path or name != "model/"]
+    for line in (f"{outcome.version} steps done. Files of this run, in {outcome.directory}:", *lines):
+        console.print(line, soft_wrap=True, highlight=False)
