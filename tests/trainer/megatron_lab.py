@@ -5,6 +5,7 @@ and runs all layouts of that world size. What came out lies in DIRECTORY/NAME.{s
 """
 
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -302,7 +303,12 @@ def run_ranks(world: int, directory: Path, act: Callable[[MegatronLab], None]) -
     """
     directory.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    importlib.import_module("services.trainer.megatron.backend")  # seconds: once, not in every rank
+    for backend in (
+        "megatron",
+        "fsdp",
+    ):  # seconds: once, not in every rank
+        importlib.import_module(f"services.trainer.{backend}.backend")
+    gc.freeze()  # or every garbage collection of a rank, of which opening a role has some, goes through all of that
     store = directory / f"store-{uuid.uuid4().hex}"
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(store, rank, world, act)) for rank in range(world)]
