@@ -61,7 +61,7 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: 
     for rows in _minibatch_rows(samples, config.num_minibatches):
         part = samples.take(pa.array(rows))
         counts = trained[rows]
-        totals = Totals(int(counts.sum()), int((counts > 0).sum()), int(_lengths(part, "tokens").max()))
+        totals = Totals(int(counts.sum()), int((counts > 0).sum()))
         if not totals.num_tokens:
             raise InvalidInput("loss_mask: leaves no token of a mini-batch to train on", field="loss_mask")
         for rank, packs in enumerate(_assign(part, config, num_ranks)):

@@ -42,7 +42,7 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{kind}-large": (kind, {}) for kind in KINDS},
     **{f"{kind}-small": (kind, SMALL) for kind in KINDS},
     "recompute": ("untied", SMALL | {"gradient_checkpointing": True}),
-    "sum-norm": ("untied", SMALL | {"loss": {"aggregation": "seq_mean_token_sum_norm"}}),
+    "sum-norm": ("untied", SMALL | {"loss": {"aggregation": "seq_mean_token_sum_norm", "norm_tokens": 20}}),
     "full-large": ("untied", {"num_minibatches": 2, "loss": FULL_LOSS}),
     "full-small": ("untied", SMALL | {"num_minibatches": 2, "loss": FULL_LOSS}),
 }

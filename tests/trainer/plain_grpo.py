@@ -88,7 +88,7 @@ def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
         for name in ("behaviour_logprobs", "advantages")
         if config.needs_covariance
     ]
-    losses, longest = [], max(len(logprobs) for logprobs, _, _ in batch)
+    losses = []
     for logprobs, entropy, held in batch:
         kept = held["loss_mask"] > 0
         if not kept.any():
@@ -105,8 +105,7 @@ def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
         return torch.cat(losses).mean()
     if config.aggregation == "seq_mean_token_mean":
         return torch.stack([tokens.mean() for tokens in losses]).mean()
-    length = longest if config.aggregation == "seq_mean_token_sum_norm" else 1
-    return torch.stack([tokens.sum() / length for tokens in losses]).mean()
+    return torch.stack([tokens.sum() / (config.norm_tokens or 1) for tokens in losses]).mean()
 
 
 def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:
@@ -131,7 +130,10 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
             chosen = (held["covariance"] >= config.kl_cov.min_covariance).double()
             return -advantages * ratio + chosen * config.kl_cov.coef * (logprobs - held["old_logprobs"]).abs()
         case "dppo":
-            return -advantages * ratio * _within_divergence(logprobs.exp(), held["old_logprobs"].exp(), held, config)
+            # Where the ratio is bounded, the gradient is that of a weighted log-probability.
+            bound = config.dppo.max_ratio * (1 + logprobs - logprobs.detach())
+            weights = torch.where(ratio > config.dppo.max_ratio, bound, ratio)
+            return -advantages * weights * _within_divergence(logprobs.exp(), held["old_logprobs"].exp(), held, config)
         case "reinforce":
             return -advantages * logprobs
     losses = _clipped(ratio, advantages, config.clip_low, config.clip_high)

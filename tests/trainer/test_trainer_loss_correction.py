@@ -56,7 +56,7 @@ def test_factors(settings: dict[str, Any], factors: list[float], masked: list[in
     # Each factor is on its token's gradient; what the batch is divided by stays.
     outputs = torch.stack([logprobs_N, torch.zeros_like(logprobs_N)])
     loss_config = LossConfig(kind="reinforce", correction=config)
-    loss, metrics = policy_loss(outputs, columns(), LENGTHS, Totals(6, 3, 3), loss_config)
+    loss, metrics = policy_loss(outputs, columns(), LENGTHS, Totals(6, 3), loss_config)
     loss.backward()
     want = [-factor * mask / 6 for factor, mask in zip(factors, MASK_N.tolist(), strict=True)]
     assert logprobs_N.grad.tolist() == pytest.approx(want, rel=1e-7)
@@ -85,7 +85,7 @@ def test_kl_and_entropy_are_not_corrected() -> None:
     held = columns() | {"ref_logprobs": torch.full((7,), -3.0, dtype=torch.float64)}
     outputs = torch.stack([torch.full((7,), -2.0, dtype=torch.float64), torch.ones(7, dtype=torch.float64)])
     config = LossConfig(kl_coef=1.0, kl_kind="k1", entropy_coef=0.25, correction=dropped)
-    loss, metrics = policy_loss(outputs, held, LENGTHS, Totals(6, 3, 3), config)
+    loss, metrics = policy_loss(outputs, held, LENGTHS, Totals(6, 3), config)
     assert metrics["policy_loss"] == 0
     assert loss.item() == pytest.approx(1 - 0.25, rel=1e-6)
 

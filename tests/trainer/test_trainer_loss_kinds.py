@@ -20,7 +20,7 @@ def at_tokens(config: LossConfig, ratios: list[float], advantage: float, **colum
     held = {name: torch.full((n,), float(value), dtype=torch.float64) for name, value in given.items()}
     held["old_logprobs"] = logprobs.detach() - torch.tensor(ratios, dtype=torch.float64).log()
     outputs = torch.stack([logprobs, torch.zeros_like(logprobs)])
-    loss, metrics = policy_loss(outputs, held, (n,), Totals(1, 1, 1), config)
+    loss, metrics = policy_loss(outputs, held, (n,), Totals(1, 1), config)
     loss.backward()
     return loss.item(), logprobs.grad.tolist(), {name: value.item() for name, value in metrics.items()}
 
@@ -138,6 +138,12 @@ def test_dppo_bounds_the_divergence(probability: float, ratio: float, advantage:
             assert (at_tokens(config, [ratio], advantage, logprob=math.log(probability))[0] == 0) == is_masked
 
 
+def test_dppo_bounds_the_weight_of_a_token() -> None:
+    config = LossConfig(kind="dppo", dppo={"max_ratio": 4.0})
+    check(config, 3.0, -2.0, (6.0, 6.0), logprob=-5.0)
+    check(config, 9.0, -2.0, (8.0, 8.0), logprob=-5.0)  # the gradient stays, at the bound
+
+
 def test_dppo_is_finite_for_certain_tokens() -> None:
     config = LossConfig(kind="dppo", dppo={"divergence": "kl", "threshold": 0.05})
     check(config, 1.0, 2.0, (-2.0, -2.0), logprob=0.0)
@@ -156,7 +162,7 @@ def test_penalty_and_bonus_are_added() -> None:
     names = ("old_logprobs", "behaviour_logprobs", "loss_mask", "completion_length")
     outputs = torch.stack([-one, entropy])
     config = LossConfig(kind="sft", entropy_coef=0.1)
-    loss, metrics = policy_loss(outputs, dict.fromkeys(names, one), (1,), Totals(1, 1, 1), config)
+    loss, metrics = policy_loss(outputs, dict.fromkeys(names, one), (1,), Totals(1, 1), config)
     loss.backward()
     assert loss.item() == pytest.approx(1 - 0.1 * 0.7, rel=1e-15)
     assert entropy.grad.item() == pytest.approx(-0.1, rel=1e-15)
@@ -190,7 +196,7 @@ def test_gradient_is_the_finite_difference(config: LossConfig) -> None:
     columns["completion_length"] = torch.tensor([2.0, 2, 2, 0, 4, 4, 4, 4], dtype=torch.float64)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        return policy_loss(torch.stack([logprobs, entropy]), columns, (3, 1, 4), Totals(6, 2, 4), config)[0]
+        return policy_loss(torch.stack([logprobs, entropy]), columns, (3, 1, 4), Totals(6, 2), config)[0]
 
     inputs = ((-2 + 0.5 * random()).requires_grad_(), random().requires_grad_())
     assert torch.autograd.gradcheck(loss, inputs, eps=1e-6, atol=1e-9, rtol=1e-7)

@@ -1,6 +1,7 @@
 """The critic's loss by hand, by finite differences, and over any split."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ CASES = [
 def test_clipped_error(value: float, old: float, target: float, loss: float, gradient: float) -> None:
     values = column(value).requires_grad_()
     held = {"values": column(old), "returns": column(target), "loss_mask": column(1), "completion_length": column(1)}
-    got, metrics = value_loss(values, held, Totals(1, 1, 1), ValueLossConfig(value_clip=0.2))
+    got, metrics = value_loss(values, held, Totals(1, 1), ValueLossConfig(value_clip=0.2))
     got.backward()
     assert (got.item(), values.grad.item()) == pytest.approx((loss, gradient), rel=1e-14)
     assert metrics["clip_fraction"] == (abs(value - old) > 0.2 and abs(value - target) < abs(old - target) - 0.2)
@@ -39,7 +40,7 @@ def test_clipped_error(value: float, old: float, target: float, loss: float, gra
 def test_without_clip_no_old_values_are_read() -> None:
     values = column(1.5).requires_grad_()
     held = {"returns": column(3.0), "loss_mask": column(1), "completion_length": column(1)}
-    loss, metrics = value_loss(values, held, Totals(1, 1, 1), ValueLossConfig(value_clip=None))
+    loss, metrics = value_loss(values, held, Totals(1, 1), ValueLossConfig(value_clip=None))
     loss.backward()
     assert (loss.item(), values.grad.item(), metrics["clip_fraction"].item()) == (1.5**2 / 2, -1.5, 0)
 
@@ -57,7 +58,7 @@ def batch(seed: int, masks: list[list[bool]]) -> list[dict[str, torch.Tensor]]:
 
 def totals(sequences: list[dict[str, torch.Tensor]]) -> Totals:
     counts = [int(held["loss_mask"].sum()) for held in sequences]
-    return Totals(sum(counts), sum(count > 0 for count in counts), max(len(held["now"]) for held in sequences))
+    return Totals(sum(counts), sum(count > 0 for count in counts))
 
 
 def joined(sequences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -72,7 +73,12 @@ def test_gradient_is_the_finite_difference(clip: float | None) -> None:
     assert torch.autograd.gradcheck(lambda v: value_loss(v, held, totals(sequences), config)[0], (values,))
 
 
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+MEANS: list[dict[str, Any]] = [
+    {"aggregation": "token_mean"},
+    {"aggregation": "seq_mean_token_mean"},
+    {"aggregation": "seq_mean_token_sum"},
+    {"aggregation": "seq_mean_token_sum_norm", "norm_tokens": 7},
+]
 
 
 @settings(max_examples=40, deadline=None)
@@ -81,13 +87,13 @@ AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
         lambda masks: any(map(any, masks))
     ),
     seed=st.integers(0, 2**31),
-    aggregation=st.sampled_from(AGGREGATIONS),
+    mean=st.sampled_from(MEANS),
     data=st.data(),
 )
 def test_loss_of_any_split_is_the_plain_one(
-    masks: list[list[bool]], seed: int, aggregation: str, data: st.DataObject
+    masks: list[list[bool]], seed: int, mean: dict[str, Any], data: st.DataObject
 ) -> None:
-    sequences, config = batch(seed, masks), ValueLossConfig(value_clip=0.3, aggregation=aggregation)
+    sequences, config = batch(seed, masks), ValueLossConfig(value_clip=0.3, **mean)
     count = totals(sequences)
     cut = data.draw(st.integers(1, len(sequences) - 1))
     packs = [joined(part) for part in (sequences[:cut], sequences[cut:])]
@@ -104,8 +110,8 @@ def test_loss_of_any_split_is_the_plain_one(
             "token_mean": 1 / count.num_tokens,
             "seq_mean_token_mean": 1 / (count.num_sequences * max(len(errors), 1)),
             "seq_mean_token_sum": 1 / count.num_sequences,
-            "seq_mean_token_sum_norm": 1 / (count.num_sequences * count.max_completion_tokens),
-        }[aggregation]
+            "seq_mean_token_sum_norm": 1 / (count.num_sequences * 7),
+        }[mean["aggregation"]]
         want += sum(errors) * share
     assert sum(loss.item() for loss, _ in results) == pytest.approx(want, rel=1e-12)
     summed = {name: sum(metrics[name].item() for _, metrics in results) for name in results[0][1]}
@@ -121,9 +127,9 @@ def test_loss_of_any_split_is_the_plain_one(
 def test_explained_variance_of_known_critics() -> None:
     held = {"returns": column(1, 2, 3, 6), "loss_mask": torch.ones(4), "completion_length": torch.full((4,), 4.0)}
     for values, want in (([1, 2, 3, 6], 1.0), ([3, 3, 3, 3], 0.0), ([5, 4, 3, 0], -3.0), ([11, 12, 13, 16], 1.0)):
-        _, metrics = value_loss(column(*values), held, Totals(4, 1, 4), ValueLossConfig(value_clip=None))
+        _, metrics = value_loss(column(*values), held, Totals(4, 1), ValueLossConfig(value_clip=None))
         got = explained_variance({name: value.item() for name, value in metrics.items()})
         assert math.isclose(got, want, abs_tol=1e-12)
     constant = held | {"returns": column(2, 2, 2, 2)}
-    _, metrics = value_loss(column(1, 2, 3, 4), constant, Totals(4, 1, 4), ValueLossConfig(value_clip=None))
+    _, metrics = value_loss(column(1, 2, 3, 4), constant, Totals(4, 1), ValueLossConfig(value_clip=None))
     assert explained_variance({name: value.item() for name, value in metrics.items()}) == 0.0

@@ -19,18 +19,19 @@ LOGPROBS = st.floats(-20, 0)
 # Three sequences of 3, 1 and 4 tokens, of which 2, 0 and 4 are trained on.
 MASK_N = torch.tensor([1.0, 0, 1, 0, 1, 1, 1, 1])
 COLUMNS = {"loss_mask": MASK_N, "completion_length": torch.tensor([2.0, 2, 2, 0, 4, 4, 4, 4])}
-TOTALS = Totals(num_tokens=6, num_sequences=2, max_completion_tokens=4)
+TOTALS = Totals(num_tokens=6, num_sequences=2)
 WEIGHTS = {
     "token_mean": ([1 / 6, 0, 1 / 6], [0], [1 / 6] * 4),
     "seq_mean_token_mean": ([1 / 4, 0, 1 / 4], [0], [1 / 8] * 4),
     "seq_mean_token_sum": ([1 / 2, 0, 1 / 2], [0], [1 / 2] * 4),
-    "seq_mean_token_sum_norm": ([1 / 8, 0, 1 / 8], [0], [1 / 8] * 4),
+    "seq_mean_token_sum_norm": ([1 / 20, 0, 1 / 20], [0], [1 / 20] * 4),
 }
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
 def test_weights(aggregation: Aggregation) -> None:
-    weights, (first, second, third) = token_weights(aggregation, COLUMNS, TOTALS), WEIGHTS[aggregation]
+    config = LossConfig(aggregation=aggregation, norm_tokens=10 if aggregation == "seq_mean_token_sum_norm" else None)
+    weights, (first, second, third) = token_weights(config, COLUMNS, TOTALS), WEIGHTS[aggregation]
     assert weights.tolist() == pytest.approx([*first, *second, *third], rel=1e-7)
 
 

@@ -10,6 +10,28 @@ LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov",
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
+class MeanConfig(Strict):
+    """How the losses of tokens become one number."""
+
+    aggregation: Aggregation = "token_mean"
+    """Mean over all tokens; mean over samples of their token means (the GRPO, GSPO and SAPO papers), of their token
+    sums, or of their token sums over norm_tokens (Dr.GRPO)."""
+    norm_tokens: int | None = Field(default=None, ge=1)
+    """The constant that seq_mean_token_sum_norm divides by: the longest possible completion,
+    rollout.sampling.max_tokens."""
+
+    @model_validator(mode="after")
+    def _norm_is_given(self) -> Self:
+        is_read = self.aggregation == "seq_mean_token_sum_norm"
+        if is_read and self.norm_tokens is None:
+            raise ValueError(
+                "aggregation seq_mean_token_sum_norm needs norm_tokens: that of rollout.sampling.max_tokens"
+            )
+        if not is_read and self.norm_tokens is not None:
+            raise ValueError(f"norm_tokens is not read by aggregation {self.aggregation}: leave it out")
+        return self
+
+
 class GspoConfig(Strict):
     """Clip range of kind gspo; its ratio is a geometric mean over the sequence, so the range is narrow."""
 
@@ -41,14 +63,16 @@ class ClipCovConfig(Strict):
     """Which tokens kind clip_cov leaves out; what it keeps is clipped by clip_low and clip_high as in kind grpo."""
 
     min_covariance: float = Field(default=5.0, ge=0)
-    """Tokens with at least this much (log-probability - mean) * (advantage - mean) get no gradient."""
+    """Tokens with at least this much (log-probability - mean) * (advantage - mean) get no gradient: the tail above the
+    range 1 to 5 from which the paper draws 0.02 % of all tokens. Meant for advantages of deviation 1."""
 
 
 class KlCovConfig(Strict):
     """Which tokens kind kl_cov holds near the policy before the batch, and how firmly."""
 
-    min_covariance: float = Field(default=3.0, ge=0)
-    """Tokens with at least this much (log-probability - mean) * (advantage - mean) get the penalty."""
+    min_covariance: float = Field(default=2.0, ge=0)
+    """Tokens with at least this much (log-probability - mean) * (advantage - mean) get the penalty: about the 0.2 % of
+    the paper's 7B models. Meant for advantages of deviation 1."""
     coef: float = Field(default=1.0, gt=0)
     """Weight of the penalty |log-probability - old log-probability|."""
 
@@ -60,6 +84,8 @@ class DppoConfig(Strict):
     """Total variation or KL(old || policy) of the distribution over two events: the sampled token, or any other."""
     threshold: float = Field(default=0.15, gt=0)
     """Tokens that moved farther, in the direction of their advantage, get no gradient; kl is smaller, about 0.05."""
+    max_ratio: float = Field(default=20.0, ge=1)
+    """A larger ratio counts as this much: one token of a bad sample weighs no more."""
 
 
 class CorrectionConfig(Strict):
@@ -76,7 +102,8 @@ class CorrectionConfig(Strict):
     token_mask: tuple[float, float] | None = None
     """Drop tokens with a ratio outside of [low, high]. IcePop is [0.5, 5] with weight: token and weight_cap: 5."""
     geometric_mask: tuple[float, float] | None = None
-    """Drop sequences with a geometric mean of ratios outside of [low, high]; long ones need narrow bounds."""
+    """Drop sequences with a geometric mean of ratios outside of [low, high], such as [0.99, 1.01]: over many tokens the
+    mean comes near 1, so long ones need narrow bounds."""
     veto: float | None = Field(default=None, gt=0, lt=1)
     """Drop sequences with a token whose ratio is below this, such as 1e-4."""
 
@@ -105,13 +132,13 @@ _KINDS_OF = {
 }
 
 
-class LossConfig(Strict):
+class LossConfig(MeanConfig):
     """The policy loss: a kind's loss of every token, weighted, with a KL penalty and an entropy bonus."""
 
     kind: LossKind = "grpo"
     """Name of the loss; grpo and ppo are the same clipped surrogate."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Ratios below 1 - clip_low get no gradient from negative advantages; kinds grpo, ppo and clip_cov."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Ratios below 1 - clip_low get no gradient from negative advantages; 1 is no bound. Kinds grpo, ppo, clip_cov."""
     clip_high: float = Field(default=0.2, gt=0)
     """Ratios above 1 + clip_high get no gradient from positive advantages (clip-higher: arXiv 2503.14476)."""
     clip_dual: float | None = Field(default=None, gt=1)
@@ -137,9 +164,6 @@ class LossConfig(Strict):
     KL(reference || policy), k1 none but noise, and abs pulls with the sign of d alone."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
-    aggregation: Aggregation = "token_mean"
-    """Mean over all tokens; mean over samples of their token means (the GRPO, GSPO and SAPO papers), of their token
-    sums, or of their token sums over a fixed length (Dr.GRPO)."""
     old_logprobs: Literal["recompute", "engine", "on_policy"] = "recompute"
     """Denominator of the ratio: the trainer's policy before the batch, at the price of a forward if num_minibatches is
     above 1; the engine's log-probabilities; or the policy itself, so that every ratio is 1 in every mini-batch."""
@@ -177,10 +201,8 @@ class LossConfig(Strict):
         return self.kind in ("clip_cov", "kl_cov")
 
 
-class ValueLossConfig(Strict):
+class ValueLossConfig(MeanConfig):
     """Squared error of a critic's values (PPO, arXiv 1707.06347)."""
 
     value_clip: float | None = Field(default=0.2, gt=0)
-    """Values farther than this from those before the batch get no gradient; null for no clip."""
-    aggregation: Aggregation = "token_mean"
-    """As in the policy loss."""
+    """Values that moved farther than this towards their return get no gradient; null for no clip."""

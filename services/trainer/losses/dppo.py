@@ -7,7 +7,8 @@ from services.trainer.losses.terms import Tokens
 
 
 def dppo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss -A r of each token, r = policy / old; 0 where the policy moved too far, and there counted as clipped.
+    """Loss -A min(r, max_ratio) of each token, r = policy / old, with the gradient of REINFORCE under that weight; 0
+    where the policy moved too far, and there counted as clipped.
 
     Too far: A > 0 and r > 1, or A < 0 and r < 1, and the divergence of old and policy is above the threshold, both
     reduced to two events, the sampled token of probability p and all the rest: tv is |p_old - p|, kl is
@@ -18,7 +19,8 @@ def dppo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, to
     divergence_N = _DIVERGENCES[config.dppo.divergence](old_N, policy_N)
     is_onward_N = tokens.advantages_N * (policy_N - old_N) > 0
     masked_N = is_onward_N & (divergence_N > config.dppo.threshold)
-    losses_N = -tokens.advantages_N * tokens.log_ratio_N.exp()
+    weights_N = (policy_N - old_N).exp().clamp(max=config.dppo.max_ratio)
+    losses_N = -tokens.advantages_N * weights_N * (tokens.logprobs_N - policy_N).exp()
     return torch.where(masked_N, 0, losses_N), {"clip_fraction": masked_N}
 
 

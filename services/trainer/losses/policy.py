@@ -56,7 +56,7 @@ def policy_loss(
     tokens = Tokens.of(logprobs_N, columns, lengths)
     losses_N, means = LOSSES[config.kind](tokens, config)
     factor_N, corrected = correction(tokens, config.correction)
-    weights_N = token_weights(config.aggregation, columns, totals)
+    weights_N = token_weights(config, columns, totals)
     policy_loss = (weights_N * factor_N * losses_N).sum()
     loss = policy_loss - config.entropy_coef * (weights_N * entropy_N).sum()
     means = {"entropy": entropy_N, "ratio_mean": tokens.log_ratio_N.exp(), **means, **corrected}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.config.loss import Aggregation
+from services.common.config.loss import MeanConfig
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,6 @@ class Totals:
 
     num_tokens: int
     num_sequences: int
-    max_completion_tokens: int
 
 
 @dataclass(frozen=True)
@@ -60,17 +59,15 @@ class Tokens:
         return self.sequence_sum(values_N) / self.columns["completion_length"].clamp(min=1)
 
 
-def token_weights(aggregation: Aggregation, columns: dict[str, torch.Tensor], totals: Totals) -> torch.Tensor:
+def token_weights(config: MeanConfig, columns: dict[str, torch.Tensor], totals: Totals) -> torch.Tensor:
     """Weight [N] of every token, so that a plain sum over the mini-batch is the mean that `aggregation` names."""
-    mask_N = columns["loss_mask"]
+    aggregation, mask_N = config.aggregation, columns["loss_mask"]
     if aggregation == "token_mean":
         return mask_N / totals.num_tokens
     per_sequence_N = mask_N / totals.num_sequences
     if aggregation == "seq_mean_token_mean":
         return per_sequence_N / columns["completion_length"].clamp(min=1)
-    if aggregation == "seq_mean_token_sum":
-        return per_sequence_N
-    return per_sequence_N / totals.max_completion_tokens
+    return per_sequence_N / (config.norm_tokens or 1)
 
 
 def clipped_surrogate(

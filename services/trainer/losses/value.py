@@ -30,7 +30,7 @@ def value_loss(
         near_losses_N = (near_N - returns_N).square() / 2
         clipped_N = ((values_N - columns["values"]).abs() > clip) & (near_losses_N > losses_N)
         losses_N = torch.maximum(losses_N, near_losses_N)
-    loss = (token_weights(config.aggregation, columns, totals) * losses_N).sum()
+    loss = (token_weights(config, columns, totals) * losses_N).sum()
     # Variances are small differences of these means.
     held_N, target_N = values_N.detach().double(), returns_N.double()
     means = {
