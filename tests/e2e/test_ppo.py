@@ -1,30 +1,46 @@
-"""PPO with real services: what critic and reference say is in the batch, and a resumed run has both models again."""
+"""PPO with real services: what critic and reference say is in the batch, and after a kill both models go on exactly."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers
+from tests.e2e.lockstep_command import LockstepRun, assert_gone, make_workspace, numbers
 
 KL_COEF = 0.1
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run that stopped after two steps and went on for a third."""
+    """Of a run of four steps that was killed after the third and went on from the second. `before` has the third step's
+    numbers before the kill. The critic has a trainer of its own, the reference is on the policy's ranks."""
     directory = make_workspace(
         tmp_path_factory.mktemp("ppo"),
+        num_steps=4,
         advantage={"kind": "gae", "kl": {"coef": KL_COEF}},
-        critic={"warmup_steps": 1, "optim": {"lr": 1e-2}},
+        critic={"deployment": "own", "num_ranks": 1, "warmup_steps": 1, "optim": {"lr": 1e-2}},
         evaluation={},
-        checkpoint={"save_freq": 1},
+        checkpoint={"save_freq": 2},
     )
-    for arguments in (["num_steps=2"], ["num_steps=3", "resume=must"]):
-        with LockstepRun(directory, "rollout.num_replicas=1", *arguments) as run:
-            assert run.wait() == 0, run.output
+    with LockstepRun(directory, "rollout.num_replicas=1") as run:
+        run.until(lambda: (run.directory / "metrics.jsonl").exists() and steps(directory)[3:], "the third step")
+        assert len(run.services("trainer")) == 2
+        below = run.below()
+        run.process.kill()
+        assert_gone(below, within_s=15)
+    (directory / "before").write_text(json.dumps(steps(directory)[3]))
+    with LockstepRun(directory, "rollout.num_replicas=1", "resume=must") as run:
+        assert run.wait() == 0, run.output
+        assert run.ledger("opened")[-1]["checkpoint"].endswith("step-000002")
     return directory
+
+
+def steps(workspace: Path) -> list[dict[str, float]]:
+    """Numbers of the steps, by step."""
+    lines = [line for line in numbers(workspace) if "train/critic_loss" in line]
+    return [{}, *lines]
 
 
 def flat(rows: list[list[float]]) -> np.ndarray:
@@ -46,10 +62,10 @@ def test_every_token_has_what_the_other_models_say_of_it(workspace: Path):
 
 
 def test_both_models_go_on_from_one_step(workspace: Path):
-    run = workspace / "runs" / "run"
-    steps = [line for line in numbers(workspace) if "train/critic_loss" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3]
-    assert all(line["kl/coef"] == KL_COEF and line["train/logprob_gap_max"] < 1e-4 for line in steps)
-    assert steps[-1]["train/critic_lr"] == 1e-2
-    assert sorted(path.name for path in (run / "critic_checkpoints").iterdir()) == ["step-000003"]
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:06d}" for step in (1, 2, 3)]
+    run, (_, *lines) = workspace / "runs" / "run", steps(workspace)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[2] == json.loads((workspace / "before").read_text())
+    assert all(line["kl/coef"] == KL_COEF and line["train/logprob_gap_max"] < 1e-4 for line in lines)
+    assert lines[-1]["train/critic_lr"] == 1e-2
+    assert sorted(path.name for path in (run / "critic_checkpoints").iterdir()) == ["step-000004"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:06d}" for step in (2, 4)]
