@@ -1,0 +1,27 @@
+"""The quickstart with its trainer on Megatron, tensor-parallel: it learns as on FSDP."""
+
+import json
+from pathlib import Path
+
+from tests.e2e.lockstep_command import invoke
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_the_quickstart_learns_on_megatron(tmp_path: Path):
+    made = invoke("data", "arithmetic", "--out", "data/arithmetic", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    ended = invoke(
+        *("run", DEPLOY / "runs" / "quickstart.yaml", f"model={DEPLOY / 'quickstart' / 'model'}", "name=run"),
+        *("trainer.strategy=megatron", "trainer.megatron.tensor_model_parallel_size=2"),
+        *("num_steps=10", "rollout.num_replicas=1", "checkpoint={save_freq: 0, export_at_end: false}"),
+        cwd=tmp_path,
+        timeout_s=300,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    accuracies = [row["eval/held-out/reward"] for row in rows if "eval/held-out/reward" in row]
+    # FSDP comes from 0.49 to 0.94 and more in ten steps, with any of three seeds.
+    assert accuracies[0] < 0.52 and accuracies[-1] > 0.9
+    assert max(row["train/logprob_gap_max"] for row in rows if "train/logprob_gap_max" in row) < 1e-4
