@@ -6,15 +6,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace
-from tests.support import still_there
+from services.coordinator.cli import main
+from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, running_services
+from tests.support import free_port, still_there
 
 
 @pytest.fixture(scope="module")
@@ -73,55 +73,76 @@ MISTAKES = {
     "must resume": (["resume=must"], ["resume", "holds no run"]),
     "bad address": (["--trainer", "localhost"], ["--trainer", "'localhost'", "HOST:PORT"]),
     "bad port": (["--rollout", "localhost:99999"], ["--rollout", "HOST:PORT"]),
-    "nobody there": (
-        ["--trainer", NOWHERE, "--reward", NOWHERE, "--rollout", NOWHERE, "timeouts.open_s=2"],
-        ["OpenRun", NOWHERE],
-    ),
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(workspace: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Of all mistakes, made two at a time."""
-
-    def make(mistake: str) -> subprocess.CompletedProcess[str]:
-        return invoke("run", "run.yaml", f"runs_dir=runs/{mistake}", *MISTAKES[mistake][0], cwd=workspace)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(MISTAKES, pool.map(make, MISTAKES), strict=True))
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_before_a_service_starts(workspace: Path, outcomes: dict, mistake: str):
-    line = the_error(outcomes[mistake])
-    for word in MISTAKES[mistake][1]:
-        assert word in line
+def test_before_a_service_starts(
+    workspace: Path, mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """In this process: one that imports the command anew takes seconds for each."""
+    arguments, words = MISTAKES[mistake]
+    monkeypatch.chdir(workspace)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "run", "run.yaml", f"runs_dir=runs/{mistake}", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    line = the_error(subprocess.CompletedProcess(sys.argv, ended.value.code, output.out, output.err))
+    assert all(word in line for word in words), line
     assert not (workspace / "runs" / mistake / "run" / "logs" / "trainer.log").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model=no-weights"], ["no-weights", "safetensors"]),
-        (['reward.scorers=[{kind: python, path: "no_such_module:score"}]'], ["no_such_module", "scorers"]),
-        (["rollout.engine={no_such_option: 1}"], ["rollout", "no_such_option"]),
+        (["trainer.optim.lrr=1"], ["trainer.optim.lrr", "did you mean trainer.optim.lr?"]),
+        (
+            ["--trainer", NOWHERE, "--reward", NOWHERE, "--rollout", NOWHERE, "timeouts.open_s=2"],
+            ["OpenRun", NOWHERE],
+        ),
     ],
-    ids=["model without weights", "no such scorer", "no such engine option"],
+    ids=["misspelt key", "nobody there"],
 )
-def test_what_only_a_service_can_notice(workspace: Path, arguments: list[str], words: list[str]):
-    with LockstepRun(workspace, "rollout.num_replicas=1", "trainer.num_ranks=1", *arguments) as run:
+def test_the_command_says_it(workspace: Path, arguments: list[str], words: list[str]):
+    line = the_error(invoke("run", "run.yaml", "name=said", *arguments, cwd=workspace))
+    assert all(word in line for word in words), line
+
+
+def refusal(run: LockstepRun) -> str:
+    """What a run that ended says of its reason."""
+    assert run.process.returncode == 2, run.output
+    assert "Traceback" not in run.output
+    (line,) = [line for line in run.output.splitlines() if line.startswith("lockstep: error: ")]
+    shutil.rmtree(run.workspace / "runs")
+    return line
+
+
+def test_what_a_started_service_notices(workspace: Path):
+    with LockstepRun(workspace, "rollout.num_replicas=1", "trainer.num_ranks=1", "model=no-weights") as run:
         run.until(lambda: run.services("trainer"), "the services to start")
         below = set(run.below())
         while run.process.poll() is None:
             below |= set(run.below())
             still_there([run.process.pid], after_s=0.2)
-        assert run.process.returncode == 2, run.output
         assert not still_there(below, after_s=1)
-    assert "Traceback" not in run.output
-    (line,) = [line for line in run.output.splitlines() if line.startswith("lockstep: error: ")]
-    for word in words:
-        assert word in line
-    shutil.rmtree(workspace / "runs")
+    line = refusal(run)
+    assert "no-weights" in line and "safetensors" in line
+
+
+def test_what_a_given_service_notices(workspace: Path):
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "reward", "rollout")}
+    given = [f"--{name}={address}" for name, address in addresses.items()]
+    mistakes = {
+        'reward.scorers=[{kind: python, path: "no_such_module:score"}]': ("no_such_module", "scorers"),
+        "rollout.engine={no_such_option: 1}": ("rollout", "no_such_option"),
+    }
+    with running_services(addresses, workspace) as processes:
+        for mistake, words in mistakes.items():
+            with LockstepRun(workspace, *given, mistake) as run:
+                run.wait()
+            line = refusal(run)
+            assert all(word in line for word in words), line
+        assert all(process.poll() is None for process in processes)
 
 
 @pytest.mark.parametrize(

@@ -155,35 +155,6 @@ def test_the_model_answers_and_is_one_to_start_from(undisturbed: Path) -> None:
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(card.files)
 
 
-def test_a_run_of_reinforcement_starts_from_it(base: Path, undisturbed: Path, trainer: str) -> None:
-    workspace = base / "reinforcement"
-    workspace.mkdir()
-    config = {
-        "name": "run",
-        "model": str(undisturbed / "runs" / "run" / "model"),
-        "num_steps": 1,
-        "data": {
-            "train": str(base / "train.parquet"),
-            "eval": {"sums": str(base / "train.parquet")},
-            "answer_column": "response",
-            "prompts_per_step": 12,
-            "max_prompt_tokens": 8,
-        },
-        "rollout": {"completions_per_prompt": 4, "max_model_len": 32, "sampling": {"max_tokens": 4}},
-        "reward": {"scorers": [{"kind": "exact"}], "num_workers": 1},
-        "trainer": {"num_ranks": 2, "max_tokens_per_microbatch": 64},
-        "evaluation": {"eval_freq": 1},
-    }
-    (workspace / "run.yaml").write_text(yaml.safe_dump(config))
-    with LockstepRun(workspace, trainer) as run:
-        assert run.wait() == 0, run.output
-    lines = numbers(workspace)
-    before = next(line for line in lines if line["step"] == 0)
-    assert before["eval/sums/reward"] == 1.0  # by heart, as above; a digit and an end from 64 tokens by chance: 2e-4
-    (step,) = (line for line in lines if "reward/mean" in line)
-    assert step["reward/mean"] > 0.5 and step["train/logprob_gap_max"] < 1e-4
-
-
 def response_nlls(directory: Path, rows: list[dict[str, str]]) -> Iterator[torch.Tensor]:
     """Of each row, those of each token of the response and of its end token."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), Tokenizer.load(directory)
