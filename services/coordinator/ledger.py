@@ -78,6 +78,16 @@ class Ledger:
         ).fetchone()
         return {"version": row[0], **json.loads(row[1])} if row else None
 
+    def checkpoints(self, kind: Kind) -> list[dict[str, Any]]:
+        """Decisions of a kind of saving, oldest first, whose `path` was not deleted since."""
+        rows = self._db.execute(
+            "SELECT body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("
+            "SELECT 1 FROM decisions AS deleted WHERE kind = ? AND deleted.seq > saved.seq "
+            "AND json_extract(deleted.body, '$.path') = json_extract(saved.body, '$.path')) ORDER BY seq",
+            (kind.value, Kind.DELETED.value),
+        )
+        return [json.loads(body) for (body,) in rows]
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """All that is written inside is kept, or none of it."""

@@ -89,8 +89,7 @@ def _given(path: str) -> str:
 
 
 def _newest(ledger: Ledger, config: Config) -> str:
-    deleted = {row["path"] for row in ledger.all(Kind.DELETED)}
-    saved = [row for row in ledger.all(Kind.SAVED) if row["path"] not in deleted]
+    saved = ledger.checkpoints(Kind.SAVED)
     if not saved:
         if config.resume == "must":
             raise NotFound(f"resume: must, but {config.run_dir} has no checkpoint yet", field="resume")

@@ -162,15 +162,13 @@ class Run:
         """Saves a model's `version`, records, and deletes what is older than those to keep."""
         kind, directory, num_kept = where
         path = str((self.config.run_dir / directory / f"step-{step:06d}").absolute())
-        saved = [row["path"] for row in self._ledger.all(kind)]
-        if path in saved and Path(path).exists():  # a resumed run comes by again
+        before = [row["path"] for row in self._ledger.checkpoints(kind)]
+        if path in before and Path(path).exists():  # a resumed run comes by again
             return
         shutil.rmtree(path, ignore_errors=True)  # saved for a coordinator that did not live to record it
         digest = await model.save(path, version)
         self._ledger.record(kind, step, path=path, manifest_digest=digest)
-        deleted = {row["path"] for row in self._ledger.all(Kind.DELETED)}
-        kept = [old for old in dict.fromkeys([*saved, path]) if old not in deleted]
-        for old in kept[:-num_kept]:
+        for old in [*(old for old in before if old != path), path][:-num_kept]:
             self._ledger.record(Kind.DELETED, path=old)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 

@@ -1,6 +1,7 @@
 """The ledger keeps every decision for one coordinator at a time; a run never begins anew without being asked to."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def test_the_newest_checkpoint_that_was_not_deleted(tmp_path: Path, resume: str)
     delete(tmp_path, old)
     again = begin(tmp_path, resume)
     assert (again.run_id, again.checkpoint) == (first.run_id, str(new))
+
+
+def test_a_checkpoint_that_was_deleted_and_saved_again_is_there(tmp_path: Path):
+    begin(tmp_path)
+    old = save(tmp_path, 2)
+    delete(tmp_path, old)
+    shutil.rmtree(old)
+    save(tmp_path, 2)
+    assert begin(tmp_path, "must").checkpoint == str(old)
 
 
 def test_never_does_not_touch_what_is_there(tmp_path: Path):
