@@ -28,6 +28,7 @@ from services.common.errors import (
     from_rpc_error,
     to_status,
 )
+from services.common.trace import NO_TRACE, Trace
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +88,14 @@ _HANDLERS = {
 }
 
 
-class ErrorsToStatus(grpc.aio.ServerInterceptor):
-    """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log."""
+class Answers(grpc.aio.ServerInterceptor):
+    """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log.
+
+    Every call is a span of `trace`.
+    """
+
+    def __init__(self, trace: Trace):
+        self._trace = trace
 
     async def intercept_service(
         self,
@@ -108,18 +115,24 @@ class ErrorsToStatus(grpc.aio.ServerInterceptor):
 
     def _unary(self, behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            async with _answering_errors(context, method):
+            async with self._answering(context, method):
                 return await behavior(request, context)
 
         return call
 
     def _stream(self, behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            async with _answering_errors(context, method), contextlib.aclosing(behavior(request, context)) as responses:
+            async with self._answering(context, method), contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
 
         return call
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
+        with self._trace.span(method.rpartition("/")[2]):
+            async with _answering_errors(context, method):
+                yield
 
 
 @contextlib.asynccontextmanager
@@ -154,8 +167,8 @@ def service_info(service: str, state: str, *, run: tuple[str, str], libraries: t
 class Server:
     """A gRPC server with health and reflection, serving until a signal, `stop()` or `fail()`."""
 
-    def __init__(self) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorsToStatus()], options=_OPTIONS)
+    def __init__(self, trace: Trace = NO_TRACE) -> None:
+        self._server = grpc.aio.server(interceptors=[Answers(trace)], options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []

@@ -15,6 +15,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.tasks import gather
 from services.coordinator.devices import num_gpus, split_gpus
+from services.coordinator.trace import trace_path
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
         def add(name: str, *module: str, restarts: int = 0) -> str:
             address = _reserve(ports)
             command = [sys.executable, *module, "--listen", address, "--exit-with", str(os.getpid())]
+            command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
             log_path = config.run_dir / "logs" / f"{name}.log"
             children.append(Child(name, command, log_path, restarts, gpus.get(name)))
             return address

@@ -1,4 +1,4 @@
-"""What every session does around its work: data, logs, services that die, signals."""
+"""What every session does around its work: data, logs, numbers, services that die, signals."""
 
 import asyncio
 import logging
@@ -16,7 +16,9 @@ from services.common.errors import Unavailable
 from services.common.model_card import read_model_card, write_model_card
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.launch import Addresses, Fleet, launch
+from services.coordinator.reporters import JsonLines, Reporter, TensorBoard
 from services.coordinator.run import Run
+from services.coordinator.trace import RunTrace
 
 Data = TypeVar("Data")
 Result = TypeVar("Result")
@@ -81,6 +83,13 @@ async def _unless_service_dies(work: Coroutine[Any, Any, Result], fleet: Fleet) 
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def keepers(config: Config, version: int) -> list[Reporter]:
+    """What keeps the numbers of a run that goes on from `version`."""
+    directory = config.run_dir
+    traces = [RunTrace(directory)] if config.trace else []
+    return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version), *traces]
 
 
 def stop_on_signal(run: Run, console: Console) -> None:

@@ -16,6 +16,9 @@ class Reporter:
     def phase(self, name: str, version: int) -> None:
         """The run does something else now."""
 
+    def phase_over(self) -> None:
+        """It is done with the last phase that it began."""
+
     def step(self, version: int, metrics: dict[str, float]) -> None:
         """A step is finished; `version` counts them from 1."""
 
@@ -61,11 +64,6 @@ class TensorBoard(Reporter):
 
     def close(self) -> None:
         self._writer.close()
-
-
-def to_files(directory: Path, version: int) -> list[Reporter]:
-    """Those of every run, for one that goes on from `version`."""
-    return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version)]
 
 
 class Terminal(Reporter):

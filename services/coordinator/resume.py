@@ -15,7 +15,8 @@ LEDGER = "ledger.sqlite"
 CHECKPOINTS = "checkpoints"
 CRITIC_CHECKPOINTS = "critic_checkpoints"
 # May differ from the config that the run began with.
-_MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs", "checkpoint", "evaluation", "timeouts", "weights"}
+_MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs"}
+_MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace"}
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,16 @@ class Run:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Times what the loop does and tells the reporters."""
-        for reporter in self.reporters:
+        reporters = self.reporters
+        for reporter in reporters:
             reporter.phase(phase.value, self.version)
         begin = time.perf_counter()
         try:
             yield
         finally:
             self._seconds[phase] += time.perf_counter() - begin
+            for reporter in reporters:
+                reporter.phase_over()
 
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """The services hold `version`; what was recorded beyond it will be done again."""

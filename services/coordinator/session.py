@@ -14,12 +14,12 @@ from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.forwards import Forwards
 from services.coordinator.launch import Addresses
-from services.coordinator.lifecycle import load_early, load_late, stop_on_signal, with_services
+from services.coordinator.lifecycle import keepers, load_early, load_late, stop_on_signal, with_services
 from services.coordinator.loop import train
 from services.coordinator.opening import open_services
 from services.coordinator.outcome import Outcome, finish, show
 from services.coordinator.publication import Publisher
-from services.coordinator.reporters import Terminal, to_files
+from services.coordinator.reporters import Terminal
 from services.coordinator.resume import open_run
 from services.coordinator.run import Run
 from services.coordinator.step import Parts
@@ -73,7 +73,7 @@ async def _drive(run: Run, addresses: Addresses, data: _Dataset | None, console:
         version = trainer.opened.version
         _require_together(version, critic, config)
         data = data or load_late(config, trainer.opened.model_card, _load)
-        run.begin(version, [*to_files(config.run_dir, version), Terminal(console, config.num_steps)])
+        run.begin(version, [*keepers(config, version), Terminal(console, config.num_steps)])
         collector = Collector(rollout, services.reward, data.tokenizer, config.seed)
         publisher = Publisher(trainer, rollout, run)
         stop_on_signal(run, console)

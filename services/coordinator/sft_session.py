@@ -9,9 +9,9 @@ from services.coordinator.data.sft import SftDataset
 from services.coordinator.data.sft_rows import SftFile
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.launch import Addresses
-from services.coordinator.lifecycle import load_early, load_late, stop_on_signal, with_services
+from services.coordinator.lifecycle import keepers, load_early, load_late, stop_on_signal, with_services
 from services.coordinator.outcome import Outcome, finish, show
-from services.coordinator.reporters import Reporter, to_files
+from services.coordinator.reporters import Reporter
 from services.coordinator.resume import open_run
 from services.coordinator.sft import SftData, SftRun, SftTrainer, train
 
@@ -74,7 +74,7 @@ async def _drive(run: SftRun, address: str, data: SftData | None, console: Conso
         if data is None:
             data = load_late(config, trainer.opened.model_card, _load)
             run.use(data.train)
-        run.begin(version, [*to_files(config.run_dir, version), Lines(console, run.num_steps)])
+        run.begin(version, [*keepers(config, version), Lines(console, run.num_steps)])
         stop_on_signal(run, console)
         await train(run, data, trainer, version)
         return await finish(run, trainer)

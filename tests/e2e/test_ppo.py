@@ -23,6 +23,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         critic={"deployment": "own", "num_ranks": 1, "warmup_steps": 1, "optim": {"lr": 1e-2}},
         evaluation={},
         checkpoint={"save_freq": 2},
+        trace=True,
     )
     with LockstepRun(directory, "rollout.num_replicas=1") as run:
         run.until(lambda: (run.directory / "metrics.jsonl").exists() and steps(directory)[3:], "the third step")
@@ -69,3 +70,17 @@ def test_both_models_go_on_from_one_step(workspace: Path):
     assert lines[-1]["train/critic_lr"] == 1e-2
     assert sorted(path.name for path in (run / "critic_checkpoints").iterdir()) == ["step-000004"]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:06d}" for step in (2, 4)]
+
+
+def test_the_time_of_all_services_is_in_one_trace(workspace: Path):
+    events = json.loads((workspace / "runs" / "run" / "trace.json").read_text())
+    processes = {event["pid"]: event["args"]["name"].split()[0] for event in events if event["ph"] == "M"}
+    assert sorted(processes.values()) == sorted(2 * ["coordinator", "reward", "rollout", "trainer", "trainer"])
+    spans: dict[str, set[str]] = {}
+    for event in events:
+        if event["ph"] == "b":
+            spans.setdefault(processes[event["pid"]], set()).add(event["name"])
+    assert {"generating", "training", "publishing", "checkpointing"} <= spans["coordinator"]
+    assert {"Generate", "ReceiveWeights", "CommitWeights"} <= spans["rollout"]
+    assert {"Train", "Forward", "SendWeights", "SaveCheckpoint"} <= spans["trainer"]
+    assert "Score" in spans["reward"]

@@ -73,6 +73,8 @@ class Config(Strict):
     """Batches to train on; the policy version at the end."""
     resume: str = "auto"
     """auto: the newest verified checkpoint, else a fresh start; never; must; or the path of a checkpoint."""
+    trace: bool = False
+    """Keep spans of the loop and of every call to a service started here in trace.json, for Perfetto."""
     data: DataConfig
     """Prompts."""
     rollout: RolloutConfig = RolloutConfig()

@@ -72,6 +72,8 @@ class SftConfig(Strict):
     """Passes over the data; the last batch is filled up from the pass after."""
     resume: str = "auto"
     """auto: the newest verified checkpoint, else a fresh start; never; must; or the path of a checkpoint."""
+    trace: bool = False
+    """Keep spans of the loop and of every call to a service started here in trace.json, for Perfetto."""
     data: SftDataConfig
     """Rows."""
     trainer: TrainerConfig

@@ -1,0 +1,52 @@
+"""Spans of what a process does, in a file for Perfetto or chrome://tracing (the Trace Event Format)."""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+
+class Trace:
+    """Appends spans to `path`, a JSON array whose end may be missing: a killed process leaves a file that can be read.
+
+    Times are of the host's clock, so that the files of several processes can be joined. Without a path nothing is kept.
+    """
+
+    def __init__(self, path: str | Path, process: str):
+        self._path, self._process = path, process
+        self._file: TextIO | None = None
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def span(self, name: str, **arguments: object) -> Iterator[None]:
+        """From here to the end of the block; spans may overlap."""
+        number = {"local": str(next(self._numbers))}
+        self._write(ph="b", name=name, id2=number, args=arguments)
+        try:
+            yield
+        finally:
+            self._write(ph="e", name=name, id2=number)
+
+    def _write(self, **event: object) -> None:
+        if not self._path:
+            return
+        if self._file is None:
+            self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 closed with the process
+            if not self._file.tell():
+                self._file.write("[\n")
+            self._write(ph="M", name="process_name", args={"name": self._process})
+        common = {"cat": "lockstep", "pid": os.getpid(), "tid": 0, "ts": time.time_ns() / 1e3}
+        self._file.write(json.dumps(common | event) + ",\n")
+
+
+NO_TRACE = Trace("", "")
+
+
+def join(paths: list[Path], to: Path) -> None:
+    """Puts the spans of several files into one JSON array."""
+    lines = [line.rstrip(",") for path in paths for line in path.read_text().splitlines() if line.endswith("},")]
+    to.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -1,0 +1,35 @@
+"""Spans in the Trace Event Format."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.trace import Trace, join
+
+
+def test_spans_of_two_processes_in_one_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    with Trace(first, "trainer").span("Train", version=3), Trace(second, "reward").span("Score"):
+        pass
+    again = Trace(first, "trainer, started again")
+    with again.span("Train"), pytest.raises(ValueError), again.span("fails"):
+        raise ValueError
+    with first.open("a") as file:
+        file.write('{"ph": "b", "na')  # killed while it wrote
+    join([first, second], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())
+    names = [e["args"]["name"] for e in events if e["ph"] == "M"]
+    assert names == ["trainer", "trainer, started again", "reward"]
+    for name, count in (("Train", 2), ("Score", 1), ("fails", 1)):
+        begins = [e for e in events if e["ph"] == "b" and e["name"] == name]
+        ends = [e for e in events if e["ph"] == "e" and e["name"] == name]
+        assert len(begins) == len(ends) == count
+        assert all(b["id2"] == e["id2"] and b["ts"] <= e["ts"] for b, e in zip(begins, ends, strict=True))
+    assert next(e for e in events if e["name"] == "Train")["args"] == {"version": 3}
+
+
+def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Trace("", "").span("x"):
+        assert not list(tmp_path.iterdir())
