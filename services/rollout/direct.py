@@ -8,7 +8,7 @@ after loading (quantization, packing, absorbed projections) leaves no such map a
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,10 +62,12 @@ class Recorder(TorchDispatchMode):
     """Watches a reload; `copies` is then what a `DirectMap` needs, None if there was more to it than copies.
 
     Storages are known by their addresses: an operator that returns new memory makes what was known of it void.
+    `engine` has the tensors that the engine reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self._engine = set(map(_address, engine))
         self._buckets: dict[int, int] = {}  # address of received bytes -> number of the bucket
         # Address of a tensor being loaded -> what its parts got; None: a constant, such as padding.
         self._between: dict[int, dict[Place, Copy | None]] = defaultdict(dict)
@@ -106,6 +108,8 @@ class Recorder(TorchDispatchMode):
 
     def _see_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         address, source_address = _address(target), _address(source)
+        if address == source_address and _place(target) == _place(source) and address not in self._engine:
+            return  # onto itself, before it comes to the engine, as vLLM does with experts
         if source_address in self._buckets:
             if target.dtype != source.dtype or target.shape != source.shape:
                 self._refuse(f"{tuple(source.shape)} {source.dtype} is converted when loaded")

@@ -66,7 +66,7 @@ class Loading:
         reload_weights(self._model, self._model_config, weights())
 
     def _reload_and_watch(self, arrivals: Arrivals) -> None:
-        recorder = Recorder()
+        recorder = Recorder([*self._model.parameters(), *self._model.buffers()])
         with recorder:
             self._reload(arrivals, recorder)
         if recorder.copies is None:

@@ -100,6 +100,12 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def onto_themselves(layer: nn.Module) -> None:
+    """As vLLM does after it has loaded experts again, if their kernel takes them as they are."""
+    for parameter in layer.parameters(recurse=False):
+        parameter.data.copy_(parameter.data)
+
+
 class Toy(nn.Module):
     """One rank's part of the model; `odd` is a layer that may be special."""
 
@@ -118,7 +124,7 @@ class Toy(nn.Module):
         gate_up = into_rows({"gate": 0, "up": INNER // TP_SIZE})
         self.gate_up = Layer(linear, weight=(filler((INNER, HIDDEN), 7.0), gate_up))
         self.experts = Layer(
-            method("UnquantizedFusedMoEMethod"),
+            method("UnquantizedFusedMoEMethod", onto_themselves),
             w13=(filler((EXPERTS, 6, HIDDEN), 7.0, **bf16), one_expert),
             w2=(filler((EXPERTS, HIDDEN, 3), 7.0, **bf16), one_expert),
         )
