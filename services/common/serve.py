@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.common.errors import LockstepError
 from services.common.process import configure_logging, exit_with
-from services.common.trace import Trace
+from services.common.trace import NO_TRACE, Trace
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class ServeOptions:
 
     listen: str
     insecure: bool
-    trace: Trace
+    trace: Trace = NO_TRACE
 
 
 def serve_from_command_line(

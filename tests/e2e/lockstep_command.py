@@ -129,7 +129,7 @@ class LockstepRun:
     def has(self, kind: str, version: int) -> bool:
         return any(row["version"] == version for row in self.ledger(kind))
 
-    def until(self, condition: Callable[[], object], what: str, *, timeout_s: float = 120) -> None:
+    def until(self, condition: Callable[[], object], what: str, *, timeout_s: float = 300) -> None:
         """Waits until `condition` holds; fails if the run ends first."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -157,7 +157,7 @@ class LockstepRun:
     def release(self) -> None:
         (self.workspace / "hold").unlink()
 
-    def wait(self, timeout_s: float = 180) -> int:
+    def wait(self, timeout_s: float = 400) -> int:
         """Waits for the end; the exit code."""
         return self.process.wait(timeout_s)
 

@@ -76,7 +76,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "dppo": {"threshold": 0.002},
         "old_logprobs": "engine",
         "aggregation": "seq_mean_token_sum_norm",
-        "norm_tokens": 20,
+        "norm_tokens": 10,
     },
     "dppo-kl": {
         "kind": "dppo",
@@ -86,7 +86,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "reinforce": {
         "kind": "reinforce",
         "aggregation": "seq_mean_token_sum_norm",
-        "norm_tokens": 20,
+        "norm_tokens": 10,
         "kl_coef": 0.1,
         "kl_kind": "k1",
         "correction": {"weight": "sequence", "geometric_mask": (0.4, 1.5)},
