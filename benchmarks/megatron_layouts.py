@@ -35,12 +35,33 @@ _A3B = _QWEN3 | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_QWEN25_3B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+_QWEN25_7B = _QWEN25_3B | {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 4}
 _8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-8b": ("qwen3", _QWEN3 | _8B | {"tie_word_embeddings": False}),
     "qwen3-0.6b": ("qwen3", _QWEN3),
     "qwen3-a3b-4-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 4, "num_experts": 32}),
+    "qwen2.5-3b": ("qwen2", _QWEN25_3B),
+    "qwen2.5-7b": ("qwen2", _QWEN25_7B),
     "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),
 }
 # Float32 gradients of 30 B weights, and weights in float32 beside those in bfloat16, do not fit four GPUs.

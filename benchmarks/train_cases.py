@@ -1,0 +1,177 @@
+"""What `benchmarks.train` measures: SkyRL's workload, the settings of each case, and the operations that it takes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.lengths import PROMPT_TOKENS, read_lengths
+from benchmarks.megatron_layouts import EP
+from services.common.architecture import Architecture
+from services.common.batch import SAMPLE_SCHEMA
+from services.common.config.trainer import TrainerConfig
+
+GROUP = 5  # completions of a prompt
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Of one model: mean completion, targets on 8 GPUs, and SkyRL's seconds (train, forward) and GPUs by strategy.
+
+    Source: SkyRL, docs/content/docs/examples/megatron.mdx, Search-R1 on H100s. Its train is the updates, its forward
+    is that of the reference and that of the policy before the batch.
+    """
+
+    mean_tokens: int
+    train_target_s: float
+    forward_target_s: float
+    skyrl: dict[str, tuple[float, float, int]]
+
+
+WORKLOADS = {
+    "qwen2.5-3b": Workload(658, 13, 8, {"megatron": (48, 39, 8), "fsdp": (42, 28, 8)}),
+    "qwen2.5-7b": Workload(819, 35, 19, {"megatron": (93, 46, 8), "fsdp": (100, 33, 8)}),
+    "qwen3-30b-a3b": Workload(1158, 97, 60, {"megatron": (189, 145, 32)}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on some GPUs. Without `has_reference` the policy's weights do for the forward: memory is too small."""
+
+    model: str
+    world: int
+    strategy: str
+    max_tokens: int
+    trainer: dict[str, Any] = field(default_factory=dict)
+    has_reference: bool = True
+
+    @property
+    def config(self) -> TrainerConfig:
+        """Two optimizer updates, KL to a reference, old log-probabilities recomputed."""
+        settings = {
+            "strategy": self.strategy,
+            "num_ranks": self.world,
+            "max_tokens_per_microbatch": self.max_tokens,
+            "num_minibatches": 2,
+            "max_logprob_gap": 1e9,  # weights and log-probabilities are random
+            "collective_timeout_s": 180,
+            "loss": {"kl_coef": 0.001},
+        }
+        return TrainerConfig.model_validate(settings | self.trainer)
+
+
+_RECOMPUTE: dict[str, Any] = {"gradient_checkpointing": True}
+# Faster than the defaults where memory is not short.
+_TUNED: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": {"reshard_after_forward": False}},
+    "megatron": {
+        "megatron": {
+            "empty_cuda_cache": False,
+            "ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            "transformer_config_kwargs": {"apply_rope_fusion": True},
+        }
+    },
+}
+# Tokens of a micro-batch whose activations fit beside the rest if all are kept.
+_MAX_TOKENS = {
+    ("qwen2.5-3b", "megatron"): 16384,
+    ("qwen2.5-3b", "fsdp"): 8192,
+    ("qwen2.5-7b", "megatron"): 8192,
+    ("qwen2.5-7b", "fsdp"): 4096,
+}
+
+
+# Fewest GPUs that hold weights, gradients, states and a reference, with all activations and with recompute.
+_FEWEST_GPUS = {"qwen2.5-3b": (1, 1), "qwen2.5-7b": (4, 2)}
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """Name and case, for all numbers of GPUs, the largest first."""
+    for world in (8, 4, 2, 1):
+        for (model, strategy), max_tokens in _MAX_TOKENS.items():
+            name, (fewest, fewest_recompute) = f"{model} {strategy} {world} GPUs", _FEWEST_GPUS[model]
+            if world >= fewest:
+                yield name, Case(model, world, strategy, max_tokens)
+                yield f"{name} tuned", Case(model, world, strategy, max_tokens, _TUNED[strategy])
+            if world >= fewest_recompute:
+                yield f"{name} recompute", Case(model, world, strategy, 16384, _RECOMPUTE)
+        if world >= 4:
+            yield from _experts(world)
+
+
+def _experts(world: int) -> Iterator[tuple[str, Case]]:
+    """Qwen3-30B-A3B. On 4 GPUs gradients and states only fit in less than float32, and a reference does not."""
+    name, model = f"qwen3-30b-a3b megatron {world} GPUs", "qwen3-30b-a3b"
+    small = {
+        "ddp_config": {"grad_reduce_in_fp32": False},
+        "optimizer_config_kwargs": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"},
+        "fully_reshardable": False,
+    }
+    plain = {EP: world, **(small if world == 4 else {})}
+    fused = {
+        "empty_cuda_cache": False,
+        "transformer_config_kwargs": {"apply_rope_fusion": True, "moe_permute_fusion": True},
+    }
+    max_tokens = 16384 if world == 8 else 8192
+    for word, megatron in (("", plain), (" tuned", plain | fused)):
+        trainer = _RECOMPUTE | {"megatron": megatron}
+        yield f"{name} recompute{word}", Case(model, world, "megatron", max_tokens, trainer, world == 8)
+    if world == 8:
+        yield f"{name} tuned", Case(model, world, "megatron", 4096, {"megatron": plain | fused})
+
+
+def sample_lengths(model: str, num_samples: int, *, is_tiny: bool) -> np.ndarray:
+    """Tokens [samples, 2] of prompts and completions."""
+    completions = np.array(read_lengths(WORKLOADS[model].mean_tokens, num_samples))
+    lengths = np.stack([np.full(num_samples, PROMPT_TOKENS), completions], 1)
+    return lengths // 32 + 1 if is_tiny else lengths
+
+
+def make_samples(lengths: np.ndarray, vocab_size: int) -> pa.Table:
+    """Random tokens and advantages in groups of `GROUP`; log-probabilities are those of a uniform choice."""
+    random, num_samples = np.random.default_rng(0), len(lengths)
+    prompts, completions = lengths.T
+
+    def rows(counts: np.ndarray, values: np.ndarray, dtype: type) -> pa.Array:
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(dtype)))
+
+    num_tokens = int(completions.sum())
+    uniform = rows(completions, np.full(num_tokens, -np.log(vocab_size)), np.float32)
+    columns = {
+        "prompt_id": pa.array([str(index // GROUP) for index in range(num_samples)]),
+        "group": pa.array(np.arange(num_samples, dtype=np.int32) // GROUP),
+        "sample": pa.array(np.arange(num_samples, dtype=np.int32) % GROUP),
+        "prompt_tokens": rows(prompts, random.integers(0, vocab_size, prompts.sum()), np.uint32),
+        "tokens": rows(completions, random.integers(0, vocab_size, num_tokens), np.uint32),
+        "logprobs": uniform,
+        "ref_logprobs": uniform,
+        "advantages": rows(completions, random.normal(size=num_tokens), np.float32),
+    }
+    missing = {name: pa.nulls(num_samples, SAMPLE_SCHEMA.field(name).type) for name in SAMPLE_SCHEMA.names}
+    return pa.table(missing | columns)
+
+
+def active_parameters(model: Architecture) -> int:
+    """Weights that each token is multiplied with: the output layer's, but not the embedding's, of experts the chosen.
+
+    A tied embedding is the output layer.
+    """
+    idle = (model.num_experts - model.num_experts_per_tok) * model.expert_parameters() if model.num_experts else 0
+    lookup = 0 if model.tie_word_embeddings else model.embedding_parameters()
+    return model.num_parameters - lookup - model.num_layers * idle
+
+
+def forward_operations(model: Architecture, lengths: Sequence[int]) -> float:
+    """Floating-point operations of the model's forward over sequences of `lengths` tokens; an update takes 3 times it.
+
+    2 N tokens + 2 L A sum(length^2), N active parameters, L layers, A the width of all query heads: the products with
+    the weights, and the two of causal attention, 4 A length^2 of which half is masked (as in arXiv 2204.02311, appendix
+    B, there without the mask). Prompts count as whole tokens, although the output layer is not computed for them.
+    """
+    tokens = np.array(lengths, np.float64)
+    attention = 2 * model.num_layers * model.query_size * float((tokens**2).sum())
+    return 2 * active_parameters(model) * float(tokens.sum()) + attention

@@ -1,0 +1,219 @@
+"""`torchrun -m benchmarks.train_rank DIRECTORY`: the cases of DIRECTORY/plan.json, one after the other, on all ranks.
+
+Rank 0 appends to DIRECTORY/results.jsonl when a case begins and whenever something of it was measured.
+"""
+
+import functools
+import gc
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.profiler import profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.train_cases import Case, cases, make_samples, sample_lengths
+from services.common import batch as batches
+from services.common.architecture import read_architecture
+from services.trainer.backend import Role
+from services.trainer.ranks import Message
+from services.trainer.shards import forward_parts, train_parts
+from services.trainer.worker import Worker
+
+_WARM_UP_SAMPLES = 40  # of each data-parallel rank: a full micro-batch or more for each of the two updates
+
+_seconds: defaultdict[str, float] = defaultdict(float)
+
+
+class Rank:
+    """One process: the worker of the trainer service, without the service."""
+
+    def __init__(self, directory: Path):
+        store, self.rank, world = next(dist.rendezvous("env://"))
+        self._device = torch.device("cuda", self.rank) if torch.cuda.is_available() else torch.device("cpu")
+        torch.set_num_threads(1)  # the GPU computes, and several ranks share the processor
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self.worker = Worker(store, self.rank, world, self._device)
+        self._directory, self._plan = directory, json.loads((directory / "plan.json").read_text())
+
+    def run(self) -> None:
+        """All cases of the plan. What one raises ends the process, as other ranks would wait for it."""
+        known = dict(cases())
+        for name in self._plan["cases"]:
+            self._write(name, {})
+            self._measure(name, known[name])
+        self.worker.close()
+
+    def _measure(self, name: str, case: Case) -> None:
+        _prepare(case.strategy)
+        self.worker.close()
+        left = _gigabytes("memory_allocated")
+        begin = time.perf_counter()
+        data_rank = self._open(case)
+        sizes = {"open [s]": time.perf_counter() - begin, "left by the case before [GB]": left}
+        sizes["samples per GPU"] = self._plan["samples_per_gpu"]
+        cut = functools.partial(self._parts, case=case, data_rank=data_rank, data_ranks=int(self._max(data_rank)) + 1)
+        lengths = sample_lengths(case.model, self._plan["samples_per_gpu"] * case.world, is_tiny=self._plan["tiny"])
+        samples = make_samples(lengths, read_architecture(self._directory / case.model).vocab_size)
+        warm_up = cut(samples.slice(0, _WARM_UP_SAMPLES * case.world))
+        begin = time.perf_counter()
+        self._repeat(warm_up, version=0)
+        sizes["warm-up [s]"] = time.perf_counter() - begin
+        if self._plan["profile"]:
+            self._profile(name, warm_up)
+        begin = time.perf_counter()
+        parts = cut(samples)
+        sizes["cutting the batch [s]"] = time.perf_counter() - begin
+        self._write(name, sizes | self._balance(parts[1]))
+        for index in range(self._plan["repeats"]):
+            self._write(name, self._repeat(parts, version=1 + index) | self._memory())
+
+    def _open(self, case: Case) -> int:
+        roles = [Role.POLICY, Role.REFERENCE] if case.has_reference else [Role.POLICY]
+        answers = [
+            self.worker.open(
+                role=role,
+                config_json=case.config.model_dump_json(),
+                model_path=str(self._directory / case.model),
+                checkpoint_path="",
+                seed=0,
+                bucket_bytes=512 << 20,
+            )
+            for role in roles
+        ]
+        gc.collect()
+        if self._device.type == "cuda":  # rank 0 had whole weights
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return answers[0].body["data_rank"]
+
+    def _parts(self, samples: pa.Table, *, case: Case, data_ranks: int, data_rank: int) -> tuple[Message, Message]:
+        """This rank's samples for a forward and for an update."""
+        forward, _ = forward_parts(samples, case.config, data_ranks)
+        return forward[data_rank], train_parts(samples, case.config, data_ranks)[data_rank]
+
+    def _repeat(self, parts: tuple[Message, Message], *, version: int) -> dict[str, float]:
+        """Seconds of a reference's forward and of a call of Worker.train, and of what that spends them on."""
+        forward, train = parts
+        measured: dict[str, float] = {}
+        begin = self._together()
+        self.worker.forward(role=Role.REFERENCE, **forward.body, frames=forward.frames, temperature=1.0)
+        measured["reference forward [s]"] = self._together() - begin
+        _seconds.clear()
+        begin = self._together()
+        self.worker.train(**train.body, frames=train.frames, temperature=1.0, version=version)
+        measured["train [s]"] = self._together() - begin
+        return measured | {
+            "train: policy forward [s]": _seconds["forward"],
+            "train: forward and backward [s]": _seconds["accumulate"],
+            "train: optimizer [s]": _seconds["step"],
+        }
+
+    def _balance(self, train: Message) -> dict[str, float]:
+        """How well this workload fills its micro-batches, and how equal the ranks' shares are."""
+        table = batches.decode(train.frames)
+        num_tokens = sum(pc.sum(pc.list_value_length(table[name])).as_py() for name in ("prompt_tokens", "tokens"))
+        num_packs = sum(len(minibatch["packs"]) for minibatch in train.body["minibatches"])
+        total = torch.tensor([float(num_tokens)], device=self._device)
+        dist.all_reduce(total)
+        return {
+            "micro-batches per GPU": num_packs,
+            "tokens of a micro-batch": num_tokens / num_packs,
+            "fullest GPU's tokens over the mean": self._max(num_tokens) * dist.get_world_size() / float(total),
+        }
+
+    def _memory(self) -> dict[str, float]:
+        """Of the GPU that needs most, since the last call."""
+        if self._device.type != "cuda":
+            return {}
+        names = {"peak allocated [GB]": "max_memory_allocated", "peak reserved [GB]": "max_memory_reserved"}
+        measured = {quantity: self._max(_gigabytes(name)) for quantity, name in names.items()}
+        measured["idle [GB]"] = self._max(_gigabytes("memory_allocated"))
+        # Each retry has freed the whole cache and waited for the GPU.
+        measured["allocation retries"] = self._max(torch.cuda.memory_stats()["num_alloc_retries"])
+        torch.cuda.reset_peak_memory_stats()
+        return measured
+
+    def _profile(self, name: str, parts: tuple[Message, Message]) -> None:
+        """The kernels that a short batch spends most time in, as DIRECTORY/<name>.txt."""
+        if self.rank:
+            self._repeat(parts, version=0)
+            return
+        with profile() as profiled:
+            self._repeat(parts, version=0)
+        averages = profiled.key_averages()
+        text = averages.table(sort_by=f"self_{self._device.type}_time_total", row_limit=40, max_name_column_width=90)
+        (self._directory / f"{name.replace(' ', '_')}.txt").write_text(text)
+
+    def _together(self) -> float:
+        """The time when all ranks are here and the GPU is done."""
+        _synchronize()
+        dist.barrier()
+        return time.perf_counter()
+
+    def _max(self, value: float) -> float:
+        largest = torch.tensor([float(value)], device=self._device, dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
+
+    def _write(self, name: str, measured: dict[str, float]) -> None:
+        if self.rank == 0:
+            with (self._directory / "results.jsonl").open("a") as file:
+                file.write(json.dumps({"case": name, "measured": measured}) + "\n")
+            Console(stderr=True, width=200).print(name, measured, highlight=False)
+
+
+@functools.cache
+def _prepare(strategy: str) -> None:
+    """Random weights made on the GPU in place of those of files, and backends that say where time goes."""
+    if strategy == "fsdp":
+        AutoModelForCausalLM.from_pretrained = _random_model
+        kind = import_module("services.trainer.fsdp.backend").FsdpBackend
+    else:
+        module = import_module("services.trainer.megatron.backend")
+        module.load_checkpoint_weights = lambda *args: None  # Megatron has made its own
+        kind = module.MegatronBackend
+    for name in ("forward", "accumulate", "step"):
+        setattr(kind, name, _timed(getattr(kind, name), name))
+
+
+def _random_model(path: str, *, trust_remote_code: bool, **kwargs: Any) -> torch.nn.Module:
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **kwargs)
+
+
+def _timed(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        _synchronize()
+        begin = time.perf_counter()
+        result = method(*args, **kwargs)
+        _synchronize()
+        _seconds[name] += time.perf_counter() - begin
+        return result
+
+    return timed
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _gigabytes(name: str) -> float:
+    return getattr(torch.cuda, name)() / 1e9 if torch.cuda.is_available() else 0.0
+
+
+if __name__ == "__main__":
+    Rank(Path(sys.argv[1])).run()
