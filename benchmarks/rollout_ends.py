@@ -1,0 +1,214 @@
+"""The two that `benchmarks.rollout` compares: the rollout service as the coordinator uses it, and vLLM's LLM alone."""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.config.rollout import SamplingConfig
+from services.common.config.run import Config
+from services.common.tasks import gather
+from services.coordinator.clients.rollout import Rollout
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.collect import Collector
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.groups import SampledGroup
+from services.coordinator.launch import Addresses, launch
+from services.coordinator.lifecycle import _unless_service_dies
+from services.coordinator.publication import Publisher
+
+_LINE_BYTES, _GRACE_S = 64 << 20, 10.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts, and the seed of each sample by prompt."""
+
+    prompts: Sequence[Prompt]
+    seeds: Sequence[Sequence[int]]
+    sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What came of a batch; a group is finished with the last of its samples."""
+
+    duration_s: float
+    num_tokens: int
+    finished_s: Sequence[float]
+    """For each group, since the batch began."""
+    cpu_s: Mapping[str, float]
+
+    def numbers(self, num_samples: int) -> dict[str, float]:
+        """Quantities as `benchmarks.report` names them."""
+        finished_s = sorted(self.finished_s)
+        most_s = finished_s[math.ceil(0.9 * len(finished_s)) - 1]
+        cpu = {f"CPU of {who} [s per 1000 samples]": spent / num_samples * 1e3 for who, spent in self.cpu_s.items()}
+        return {
+            "tokens/s": self.num_tokens / self.duration_s,
+            "duration [s]": self.duration_s,
+            "first group [s]": finished_s[0],
+            "last 10 % of the samples, by group [share of time]": 1 - most_s / self.duration_s,
+            **cpu,
+        }
+
+
+class _Clock:
+    """In the reward's place: notes when which group came."""
+
+    def __init__(self) -> None:
+        self.finished_s: list[float] = []
+        self.num_tokens = 0
+
+    async def score(self, group: SampledGroup, tokenizer: Tokenizer) -> SampledGroup:
+        self.finished_s.append(time.perf_counter())
+        self.num_tokens += sum(len(completion.tokens) for completion in group.completions)
+        return group
+
+
+class Service:
+    """Replicas that serve published weights, asked through the coordinator's own collector and dispatch."""
+
+    def __init__(self, rollout: Rollout, config: Config, stamp: PolicyStamp, pids: Sequence[int]):
+        self._rollout, self._config, self._stamp, self._pids = rollout, config, stamp, pids
+
+    def batch(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Batch:
+        """The seeds are those that the collector will take."""
+        collector, samples = self._collector(_Clock()), range(self._config.rollout.completions_per_prompt)
+        version = self._stamp.version
+        seeds = [[collector._seed_of(version, prompt.prompt_id, sample) for sample in samples] for prompt in prompts]
+        return Batch(prompts, seeds, sampling)
+
+    async def draw(self, batch: Batch) -> Drawn:
+        """Samples all of `batch`."""
+        clock, cpu_s = _Clock(), self._cpu_seconds()
+        num_samples = self._config.rollout.completions_per_prompt
+        begin = time.perf_counter()
+        await self._collector(clock).collect(batch.prompts, num_samples, batch.sampling, self._stamp)
+        duration_s, spent = time.perf_counter() - begin, self._cpu_seconds()
+        finished_s = [finished - begin for finished in clock.finished_s]
+        return Drawn(duration_s, clock.num_tokens, finished_s, {who: spent[who] - cpu_s[who] for who in spent})
+
+    def _collector(self, clock: _Clock) -> Collector:
+        reward: Any = clock
+        tokenizer: Any = SimpleNamespace(eos_token_ids=())
+        return Collector(self._rollout, reward, tokenizer, self._config.seed)
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        return _cpu_seconds(self._pids) | {"coordinator": time.process_time()}
+
+
+@asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[Service]:
+    """A trainer that has published its weights to `rollout.num_replicas` replicas."""
+    async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
+        trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
+        try:
+            stamp = await _unless_service_dies(_publish(trainer, rollout, config), fleet)
+            pids = [child.process.pid for child in fleet._children if child.name.startswith("rollout")]
+            yield Service(rollout, config, stamp, pids)
+        finally:
+            await gather([trainer.close(), rollout.close()])
+
+
+async def _publish(trainer: Trainer, rollout: Rollout, config: Config) -> PolicyStamp:
+    version = await trainer.open("rollout", "")
+    await rollout.open("rollout", trainer.opened.model_card)
+    run: Any = SimpleNamespace(
+        config=config, run_id="rollout", next_epoch=lambda num: 1, record_published=lambda stamp: None
+    )
+    return await Publisher(trainer, rollout, run).publish(version)
+
+
+class Bare:
+    """vLLM's LLM in a process of its own (benchmarks.rollout_bare)."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self._process = process
+        self.settings: dict[str, Any] = {}
+
+    async def open(self, config: Config) -> None:
+        """Starts the engine."""
+        opening = {"config_json": config.rollout.model_dump_json(), "model": config.model, "seed": config.seed}
+        self.settings = await self._ask(opening)
+
+    async def draw(self, batch: Batch) -> Drawn:
+        """Samples all of `batch`."""
+        pairs = zip(batch.prompts, batch.seeds, strict=True)
+        requests = [(prompt.tokens, seed) for prompt, seeds in pairs for seed in seeds]
+        sampling, cpu_s = batch.sampling, self._cpu_seconds()
+        asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+        answer = await self._ask({"sampling": asked, "requests": requests})
+        spent, finished_s, size = self._cpu_seconds(), answer["finished_s"], len(batch.seeds[0])
+        groups = [max(finished_s[start : start + size]) for start in range(0, len(finished_s), size)]
+        cpu_s = {who: spent[who] - cpu_s[who] for who in spent}
+        return Drawn(answer["duration_s"], answer["num_tokens"], groups, cpu_s)
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        await self._process.stdin.drain()
+        if not (line := await self._process.stdout.readline()):
+            raise RuntimeError(f"bare vLLM ended with exit code {await self._process.wait()}; its log says why")
+        return json.loads(line)
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        return _cpu_seconds([self._process.pid])
+
+
+@asynccontextmanager
+async def bare_engine(config: Config, gpu: int | None) -> AsyncIterator[Bare]:
+    """vLLM's LLM on `gpu` of this host, with the engine arguments of the service."""
+    env = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+    with (config.run_dir / "logs" / "bare.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.rollout_bare", str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            limit=_LINE_BYTES,
+            env=env,
+            start_new_session=True,
+        )
+    try:
+        bare = Bare(process)
+        await bare.open(config)
+        yield bare
+    finally:
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _GRACE_S)
+        with contextlib.suppress(ProcessLookupError):  # nobody is left in the session
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _cpu_seconds(pids: Sequence[int]) -> dict[str, float]:
+    """Of these processes, which hold vLLM's frontend, and of all that they started, the engines."""
+    below = [pid for parent in pids for pid in _below(parent)]
+    return {"frontend": sum(map(_spent, pids)), "engine": sum(map(_spent, below))}
+
+
+def _spent(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _below(pid: int) -> Iterator[int]:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            yield int(child)
+            yield from _below(int(child))

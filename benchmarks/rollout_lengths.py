@@ -1,0 +1,36 @@
+"""How long each sample of `benchmarks.rollout` gets: lengths of the fixture, by the samples' seeds.
+
+Random weights end no sample where a trained policy would, and a request has one max_tokens for all samples of its
+group. So both engines of the comparison run vLLM's own scheduler with one change: a request ends at its own length.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.lengths import BLOCK, NUM_BLOCKS, read_lengths
+
+
+def by_seed(mean_tokens: int, shorter_by: int) -> Callable[[int, int], int]:
+    """(seed, most tokens) -> tokens: one of the fixture's lengths with this mean, divided by `shorter_by`."""
+    lengths = [max(1, length // shorter_by) for length in read_lengths(mean_tokens, BLOCK * NUM_BLOCKS)]
+    return lambda seed, max_tokens: min(lengths[seed % len(lengths)], max_tokens)
+
+
+def scheduler(vllm_config: Any, **arguments: Any) -> Any:
+    """The engine argument `scheduler_cls`: the scheduler that vLLM would take, which shortens every new request.
+
+    The engine argument `additional_config` has the arguments of `by_seed`.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    made, length_of = kind(vllm_config=vllm_config, **arguments), by_seed(**vllm_config.additional_config)
+    add_request = made.add_request
+
+    def add_shortened(request: Any) -> None:
+        request.max_tokens = length_of(request.sampling_params.seed, request.max_tokens)
+        add_request(request)
+
+    made.add_request = add_shortened
+    return made
