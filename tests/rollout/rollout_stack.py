@@ -54,7 +54,7 @@ class Replica:
     async def open(self, model: Path, run_id: str, *, adapter_rank: int = 0, **config: object) -> pb.OpenRunResponse:
         config_json, card = json.dumps({"max_model_len": MAX_MODEL_LEN} | config), read_model_card(model)
         request = pb.OpenRunRequest(run_id=run_id, config_json=config_json, model_card=card, adapter_rank=adapter_rank)
-        return await self.client.call("OpenRun", request, timeout_s=120, wait_for_ready=True)
+        return await self.client.call("OpenRun", request, timeout_s=400, wait_for_ready=True)
 
     async def info(self) -> pb.GetInfoResponse:
         return await self.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
@@ -84,7 +84,7 @@ class Replica:
             prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
             sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | sampling),
         )
-        answers = [answer async for answer in self.client.stream("Generate", request, timeout_s=120)]
+        answers = [answer async for answer in self.client.stream("Generate", request, timeout_s=300)]
         assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
         return sorted(answers, key=lambda answer: int(answer.prompt_id))
 
@@ -123,7 +123,7 @@ class Stack:
             bucket_bytes=BUCKET_BYTES,
         )
         self.opened, *_ = await asyncio.gather(
-            self.trainer.call("OpenRun", request, timeout_s=120, wait_for_ready=True),
+            self.trainer.call("OpenRun", request, timeout_s=400, wait_for_ready=True),
             *(replica.open(model, self.run_id, adapter_rank=adapter_rank) for replica in self.replicas),
         )
 

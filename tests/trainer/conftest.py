@@ -47,7 +47,7 @@ def worlds(trainer_files: Path, lab: Lab) -> dict[int, Path]:
     ]
     try:
         fsdp_lab.run_all(lab, results[1])
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

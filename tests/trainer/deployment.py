@@ -118,6 +118,6 @@ async def deployed(module: str, files: Path) -> AsyncIterator[Deployment]:
     command = [sys.executable, *launcher, "-m", module, "--listen", address]
     with running(command, files / f"{module}.log") as process:
         deployment = Deployment(address, files / "models", process.pid)
-        await deployment.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=120, wait_for_ready=True)
+        await deployment.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=400, wait_for_ready=True)
         yield deployment
         await deployment.client.close()

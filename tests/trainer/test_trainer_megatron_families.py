@@ -65,7 +65,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_family(directory / "models" / kind, kind)
     results = directory / "results"
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.megatron_lab", "1", str(results), *FAMILIES, *HALF]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     errors = [file.read_text() for file in results.glob("*.error")]
     assert done.returncode == 0, "\n".join([*errors, done.stderr[-2000:]])
     return directory
