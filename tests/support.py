@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batch import SAMPLE_SCHEMA
+from services.common.ports import hold_free_port
 
 VOCAB = 64
 EOS = 1
@@ -102,9 +102,8 @@ def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: in
 
 def free_port() -> int:
     """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with contextlib.ExitStack() as holders:
+        return hold_free_port("127.0.0.1", holders)
 
 
 def service_command(service: str, address: str, *, num_ranks: int = 1) -> list[str]:

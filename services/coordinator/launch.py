@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
+from services.common.ports import hold_free_port
 from services.common.tasks import gather
 from services.coordinator.devices import num_gpus, split_gpus
 from services.coordinator.trace import trace_path
@@ -132,7 +132,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
     with contextlib.ExitStack() as ports:
 
         def add(name: str, *module: str, restarts: int = 0) -> str:
-            address = _reserve(ports)
+            address = f"{_HOST}:{hold_free_port(_HOST, ports)}"
             command = [sys.executable, *module, "--listen", address, "--exit-with", str(os.getpid())]
             command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
             log_path = config.run_dir / "logs" / f"{name}.log"
@@ -163,10 +163,3 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
 def _is_started(name: str, config: Config, given: Addresses) -> bool:
     has_own = name == "trainer" or getattr(config, name).deployment == "own"
     return has_own and not getattr(given, name)
-
-
-def _reserve(ports: contextlib.ExitStack) -> str:
-    """A free port, held until all are chosen so that no two are the same."""
-    holder = ports.enter_context(socket.socket())
-    holder.bind((_HOST, 0))
-    return f"{_HOST}:{holder.getsockname()[1]}"
