@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),
 }
 # Float32 gradients of 30 B weights, and weights in float32 beside those in bfloat16, do not fit four GPUs.
-_BF16_GRADIENTS: dict[str, Any] = {
+BF16_GRADIENTS: dict[str, Any] = {
     "ddp_config": {"grad_reduce_in_fp32": False},
     "optimizer_config_kwargs": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"},
     "fully_reshardable": False,
@@ -127,7 +127,7 @@ def layouts() -> Iterator[tuple[str, Layout]]:
     for world, megatron in ((1, {}), (2, {TP: 2})):
         yield f"qwen3-0.6b LoRA {_describe(world, megatron)}", Layout("qwen3-0.6b", world, megatron, lora)
     recompute = {"gradient_checkpointing": True, "max_tokens_per_microbatch": 4096}
-    large = {EP: 4, **_BF16_GRADIENTS}
+    large = {EP: 4, **BF16_GRADIENTS}
     yield "qwen3-30b-a3b 4 GPUs EP4", Layout("qwen3-30b-a3b", 4, large, recompute)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from benchmarks.publishing import open_publisher
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.tasks import gather
@@ -27,8 +28,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.groups import SampledGroup
 from services.coordinator.launch import Addresses, launch
-from services.coordinator.lifecycle import _unless_service_dies
-from services.coordinator.publication import Publisher
+from services.coordinator.lifecycle import unless_service_dies
 
 _LINE_BYTES, _GRACE_S = 64 << 20, 10.0
 
@@ -117,7 +117,7 @@ async def serving(config: Config) -> AsyncIterator[Service]:
     async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
         trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
         try:
-            stamp = await _unless_service_dies(_publish(trainer, rollout, config), fleet)
+            stamp = await unless_service_dies(_publish(trainer, rollout, config), fleet)
             pids = [child.process.pid for child in fleet._children if child.name.startswith("rollout")]
             yield Service(rollout, config, stamp, pids)
         finally:
@@ -125,12 +125,8 @@ async def serving(config: Config) -> AsyncIterator[Service]:
 
 
 async def _publish(trainer: Trainer, rollout: Rollout, config: Config) -> PolicyStamp:
-    version = await trainer.open("rollout", "")
-    await rollout.open("rollout", trainer.opened.model_card)
-    run: Any = SimpleNamespace(
-        config=config, run_id="rollout", next_epoch=lambda num: 1, record_published=lambda stamp: None
-    )
-    return await Publisher(trainer, rollout, run).publish(version)
+    publisher, version = await open_publisher(trainer, rollout, config, "rollout")
+    return await publisher.publish(version)
 
 
 class Bare:

@@ -11,13 +11,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from types import SimpleNamespace
-from typing import Any
 
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2
 from rich.console import Console
 
+from benchmarks.publishing import open_publisher
 from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
@@ -25,7 +24,6 @@ from services.common.tasks import gather
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.launch import Addresses, launch
-from services.coordinator.publication import Publisher
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 # The first two are watched and checked by the engine, which then goes the short way.
@@ -37,12 +35,7 @@ async def measure(config: Config) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = defaultdict(list)
     async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
         trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
-        version = await trainer.open("sync", "")
-        await rollout.open("sync", trainer.opened.model_card)
-        run: Any = SimpleNamespace(
-            config=config, run_id="sync", next_epoch=lambda num: 1, record_published=lambda stamp: None
-        )
-        publisher = Publisher(trainer, rollout, run)
+        publisher, version = await open_publisher(trainer, rollout, config, "sync")
         begin = time.perf_counter()
         await publisher.publish(version)
         samples["first publication, with joining [s]"].append(time.perf_counter() - begin)

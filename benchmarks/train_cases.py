@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.lengths import PROMPT_TOKENS, read_lengths
-from benchmarks.megatron_layouts import EP
+from benchmarks.megatron_layouts import BF16_GRADIENTS, EP
 from services.common.architecture import Architecture
 from services.common.batch import SAMPLE_SCHEMA
 from services.common.config.trainer import TrainerConfig
@@ -105,12 +105,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 def _experts(world: int) -> Iterator[tuple[str, Case]]:
     """Qwen3-30B-A3B. On 4 GPUs gradients and states only fit in less than float32, and a reference does not."""
     name, model = f"qwen3-30b-a3b megatron {world} GPUs", "qwen3-30b-a3b"
-    small = {
-        "ddp_config": {"grad_reduce_in_fp32": False},
-        "optimizer_config_kwargs": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"},
-        "fully_reshardable": False,
-    }
-    plain = {EP: world, **(small if world == 4 else {})}
+    plain = {EP: world, **(BF16_GRADIENTS if world == 4 else {})}
     fused = {
         "empty_cuda_cache": False,
         "transformer_config_kwargs": {"apply_rope_fusion": True, "moe_permute_fusion": True},

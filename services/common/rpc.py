@@ -131,24 +131,17 @@ class Answers(grpc.aio.ServerInterceptor):
     @contextlib.asynccontextmanager
     async def _answering(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
         with self._trace.span(method.rpartition("/")[2]):
-            async with _answering_errors(context, method):
+            try:
                 yield
-
-
-@contextlib.asynccontextmanager
-async def _answering_errors(context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
-    try:
-        yield
-    except LockstepError as error:
-        log.info("%s: %s %s", method, error.reason, error.message)
-        await context.abort_with_status(to_status(error))
-    except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-        raise
-    except Exception as error:
-        log.exception("%s failed", method)
-        await context.abort_with_status(
-            to_status(InternalError(f"{type(error).__name__}: {error}", traceback=traceback.format_exc(limit=-4)))
-        )
+            except LockstepError as error:
+                log.info("%s: %s %s", method, error.reason, error.message)
+                await context.abort_with_status(to_status(error))
+            except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+                raise
+            except Exception as error:
+                log.exception("%s failed", method)
+                why, where = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-4)
+                await context.abort_with_status(to_status(InternalError(why, traceback=where)))
 
 
 def service_info(service: str, state: str, *, run: tuple[str, str], libraries: tuple[str, ...]) -> ServiceInfo:

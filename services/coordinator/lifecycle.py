@@ -67,10 +67,10 @@ async def with_services(
     """
     _log_to(run.config.run_dir / "logs" / "coordinator.log", console)
     async with launch(run.config, given, trainer_only=trainer_only) as fleet:
-        return await _unless_service_dies(work(fleet.addresses), fleet)
+        return await unless_service_dies(work(fleet.addresses), fleet)
 
 
-async def _unless_service_dies(work: Coroutine[Any, Any, Result], fleet: Fleet) -> Result:
+async def unless_service_dies(work: Coroutine[Any, Any, Result], fleet: Fleet) -> Result:
     """Awaits `work`, but raises as soon as a started service ends: its callers might wait for it much longer."""
     working, watching = asyncio.create_task(work), asyncio.create_task(fleet.watch())
     try:

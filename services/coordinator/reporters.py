@@ -1,6 +1,7 @@
 """Where a run's numbers go: the terminal, metrics.jsonl, TensorBoard."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -13,11 +14,9 @@ _ROWS = 12
 class Reporter:
     """Hears of every phase, step and evaluation, and does nothing about what it does not care for."""
 
-    def phase(self, name: str, version: int) -> None:
-        """The run does something else now."""
-
-    def phase_over(self) -> None:
-        """It is done with the last phase that it began."""
+    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
+        """The run does something else now, for as long as the answer is entered."""
+        return nullcontext()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         """A step is finished; `version` counts them from 1."""
@@ -79,8 +78,9 @@ class Terminal(Reporter):
         else:
             console.print("  ".join(f"{name:>9}" for name in _NAMES), style="bold", soft_wrap=True)
 
-    def phase(self, name: str, version: int) -> None:
+    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
         self._phase = f"step {version + 1} of {self._num_steps}: {name}" if version < self._num_steps else name
+        return nullcontext()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]

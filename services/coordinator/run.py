@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 
@@ -59,16 +59,14 @@ class Run:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Times what the loop does and tells the reporters."""
-        reporters = self.reporters
-        for reporter in reporters:
-            reporter.phase(phase.value, self.version)
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] += time.perf_counter() - begin
-            for reporter in reporters:
-                reporter.phase_over()
+        with ExitStack() as stack:
+            for reporter in self.reporters:
+                stack.enter_context(reporter.phase(phase.value, self.version))
+            begin = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds[phase] += time.perf_counter() - begin
 
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """The services hold `version`; what was recorded beyond it will be done again."""

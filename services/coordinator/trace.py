@@ -20,14 +20,9 @@ class RunTrace(Reporter):
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
         self._trace = Trace(trace_path(run_dir, "coordinator"), "coordinator")
-        self._phases: list[AbstractContextManager[None]] = []
 
-    def phase(self, name: str, version: int) -> None:
-        self._phases.append(self._trace.span(name, version=version))
-        self._phases[-1].__enter__()
-
-    def phase_over(self) -> None:
-        self._phases.pop().__exit__(None, None, None)
+    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
+        return self._trace.span(name, version=version)
 
     def close(self) -> None:
         join(sorted((self._run_dir / "trace").glob("*.json")), self._run_dir / "trace.json")

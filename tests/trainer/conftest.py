@@ -11,11 +11,14 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
 from tests.support import make_model
 from tests.trainer import fsdp_lab
 from tests.trainer.deployment import Deployment, deployed
 from tests.trainer.fsdp_lab import KINDS, Lab
+
+disable_progress_bar()
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@ from tests.trainer.megatron_lab import (
     Layout,
     MegatronLab,
     config,
+    run_all,
     run_ranks,
 )
 
@@ -291,12 +292,7 @@ def convert(lab: MegatronLab, directory: Path) -> None:
 
 
 def act(lab: MegatronLab, directory: Path) -> None:
-    for name in (name for name, layout in LAYOUTS.items() if layout.world == lab.world):
-        try:
-            run(lab, name, directory)
-        except Exception as error:
-            error.add_note(f"layout {name}")
-            raise
+    run_all(lab, directory, (name for name, layout in LAYOUTS.items() if layout.world == lab.world), run)
     if lab.world == 2:
         save_all(lab, directory)
         mistake_all(lab, directory)

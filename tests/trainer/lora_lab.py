@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from services.trainer.checkpoint import begin
 from tests.trainer.fsdp_lab import samples, write
-from tests.trainer.megatron_lab import CP, PP, TP, VPP, Layout, MegatronLab, run_ranks
+from tests.trainer.megatron_lab import CP, PP, TP, VPP, Layout, MegatronLab, run_all, run_ranks
 
 NUM_UPDATES = 3
 RANK, ALPHA = 4, 8.0
@@ -136,16 +136,11 @@ def _rows(logprobs: list[np.ndarray]) -> list[list[float]]:
     return [row.tolist() for row in logprobs]
 
 
-def run_all(lab: MegatronLab, directory: Path, names: list[str]) -> None:
-    for name in names:
-        run(lab, name, directory)
-
-
 def main(directory: Path, names: list[str]) -> int:
     """0 if every rank came to its end."""
     for world in sorted({LAYOUTS[name].world for name in names}):
         mine = [name for name in names if LAYOUTS[name].world == world]
-        if any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=mine))):
+        if any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=mine, run=run))):
             return 1
     return 0
 

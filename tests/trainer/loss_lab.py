@@ -23,7 +23,7 @@ from services.trainer.losses.terms import Tokens
 from services.trainer.shards import trained_tokens
 from tests.trainer import fsdp_lab
 from tests.trainer.fsdp_lab import SMALL, write
-from tests.trainer.megatron_lab import CP, PP, TP, Layout, MegatronLab, config, run_ranks
+from tests.trainer.megatron_lab import CP, PP, TP, Layout, MegatronLab, config, run_all, run_ranks
 
 # Every kind, with bounds that a good part of the tokens, or of the sequences, meet.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -219,12 +219,7 @@ def _update_all(lab: MegatronLab, update: Callable[[str], Any], losses: list[str
 
 
 def act(lab: MegatronLab, directory: Path) -> None:
-    for name in (name for name, layout in LAYOUTS.items() if layout.world == lab.world):
-        try:
-            run(lab, name, directory)
-        except Exception as error:
-            error.add_note(f"layout {name}")
-            raise
+    run_all(lab, directory, (name for name, layout in LAYOUTS.items() if layout.world == lab.world), run)
 
 
 def main(directory: Path) -> int:

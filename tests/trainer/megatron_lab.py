@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -286,7 +286,13 @@ def _lists(rows: list[np.ndarray]) -> list[list[float]]:
     return [row.tolist() for row in rows]
 
 
-def run_all(lab: MegatronLab, directory: Path, names: list[str]) -> None:
+def run_all(
+    lab: MegatronLab,
+    directory: Path,
+    names: Iterable[str],
+    run: Callable[[MegatronLab, str, Path], None] = run,
+) -> None:
+    """Every layout of `names`; an error says which it was."""
     for name in names:
         try:
             run(lab, name, directory)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.common import batch as batches
@@ -360,7 +361,7 @@ async def test_opening_the_same_run_again_keeps_what_it_holds(trainer: Deploymen
     assert (info.info.state, info.info.run_id, info.num_ranks) == ("open", "again", 2)
 
 
-@pytest.mark.parametrize("kind", ["missing", "auto_map", "no config", "unknown architecture"])
+@pytest.mark.parametrize("kind", ["missing", "auto_map", "no config", "unknown architecture", "pickled"])
 async def test_bad_model_directory_is_refused(trainer: Deployment, tmp_path: Path, kind: str) -> None:
     if kind != "missing":
         shutil.copytree(trainer.models / "untied", tmp_path / "bad")
@@ -372,6 +373,10 @@ async def test_bad_model_directory_is_refused(trainer: Deployment, tmp_path: Pat
             path.unlink()
         if kind == "unknown architecture":
             path.write_text(json.dumps(content | {"model_type": "perceptron"}))
+        if kind == "pickled":
+            weights = path.with_name("model.safetensors")
+            torch.save(load_file(weights), path.with_name("pytorch_model.bin"))
+            weights.unlink()
     request = pb.OpenRunRequest(run_id="bad", config_json="{}", model_path=str(tmp_path / "bad"), bucket_bytes=1 << 16)
     with pytest.raises(LockstepError) as caught:
         await trainer.call("OpenRun", request)

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from services.common.config.roles import CriticSettings
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.trainer.backend import Role
-from tests.support import make_model
+from tests.support import make_model, run_lab
 from tests.trainer.critic_lab import (
     CHECKPOINTS,
     FSDP,
@@ -58,10 +56,7 @@ def results(trainer_files: Path) -> Path:
     """What the ranks of critic_lab left."""
     make_model(trainer_files / "models" / "deep", "deep")
     out = trainer_files / "critic"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.critic_lab", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    errors = [file.read_text() for file in out.glob("*.error")]
-    assert done.returncode == 0, "\n".join([*errors, done.stderr[-2000:]])
+    run_lab("critic_lab", out, str(out))
     return out
 
 

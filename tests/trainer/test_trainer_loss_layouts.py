@@ -4,8 +4,6 @@ One FSDP rank with a mini-batch in one pack is the reference. It is compared wit
 """
 
 import functools
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 
 from services.common.config.loss import Aggregation, LossConfig
 from services.trainer.losses import LOSSES as KINDS
+from tests.support import run_lab
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, config, read
 from tests.trainer.loss_lab import HALVES, LAYOUTS, LOSSES, MISTAKES, REFERENCE, samples
@@ -42,10 +41,7 @@ _read = functools.cache(read)
 def results(trainer_files: Path) -> Path:
     """What the ranks of loss_lab left."""
     out = trainer_files / "loss"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.loss_lab", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    errors = [file.read_text() for file in out.glob("*.error")]
-    assert done.returncode == 0, "\n".join([*errors, done.stderr[-2000:]])
+    run_lab("loss_lab", out, str(out))
     return out
 
 

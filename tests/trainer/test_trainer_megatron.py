@@ -2,8 +2,6 @@
 of transformers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support import make_model
+from tests.support import make_model, run_lab
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, Lab, samples
 from tests.trainer.megatron_lab import FULL_LOSS, LAYOUTS, LOSS
@@ -55,17 +53,9 @@ def megatron(trainer_files: Path) -> Path:
     for world in WORLDS:
         directory = trainer_files / "megatron" / f"world{world}"
         directory.parent.mkdir(exist_ok=True)
-        run_lab(world, directory, trainer_files)
+        (directory.parent / "models").exists() or (directory.parent / "models").symlink_to(trainer_files / "models")
+        run_lab("megatron_lab", directory, str(world), str(directory), timeout_s=240)
     return trainer_files / "megatron"
-
-
-def run_lab(world: int, directory: Path, trainer_files: Path, *names: str) -> None:
-    """Runs tests.trainer.megatron_lab."""
-    (directory.parent / "models").exists() or (directory.parent / "models").symlink_to(trainer_files / "models")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.megatron_lab", str(world), str(directory), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    errors = [file.read_text() for file in directory.glob("*.error")]
-    assert done.returncode == 0, "\n".join([*errors, done.stderr[-2000:]])
 
 
 def assert_weights_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:

@@ -1,7 +1,5 @@
 """Every model family: from Hugging Face to Megatron and back bit by bit, and the same model in between."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support import VOCAB
+from tests.support import VOCAB, run_lab
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, Lab, read, samples
 from tests.trainer.megatron_lab import FAMILIES, LOSS
@@ -64,10 +62,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in (*FAMILIES, *HALF):
         make_family(directory / "models" / kind, kind)
     results = directory / "results"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.megatron_lab", "1", str(results), *FAMILIES, *HALF]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    errors = [file.read_text() for file in results.glob("*.error")]
-    assert done.returncode == 0, "\n".join([*errors, done.stderr[-2000:]])
+    run_lab("megatron_lab", results, "1", str(results), *FAMILIES, *HALF)
     return directory
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from services.common.errors import InvalidInput
-from tests.support import make_model
+from tests.support import make_model, run_lab
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, read, samples
 from tests.trainer.lora_engine import PROMPTS
@@ -36,10 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_model(directory / "models" / kind, kind)
     out = directory / "out"
     out.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.lora_lab", str(out)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_lab("lora_lab", out, str(out))
     return out
 
 

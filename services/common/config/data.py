@@ -18,6 +18,21 @@ class FilesConfig(Strict):
     """Held-out Parquet files by the name that their metrics carry; a bare path is named `<folder>-<file>`."""
     shuffle: bool = True
     """A new order in every epoch, drawn from the run's seed; otherwise always the order of the files."""
+    prompt_column: str = "prompt"
+    """Column of prompts: text, or a list of messages with role and content."""
+    overlong: Literal["fail", "drop"] = "fail"
+    """A row that is too long is an error, or is left out and counted in the log."""
+    bad_rows: Literal["fail", "drop"] = "fail"
+    """A row that cannot be used is an error, or is left out and counted in the log."""
+    chat: bool = False
+    """Put text into the model's chat template, a prompt as one user message. Lists of messages are always templated."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message put before every templated row."""
+    template_date: datetime.date | None = None
+    """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same rows."""
+    add_special_tokens: bool = True
+    """Let the tokenizer put its special tokens, such as BOS, around a text prompt. Never done to templated prompts: the
+    template writes its own."""
     chat_template: Path | None = None
     """Jinja file used in place of the model's own chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
@@ -56,22 +71,7 @@ class DataConfig(FilesConfig):
     """Prompt groups of one batch, all different."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, template and special tokens included."""
-    overlong: Literal["fail", "drop"] = "fail"
-    """A prompt above max_prompt_tokens is an error, or is left out and counted in the log."""
-    bad_rows: Literal["fail", "drop"] = "fail"
-    """A row without a usable prompt or answer is an error, or is left out and counted in the log."""
-    prompt_column: str = "prompt"
-    """Column of prompts: text, or a list of messages with role and content."""
     answer_column: str = "answer"
     """Column of reference answers: text, handed to the scorer."""
     extra_columns: tuple[str, ...] | None = None
     """Further columns handed to the scorer; all of them if unset."""
-    chat: bool = False
-    """Wrap a text prompt as one user message in the model's chat template. Lists of messages are always templated."""
-    system_prompt: str | None = Field(default=None, min_length=1)
-    """System message put before every templated prompt."""
-    template_date: datetime.date | None = None
-    """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same prompts."""
-    add_special_tokens: bool = True
-    """Let the tokenizer put its special tokens, such as BOS, around a text prompt. Never done to templated prompts: the
-    template writes its own."""

@@ -1,6 +1,5 @@
 """The config tree of a supervised run, `lockstep sft`: the trainer's own section, and what differs from a run."""
 
-import datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -22,26 +21,12 @@ class SftDataConfig(FilesConfig):
     """Rows of one batch, all different; the batch is split over ranks and micro-batches."""
     max_tokens: int = Field(default=4096, ge=2)
     """Longest row, prompt, responses and template together."""
-    overlong: Literal["fail", "drop"] = "fail"
-    """A row above max_tokens is an error, or is left out and counted in the log."""
-    bad_rows: Literal["fail", "drop"] = "fail"
-    """A row that cannot be used is an error, or is left out and counted in the log."""
-    prompt_column: str = "prompt"
-    """Column of prompts: text, or a list of messages with role and content."""
     response_column: str = "response"
     """Column of responses: text."""
     messages_column: str | None = None
     """Column of conversations, lists of messages with role and content, read in place of prompt and response."""
     train_on: Literal["all", "last"] = "all"
     """Turns of the assistant in a conversation that are trained on. All needs a chat template that is prefix-stable."""
-    chat: bool = False
-    """Put a text prompt and its response into the model's chat template. Lists of messages are always templated."""
-    system_prompt: str | None = Field(default=None, min_length=1)
-    """System message put before every templated row."""
-    template_date: datetime.date | None = None
-    """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same rows."""
-    add_special_tokens: bool = True
-    """Let the tokenizer put its special tokens, such as BOS, around a text prompt that is not templated."""
     end_token: str | None = None
     """Token put after a response that is not templated; the only token that ends a sample if unset."""
 

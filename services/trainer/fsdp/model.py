@@ -1,5 +1,6 @@
 """A Hugging Face causal model that answers with log-probabilities, or with values, sharded over the ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.fsdp import attention
+from services.trainer.model_files import tensor_files
 from services.trainer.packing import Pack
 
 # Logits exist for this many entries at a time; their float32 copy and gradient are freed chunk by chunk.
@@ -78,8 +81,9 @@ def build(kind: type[_Model], model_path: str, config: TrainerConfig, mesh: Devi
     """Loads `model_path` on rank 0 and shards it: float32 master weights, `dtype` in forward and backward.
 
     Raises:
-        InvalidInput: transformers does not know the model's architecture.
+        InvalidInput: transformers does not know the model's architecture, or it has no safetensors weights.
     """
+    tensor_files(Path(model_path))
     try:
         hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
@@ -99,7 +103,9 @@ def build(kind: type[_Model], model_path: str, config: TrainerConfig, mesh: Devi
     _move_buffers(model, mesh.device_type)
     full: dict[str, torch.Tensor] = {}
     if mesh.get_rank() == 0:
-        loaded = AutoModelForCausalLM.from_pretrained(model_path, trust_remote_code=False, **kwargs)
+        disable_progress_bar()  # a service's log is not a terminal
+        safe = {"use_safetensors": True, "trust_remote_code": False}
+        loaded = AutoModelForCausalLM.from_pretrained(model_path, **safe, **kwargs)
         full = kind(loaded).state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return model

@@ -14,6 +14,7 @@ from services.common.errors import InvalidInput
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weight_map import Part, WeightMap
+from services.trainer.model_files import tensor_files
 
 # Shards that lie next to each other on the same ranks travel together, up to this many bytes of each.
 _RUN_BYTES = 64 << 20
@@ -79,7 +80,7 @@ def load_checkpoint_weights(
     Raises:
         InvalidInput: A tensor is missing.
     """
-    files = _tensor_files(Path(model_path))
+    files = tensor_files(Path(model_path))
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
     for parameter in held:
         part = weight_map.part(parameter.name)
@@ -203,14 +204,3 @@ def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: P
     else:  # ...linear_fc1.weight3
         parts[-1] = "weight" + str(int(parts[-1].removeprefix("weight")) + first)
     return ".".join(parts)
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    whole = directory / "model.safetensors"
-    if not whole.is_file():
-        raise InvalidInput(f"model: {directory} has no model.safetensors", field="model")
-    with safe_open(whole, framework="pt") as file:
-        return dict.fromkeys(file.keys(), whole)
