@@ -25,6 +25,9 @@ class Reason(StrEnum):
     INVALID_CONFIG = "INVALID_CONFIG"
     INVALID_INPUT = "INVALID_INPUT"
     NOT_FOUND = "NOT_FOUND"
+    # Who may call
+    BAD_CERTIFICATE = "BAD_CERTIFICATE"
+    WRONG_ROLE = "WRONG_ROLE"
     # The on-policy contract
     STALE_STAMP = "STALE_STAMP"
     FUTURE_STAMP = "FUTURE_STAMP"
@@ -81,6 +84,20 @@ class NotFound(LockstepError, LookupError):
     default_reason = Reason.NOT_FOUND
 
 
+class Unauthenticated(LockstepError):
+    """Two ends do not accept each other's certificates."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    default_reason = Reason.BAD_CERTIFICATE
+
+
+class PermissionDenied(LockstepError):
+    """The caller's certificate is valid and of a role that may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    default_reason = Reason.WRONG_ROLE
+
+
 class PreconditionFailed(LockstepError):
     """Right request, wrong state or wrong policy stamp. Never retried as it is."""
 
@@ -130,6 +147,8 @@ class InternalError(LockstepError):
 ERROR_CLASSES: tuple[type[LockstepError], ...] = (
     InvalidInput,
     NotFound,
+    Unauthenticated,
+    PermissionDenied,
     PreconditionFailed,
     Unavailable,
     Overloaded,

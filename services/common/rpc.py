@@ -1,6 +1,7 @@
 """gRPC as every service uses it: one way to serve, one way to connect, a deadline on every call.
 
-Plaintext is for loopback: a port on another interface is refused unless the operator asks for it.
+Off loopback every connection is mTLS, and every method is for the roles that the table in roles.py gives it. Plaintext
+is for loopback: another interface, and an address that is not this host, are refused unless the operator asks for it.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep.types.v1.types_pb2 import ServiceInfo
 
+from services.common.channel import Channel
 from services.common.errors import (
     MAX_HEADER_BYTES,
     InternalError,
@@ -28,6 +30,8 @@ from services.common.errors import (
     from_rpc_error,
     to_status,
 )
+from services.common.roles import require_role
+from services.common.tls import LOCAL, Credentials, Transport
 from services.common.trace import NO_TRACE, Trace
 
 log = logging.getLogger(__name__)
@@ -63,21 +67,40 @@ def parse_address(address: str, *, field: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this host can be behind `host`."""
+    with contextlib.suppress(ValueError, OSError):
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    return False
+
+
 def require_loopback(host: str, *, insecure: bool) -> None:
     """Refuses a plaintext listener that other hosts can reach, unless `insecure` asks for it.
 
     Raises:
         InvalidInput: `host` is not a loopback address.
     """
-    if insecure:
-        return
-    with contextlib.suppress(ValueError, OSError):
-        if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
-            return
-    raise InvalidInput(
-        f"--listen {host}: plaintext is only served on loopback; pass --insecure on a network that you trust",
-        field="listen",
-    )
+    if not insecure and not is_loopback(host):
+        raise InvalidInput(
+            f"--listen {host}: plaintext is only served on loopback; pass --tls with a certificate, or --insecure on a "
+            "network that you trust",
+            field="listen",
+        )
+
+
+def require_secure(address: str, transport: Transport, *, field: str) -> None:
+    """Refuses to call `address` in plaintext over a network, unless `transport` asks for it.
+
+    Raises:
+        InvalidInput: It does not; or `address` is malformed.
+    """
+    host, _ = parse_address(address, field=field)
+    if transport.tls is None and not transport.insecure and not is_loopback(host):
+        raise InvalidInput(
+            f"{field}: {address} is not on this host, and plaintext does not leave it; pass --tls with a certificate, "
+            "or --insecure on a network that you trust",
+            field=field,
+        )
 
 
 _HANDLERS = {
@@ -91,11 +114,11 @@ _HANDLERS = {
 class Answers(grpc.aio.ServerInterceptor):
     """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log.
 
-    Every call is a span of `trace`.
+    Every call is a span of `trace`. With `by_role`, a caller without the role for a method gets PERMISSION_DENIED.
     """
 
-    def __init__(self, trace: Trace):
-        self._trace = trace
+    def __init__(self, trace: Trace, *, by_role: bool = False):
+        self._trace, self._by_role = trace, by_role
 
     async def intercept_service(
         self,
@@ -132,6 +155,8 @@ class Answers(grpc.aio.ServerInterceptor):
     async def _answering(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
         with self._trace.span(method.rpartition("/")[2]):
             try:
+                if self._by_role:
+                    require_role(method, context.auth_context())
                 yield
             except LockstepError as error:
                 log.info("%s: %s %s", method, error.reason, error.message)
@@ -158,10 +183,11 @@ def service_info(service: str, state: str, *, run: tuple[str, str], libraries: t
 
 
 class Server:
-    """A gRPC server with health and reflection, serving until a signal, `stop()` or `fail()`."""
+    """A gRPC server with health, serving until a signal, `stop()` or `fail()`. With `tls` mTLS, without reflection."""
 
-    def __init__(self, trace: Trace = NO_TRACE) -> None:
-        self._server = grpc.aio.server(interceptors=[Answers(trace)], options=_OPTIONS)
+    def __init__(self, trace: Trace = NO_TRACE, tls: Credentials | None = None) -> None:
+        self._tls = tls
+        self._server = grpc.aio.server(interceptors=[Answers(trace, by_role=tls is not None)], options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []
@@ -180,12 +206,13 @@ class Server:
             InvalidInput: The address is malformed, not loopback, or in use.
         """
         host, port = parse_address(address, field="listen")
-        require_loopback(host, insecure=insecure)
-        self._names = names
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self._names = names
+        if self._tls is None:
+            require_loopback(host, insecure=insecure)
+            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            self.port = self._bind(f"{host}:{port}")
         except RuntimeError as error:
             raise InvalidInput(
                 f"--listen {address}: the port is in use or the host is not this one", field="listen"
@@ -195,6 +222,11 @@ class Server:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         log.info("%s listens on %s:%d", ", ".join(names), host, self.port)
         return self.port
+
+    def _bind(self, address: str) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self._tls.for_server())
 
     def stop(self) -> None:
         """Ends `serve` after the calls in progress, or after its grace."""
@@ -221,19 +253,28 @@ class Server:
 class Client:
     """Calls one service. Every call names its deadline; every failure is the exception that the service raised."""
 
-    def __init__(self, address: str, stub: type):
+    def __init__(self, address: str, stub: type, transport: Transport = LOCAL):
+        """Does not connect yet.
+
+        Raises:
+            InvalidInput: As `require_secure`.
+        """
+        require_secure(address, transport, field="address")
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub = stub(self._channel)
+        self._channel = Channel(address, stub, transport.tls, _OPTIONS)
 
     async def call(self, method: str, request: Any, *, timeout_s: float, wait_for_ready: bool = False) -> Any:
         """One answer. `request` is a message, or an async iterator of them for a client stream.
 
         Raises:
-            LockstepError: As the service raised it; Unavailable if it is gone, DeadlineExceeded after `timeout_s`.
+            LockstepError: As the service raised it; Unavailable if it is gone, DeadlineExceeded after `timeout_s`,
+                Unauthenticated if it is waited for and certificates are refused.
         """
+        if wait_for_ready:
+            timeout_s = await self._channel.connect(timeout_s)
+        stub = self._channel.stub()
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            return await getattr(stub, method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, target=f"{method} at {self.address}") from error
 
@@ -243,7 +284,8 @@ class Client:
         Raises:
             LockstepError: As in `call`.
         """
-        call = getattr(self._stub, method)(request, timeout=timeout_s)
+        stub = self._channel.stub()
+        call = getattr(stub, method)(request, timeout=timeout_s)
         try:
             async for response in call:
                 yield response

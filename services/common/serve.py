@@ -5,9 +5,12 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.common.errors import LockstepError
 from services.common.process import configure_logging, exit_with
+from services.common.roles import Role
+from services.common.tls import Credentials
 from services.common.trace import NO_TRACE, Trace
 
 
@@ -18,6 +21,7 @@ class ServeOptions:
     listen: str
     insecure: bool
     trace: Trace = NO_TRACE
+    tls: Credentials | None = None
 
 
 def serve_from_command_line(
@@ -26,7 +30,9 @@ def serve_from_command_line(
     """Parses the arguments of `python -m services.<service>`, runs it and exits with its code."""
     parser = argparse.ArgumentParser(prog=f"lockstep-{service}", description=f"Serves the {service} of Lockstep.")
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT to serve on; port 0 picks a free one")
-    parser.add_argument("--insecure", action="store_true", help="allow plaintext on an interface other than loopback")
+    security = parser.add_mutually_exclusive_group()
+    security.add_argument("--tls", type=Path, metavar="DIR", help="serve mTLS only, with ca.pem, cert.pem and key.pem")
+    security.add_argument("--insecure", action="store_true", help="allow plaintext on an interface other than loopback")
     parser.add_argument("--trace", default="", metavar="FILE", help="append a span for each call, for Perfetto")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="end when this process ends")
     options = parser.parse_args(args)
@@ -34,8 +40,11 @@ def serve_from_command_line(
     if options.exit_with:
         exit_with(options.exit_with)
     try:
+        tls = options.tls and Credentials(options.tls)
+        if tls:
+            tls.require_role(Role(service), Role.COORDINATOR)  # of which the services of `lockstep run --tls` are part
         trace = Trace(options.trace, f"{service} {options.listen}")
-        code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace)))
+        code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace, tls)))
     except LockstepError as error:
         sys.exit(f"lockstep-{service}: {error.message}")
     sys.exit(code)

@@ -11,7 +11,9 @@ from rich.table import Table
 
 from services.common.config.load import keys, load
 from services.common.errors import LockstepError
+from services.coordinator.certs.cli import app as certs_app
 from services.coordinator.data.cli import app as data_app
+from services.coordinator.service_options import takes_addresses
 
 if TYPE_CHECKING:
     from services.coordinator.launch import Addresses
@@ -23,66 +25,55 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(data_app(), name="data")
+app.add_typer(certs_app(), name="certs")
 
 _console = Console()
 _errors = Console(stderr=True)
 
 
 _Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides, the last one wins.")]
-_Rollout = Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running replica; repeat for more.")]
-_Reward = Annotated[str, typer.Option(help="HOST:PORT of a running reward service.")]
-_Trainer = Annotated[str, typer.Option(help="HOST:PORT of a running trainer.")]
-_Beside = Annotated[str, typer.Option(help="HOST:PORT of the trainer that this model has for itself.")]
 
 
 @app.command()
-def run(
-    config: _Configs,
-    rollout: _Rollout = None,
-    reward: _Reward = "",
-    trainer: _Trainer = "",
-    reference: _Beside = "",
-    critic: _Beside = "",
-) -> None:
+@takes_addresses("rollout", "reward", "trainer", "reference", "critic")
+def run(config: _Configs, given: "Addresses") -> None:
     """Train. Services without an address are started on this host and ended with the run."""
     from services.common.config.run import Config
     from services.coordinator.plan import check_model
     from services.coordinator.session import run_session, show_outcome
 
     settings = load(Config, config)
-    given = _addresses(rollout, reward=reward, trainer=trainer, reference=reference, critic=critic)
     given.require_own(settings)
     check_model(settings)
     show_outcome(asyncio.run(run_session(settings, given, _console)), _console)
 
 
 @app.command()
-def sft(config: _Configs, trainer: _Trainer = "") -> None:
+@takes_addresses("trainer")
+def sft(config: _Configs, given: "Addresses") -> None:
     """Train supervised, on prompts and responses: the trainer alone, which is started here if it has no address."""
     from services.common.config.sft import SftConfig
     from services.coordinator.plan import check_model
     from services.coordinator.sft_session import sft_session, show_outcome
 
-    settings, given = load(SftConfig, config), _addresses(trainer=trainer)
+    settings = load(SftConfig, config)
     check_model(settings)
     show_outcome(asyncio.run(sft_session(settings, given, _console)), _console)
 
 
 @app.command("eval")
+@takes_addresses("rollout", "reward", "trainer")
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of a run, or a Hugging Face model directory.")],
     config: _Configs,
+    given: "Addresses",
     out: Annotated[Path | None, typer.Option(help="Directory for the results; below the run's if not given.")] = None,
-    rollout: _Rollout = None,
-    reward: _Reward = "",
-    trainer: _Trainer = "",
 ) -> None:
     """Evaluate a checkpoint or a model on the held-out sets of a run, whose own files are left as they are."""
     from services.common.config.run import Config
     from services.coordinator.eval_session import eval_config, eval_session, show_evaluation
 
     settings = eval_config(load(Config, config), checkpoint, out)
-    given = _addresses(rollout, reward=reward, trainer=trainer)
     show_evaluation(asyncio.run(eval_session(settings, given, _console)), _console)
 
 
@@ -105,16 +96,6 @@ def config(sft: Annotated[bool, typer.Option("--sft", help="Those of a supervise
     for key in keys(SftConfig if sft else Config):
         table.add_row(key.path, key.type, key.default, key.help)
     _console.print(table)
-
-
-def _addresses(rollout: list[str] | None = None, **others: str) -> "Addresses":
-    from services.common.rpc import parse_address
-    from services.coordinator.launch import Addresses
-
-    for name, address in [*others.items(), *(("rollout", address) for address in rollout or ())]:
-        if address:
-            parse_address(address, field=f"--{name}")
-    return Addresses(tuple(rollout or ()), **others)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.ports import hold_free_port
 from services.common.tasks import gather
+from services.common.tls import LOCAL, Transport
 from services.coordinator.devices import num_gpus, split_gpus
 from services.coordinator.trace import trace_path
 
@@ -27,13 +28,14 @@ _LOG_LINES = 15
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the services are; what is empty is started here."""
+    """Where the services are, and how they are reached; what is empty is started here."""
 
     rollout: tuple[str, ...] = ()
     reward: str = ""
     trainer: str = ""
     reference: str = ""
     critic: str = ""
+    transport: Transport = LOCAL
 
     def of(self, model: str) -> str:
         """Where the model of a config section is: on a trainer of its own, or on the policy's."""
@@ -134,6 +136,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
         def add(name: str, *module: str, restarts: int = 0) -> str:
             address = f"{_HOST}:{hold_free_port(_HOST, ports)}"
             command = [sys.executable, *module, "--listen", address, "--exit-with", str(os.getpid())]
+            command += ["--tls", str(given.transport.tls.directory)] if given.transport.tls else []
             command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
             log_path = config.run_dir / "logs" / f"{name}.log"
             children.append(Child(name, command, log_path, restarts, gpus.get(name)))
@@ -146,6 +149,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
         addresses = Addresses(
             reward=given.reward or ("" if trainer_only else add("reward", "-m", "services.reward")),
             **trainers,
+            transport=given.transport,
             rollout=given.rollout
             or tuple(
                 add(f"rollout-{index}", "-m", "services.rollout", restarts=_MAX_RESTARTS)

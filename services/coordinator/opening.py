@@ -30,10 +30,10 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     Raises:
         LockstepError: As the first that does not open.
     """
-    config = run.config
-    trainer, reward = Trainer(addresses.trainer, config), Reward(addresses.reward, config)
-    beside = {name: Model(name, addresses.of(name), config) for name in config.models_beside}
-    rollout = Rollout(addresses.rollout, config)
+    config, transport = run.config, addresses.transport
+    trainer, reward = Trainer(addresses.trainer, config, transport), Reward(addresses.reward, config, transport)
+    beside = {name: Model(name, addresses.of(name), config, transport) for name in config.models_beside}
+    rollout = Rollout(addresses.rollout, config, transport)
     try:
         await trainer.open(run.run_id, run.resume_from)
         opens = [

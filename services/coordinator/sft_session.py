@@ -33,7 +33,7 @@ async def sft_session(config: SftConfig, given: Addresses, console: Console) -> 
         if data is not None:
             run.use(data.train)
         return await with_services(
-            lambda addresses: _drive(run, addresses.trainer, data, console), run, given, console, trainer_only=True
+            lambda addresses: _drive(run, addresses, data, console), run, given, console, trainer_only=True
         )
 
 
@@ -66,9 +66,9 @@ def _load(config: SftConfig, tokenizer: Tokenizer) -> SftData:
     return SftData(train_data, SftFile.held_out(config.data, tokenizer))
 
 
-async def _drive(run: SftRun, address: str, data: SftData | None, console: Console) -> Outcome:
-    config, trainer = run.config, SftTrainer(address, run.config)
-    console.print(f"run {run.run_id} in {config.run_dir}: opening trainer {address}", soft_wrap=True)
+async def _drive(run: SftRun, addresses: Addresses, data: SftData | None, console: Console) -> Outcome:
+    config, trainer = run.config, SftTrainer(addresses.trainer, run.config, addresses.transport)
+    console.print(f"run {run.run_id} in {config.run_dir}: opening trainer {addresses.trainer}", soft_wrap=True)
     try:
         version = await trainer.open(run.run_id, run.resume_from)
         if data is None:

@@ -10,7 +10,7 @@ async def run(options: ServeOptions) -> int:
 
     from services.reward.servicer import NAME, RewardServicer
 
-    server, servicer = Server(options.trace), RewardServicer()
+    server, servicer = Server(options.trace, options.tls), RewardServicer()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     await server.start(options.listen, [NAME], insecure=options.insecure)
     try:

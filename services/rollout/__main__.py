@@ -35,7 +35,7 @@ async def run(options: ServeOptions) -> int:
 
     from services.rollout.servicer import NAME, RolloutServicer
 
-    server = Server(options.trace)
+    server = Server(options.trace, options.tls)
     servicer = RolloutServicer(server.fail)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
     await server.start(options.listen, [NAME], insecure=options.insecure)

@@ -47,7 +47,7 @@ async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world
     from services.trainer.servicer import NAME, TrainerServicer
 
     import_module("services.trainer.fsdp.backend")  # slow to import: before anyone waits for it
-    server = Server(options.trace)
+    server = Server(options.trace, options.tls)
     ranks = Ranks(world_size, socket.gethostbyname(os.environ["MASTER_ADDR"]), server.fail)
     store.set("lockstep/ranks", ranks.address)
     threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()

@@ -11,6 +11,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, WeightGroup
 from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import InternalError, LockstepError
 from services.common.rpc import Client
+from services.common.tls import LOCAL, Transport
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.groups import SampledGroup
 
@@ -28,13 +29,13 @@ class ReplicaState(StrEnum):
 class Replica:
     """Calls one replica. Which groups it gets is the fleet's business."""
 
-    def __init__(self, address: str, timeouts: TimeoutsConfig):
+    def __init__(self, address: str, timeouts: TimeoutsConfig, transport: Transport = LOCAL):
         self.address = address
         self.state = ReplicaState.DEAD
         self.num_workers = self.max_samples = 0
         self.num_opens = 0
         self.samples_in_flight = self.tokens_in_flight = 0
-        self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
+        self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub, transport)
         self._timeouts = timeouts
 
     async def open(self, run_id: str, config: Config, card: object) -> None:

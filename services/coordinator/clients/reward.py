@@ -9,6 +9,7 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
 from services.common.rpc import Client
+from services.common.tls import LOCAL, Transport
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.groups import SampledGroup, ScoredGroup
 
@@ -18,8 +19,8 @@ log = logging.getLogger(__name__)
 class Reward:
     """Scores groups. Tokens are decoded here, for the scorers only."""
 
-    def __init__(self, address: str, config: Config):
-        self._client = Client(address, reward_pb2_grpc.RewardServiceStub)
+    def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
+        self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
         self._config, self._timeouts = config.reward, config.timeouts
 
     async def open(self, run_id: str) -> None:

@@ -10,6 +10,7 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 from services.common.config.run import Config
 from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.tasks import gather
+from services.common.tls import LOCAL, Transport
 from services.coordinator.clients.replica import Replica, ReplicaState
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.groups import SampledGroup
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 class Rollout:
     """All replicas. A group goes to the serving replica with the fewest tokens in flight."""
 
-    def __init__(self, addresses: Sequence[str], config: Config):
-        self.replicas = [Replica(address, config.timeouts) for address in addresses]
+    def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
+        self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
         self.num_redispatched = 0
         self._config = config
         self._changed = asyncio.Condition()

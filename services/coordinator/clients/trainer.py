@@ -10,6 +10,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 from services.common import batch as batches
 from services.common.config.run import Config
 from services.common.rpc import Client
+from services.common.tls import LOCAL, Transport
 
 # Section of the config -> role, and what Forward answers -> column of the batch.
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
@@ -22,9 +23,9 @@ _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
 class Model:
     """One model of a run, by the name of its section in the config: on ranks of its own or beside others."""
 
-    def __init__(self, name: str, address: str, config: Config):
+    def __init__(self, name: str, address: str, config: Config, transport: Transport = LOCAL):
         self.name = name
-        self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub)
+        self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub, transport)
         self._config, self._timeouts = config, config.timeouts
         self._role, self._answer, self.column = _ROLES[name]
         self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
@@ -87,8 +88,8 @@ class Model:
 class Trainer(Model):
     """The policy: also publishes its weights and exports them."""
 
-    def __init__(self, address: str, config: Config):
-        super().__init__("trainer", address, config)
+    def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
+        super().__init__("trainer", address, config, transport)
 
     async def join(self, group: WeightGroup) -> str:
         """Enters the weight group as its member 0; the digest of the plan as the trainer built it."""

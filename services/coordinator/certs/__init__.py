@@ -1,0 +1,1 @@
+"""Certificates for mTLS: an authority of one's own and what it issues."""

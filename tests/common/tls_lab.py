@@ -1,0 +1,124 @@
+"""A server with every method of every service, each of which answers an empty message, and certificates to call it."""
+
+import asyncio
+import datetime
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
+from lockstep.coordinator.v1 import coordinator_pb2
+from lockstep.reward.v1 import reward_pb2
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.trainer.v1 import trainer_pb2
+
+from services.common.roles import Role
+from services.common.rpc import Server
+from services.common.tls import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Credentials
+from services.coordinator.certs.authority import init, issue
+
+HOST = "127.0.0.1"
+FILES = (rollout_pb2, trainer_pb2, reward_pb2, coordinator_pb2)
+SERVICES = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
+METHODS = {f"/{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
+UNLISTED = "/lockstep.reward.v1.RewardService/AddedYesterday"
+
+
+@dataclass
+class Certificates:
+    """An authority and what it issues, below `root`."""
+
+    root: Path
+    ca: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ca = self.root / "ca"
+        init(self.ca)
+
+    def of(self, role: Role, *hosts: str, name: str = "", valid_s: float = 3600) -> Path:
+        """Credentials of `role`, made once, for 127.0.0.1 unless `hosts` says otherwise."""
+        out = self.root / (name or role)
+        if not out.exists():
+            validity = datetime.timedelta(seconds=valid_s)
+            issue(self.ca, role, hosts or ([] if role is Role.OPERATOR else [HOST]), out, validity=validity)
+        return out
+
+
+class AnyMethod(grpc.GenericRpcHandler):
+    """Answers every method of METHODS, and one that no proto has."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        path = handler_call_details.method
+        method = METHODS.get(path) or (path == UNLISTED and METHODS[UNLISTED.replace("AddedYesterday", "Score")])
+        if not method:
+            return None
+        kind = _KINDS[method.client_streaming, method.server_streaming]
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        behavior = _stream(response) if method.server_streaming else _unary(response)
+        return make(behavior, request.FromString, response.SerializeToString)
+
+
+def _unary(response: type) -> Any:
+    async def behavior(request: Any, context: Any) -> Any:
+        return response()
+
+    return behavior
+
+
+def _stream(response: type) -> Any:
+    async def behavior(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield response()
+
+    return behavior
+
+
+_KINDS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
+}
+
+
+async def serve(directory: Path | None) -> tuple[Server, str]:
+    """All methods, with the credentials in `directory` or in plaintext; the server and its address."""
+    server = Server(tls=directory and Credentials(directory))
+    server.grpc.add_generic_rpc_handlers((AnyMethod(),))
+    return server, f"{HOST}:{await server.start(f'{HOST}:0', [])}"
+
+
+def channel(address: str, directory: Path | None, *, ca: Path | None = None) -> grpc.aio.Channel:
+    """gRPC's own channel, with the certificate in `directory` or with none; the server must be of `ca`."""
+    root = ((ca or directory) / CA_FILE).read_bytes()
+    pair = [(directory / name).read_bytes() for name in (KEY_FILE, CERTIFICATE_FILE)] if directory else [None, None]
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(root, *pair))
+
+
+async def call(to: grpc.aio.Channel, path: str) -> grpc.aio.AioRpcError | None:
+    """Calls a method with an empty message; the error, or None."""
+    method: MethodDescriptor = METHODS.get(path) or METHODS["/lockstep.reward.v1.RewardService/Score"]
+    request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+    make = getattr(to, _KINDS[method.client_streaming, method.server_streaming])
+    function = make(path, request.SerializeToString, response.FromString)
+    calling = function(_once(request()) if method.client_streaming else request(), timeout=10)
+    try:
+        if method.server_streaming:
+            assert [answer async for answer in calling] == [response()]
+        else:
+            assert await calling == response()
+    except grpc.aio.AioRpcError as error:
+        return error
+    return None
+
+
+def _once(message: Any) -> Iterator[Any]:
+    yield message
+
+
+async def calls(to: grpc.aio.Channel) -> dict[str, grpc.aio.AioRpcError | None]:
+    """Calls every method."""
+    return dict(zip(METHODS, await asyncio.gather(*(call(to, path) for path in METHODS)), strict=True))
