@@ -12,7 +12,7 @@ import grpc
 from services.common.errors import Unauthenticated
 from services.common.tls import CERTIFICATE_FILE, KEY_FILE, Credentials
 
-# A handshake that only finds out why another one failed.
+# How often, while it is waited for, and how long it is tried why there is no connection.
 _EXPLAIN_S = 5.0
 
 
@@ -35,53 +35,32 @@ class Channel:
         return self._stub
 
     async def connect(self, timeout_s: float) -> float:
-        """With mTLS, waits for the service to be there; what is left of `timeout_s`.
+        """Waits for the service to be there; what is left of `timeout_s`.
 
         gRPC's own wait does not tell a service that is not there yet from one that will never accept this end.
 
         Raises:
-            Unauthenticated: It is there, and one end refuses the other's certificate.
+            Unauthenticated: It is there, and one end refuses the other.
         """
-        if self._tls is None:
-            return timeout_s
         self.stub()
         begin = time.monotonic()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._until_ready(self._channel)
-        except TimeoutError:
-            await self.explain()
         return max(0.0, begin + timeout_s - time.monotonic())
-
-    async def _until_ready(self, channel: grpc.aio.Channel) -> None:
-        while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-            await channel.wait_for_state_change(state)
-            if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                await self.explain()
-
-    async def explain(self) -> None:
-        """Returns if the service accepts this certificate and this end its, or if it is not there.
-
-        Raises:
-            Unauthenticated: One end refuses the other; says why and what to do.
-        """
-        if self._tls is None:
-            return
-        host, _, port = self._address.rpartition(":")
-        try:
-            async with asyncio.timeout(_EXPLAIN_S):
-                context = _context(self._tls)
-                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
-                with contextlib.closing(writer):
-                    await reader.read(1)  # only here does TLS 1.3 say that the client's certificate is refused
-        except ssl.SSLError as error:
-            raise Unauthenticated(f"{self._address}: {_why(error, host)}", address=self._address) from error
-        except (OSError, TimeoutError):
-            return
 
     async def close(self) -> None:
         """Ends it together with its calls."""
         await self._channel.close()
+
+    async def _until_ready(self, channel: grpc.aio.Channel) -> None:
+        while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            # gRPC retries, and says no more about it until it succeeds.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXPLAIN_S):
+                    await channel.wait_for_state_change(state)
+            if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                await require_mutual_trust(self._address, self._tls)
 
     def _open(self) -> None:
         if self._identity is None:
@@ -93,28 +72,63 @@ class Channel:
         self._stub = self._make_stub(self._channel)
 
 
-def _context(tls: Credentials) -> ssl.SSLContext:
-    context = ssl.create_default_context(cadata=tls.current().ca.decode())
-    context.load_cert_chain(tls.directory / CERTIFICATE_FILE, tls.directory / KEY_FILE)
+async def require_mutual_trust(address: str, tls: Credentials | None) -> None:
+    """Returns if the service at `address` and this end accept each other, or if it is not there.
+
+    Raises:
+        Unauthenticated: One end refuses the other; says why and what to do.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        async with asyncio.timeout(_EXPLAIN_S):
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=_context(tls))
+            with contextlib.closing(writer):
+                # A service speaks first. Only here shows, with TLS 1.3, whether it accepts the client's certificate.
+                why = await _refusal(reader)
+        if tls is None:
+            why = "the service wants mTLS: pass --tls with a certificate"
+    except ssl.SSLError as error:
+        why = _why(error, host) if tls else ""
+    except (OSError, TimeoutError):
+        return
+    if why:
+        raise Unauthenticated(f"{address}: {why}", address=address)
+
+
+async def _refusal(reader: asyncio.StreamReader) -> str:
+    try:
+        if await reader.read(1):
+            return ""
+        what = "it closed the connection"
+    except (ssl.SSLError, ConnectionError) as error:
+        what = getattr(error, "reason", None) or str(error)
+    return (
+        f"the service refuses this certificate ({what}): if it expired, renew it (`lockstep certs renew`); otherwise see "
+        "that both ends have the same ca.pem"
+    )
+
+
+def _context(tls: Credentials | None) -> ssl.SSLContext:
+    if tls is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said or believed
+    else:
+        context = ssl.create_default_context(cadata=tls.current().ca.decode())
+        context.load_cert_chain(tls.directory / CERTIFICATE_FILE, tls.directory / KEY_FILE)
     context.set_alpn_protocols(["h2"])
     return context
 
 
 def _why(error: ssl.SSLError, host: str) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        what = error.verify_message
-        if "mismatch" in what:
-            return (
-                f"the certificate of the service is not for {host!r} ({what}): call it by a name that it has, or "
-                f"issue it another with `lockstep certs issue ... --host {host}`"
-            )
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return f"the TLS handshake failed ({error.reason}): is the service started with --tls?"
+    if "mismatch" in error.verify_message:
         return (
-            f"the certificate of the service is refused: {what}; renew it there (`lockstep certs renew`), and see "
-            "that both ends have the same ca.pem"
+            f"the certificate of the service is not for {host!r} ({error.verify_message}): call it by a name that it "
+            f"has, or issue it another with `lockstep certs issue ... --host {host}`"
         )
-    if "ALERT" in (error.reason or ""):
-        return (
-            f"the service refuses this certificate: {error.reason}; renew it (`lockstep certs renew`), and see that "
-            "both ends have the same ca.pem"
-        )
-    return f"the TLS handshake failed ({error.reason}): is the service started with --tls?"
+    return (
+        f"the certificate of the service is refused ({error.verify_message}): if it expired, renew it there (`lockstep "
+        "certs renew`); otherwise see that both ends have the same ca.pem"
+    )

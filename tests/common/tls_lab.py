@@ -84,11 +84,11 @@ _KINDS = {
 }
 
 
-async def serve(directory: Path | None) -> tuple[Server, str]:
+async def serve(directory: Path | None, port: int = 0) -> tuple[Server, str]:
     """All methods, with the credentials in `directory` or in plaintext; the server and its address."""
     server = Server(tls=directory and Credentials(directory))
     server.grpc.add_generic_rpc_handlers((AnyMethod(),))
-    return server, f"{HOST}:{await server.start(f'{HOST}:0', [])}"
+    return server, f"{HOST}:{await server.start(f'{HOST}:{port}', [])}"
 
 
 def channel(address: str, directory: Path | None, *, ca: Path | None = None) -> grpc.aio.Channel:

@@ -72,7 +72,7 @@ def issue(
 
 
 def renew(ca: Path, directory: Path, *, validity: datetime.timedelta = LEAF_VALIDITY) -> Identity:
-    """Replaces key and certificate of `directory` by new ones of the same role and names. Services follow by themselves.
+    """Replaces key and certificate of `directory` by new ones of the same role and names.
 
     Raises:
         InvalidInput: `directory` is not what `issue` made, or does not trust this authority.
@@ -179,7 +179,7 @@ def _require_absent(directory: Path, *names: str) -> None:
     for name in names:
         if (directory / name).exists():
             raise InvalidInput(
-                f"{directory / name} exists and is not overwritten; name another directory, or `lockstep certs renew` it",
+                f"{directory / name} exists and is not overwritten; name another, or `lockstep certs renew` it",
                 field="out",
             )
 
