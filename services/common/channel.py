@@ -104,8 +104,8 @@ async def _refusal(reader: asyncio.StreamReader) -> str:
     except (ssl.SSLError, ConnectionError) as error:
         what = getattr(error, "reason", None) or str(error)
     return (
-        f"the service refuses this certificate ({what}): if it expired, renew it (`lockstep certs renew`); otherwise see "
-        "that both ends have the same ca.pem"
+        f"the service refuses this certificate ({what}): if it expired, renew it (`lockstep certs renew`); otherwise "
+        "see that both ends have the same ca.pem"
     )
 
 

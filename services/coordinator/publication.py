@@ -63,6 +63,7 @@ class Publisher:
             epoch=self._epoch,
             store_host=opened.store_host,
             store_port=opened.store_port,
+            store_secret=opened.store_secret,
             world_size=1 + sum(replica.num_workers for replica in replicas),
             backend=opened.weight_backend,
             timeout_s=self._run.config.weights.timeout_s,

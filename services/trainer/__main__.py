@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from services.common.rpc import Server, parse_address
 from services.common.serve import ServeOptions, serve_from_command_line
-from services.common.weights.group import serve_store
+from services.common.weights.store import ServedStore
 from services.trainer.ranks import Ranks, follow
 from services.trainer.worker import Worker
 
@@ -53,8 +53,7 @@ async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world
     threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()
     await ranks.wait_for_all()
     host, _ = parse_address(options.listen, field="listen")
-    weight_store = serve_store(host)
-    servicer = TrainerServicer(ranks, worker, host, weight_store.port)
+    servicer = TrainerServicer(ranks, worker, ServedStore(host).address)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     await server.start(options.listen, [NAME], insecure=options.insecure)
     code = await server.serve()

@@ -22,6 +22,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc import service_info
 from services.common.stamps import require_stamp
+from services.common.weights.store import StoreAddress
 from services.trainer import checkpoint
 from services.trainer.backend import Role
 from services.trainer.checkpoint import TrainState
@@ -69,11 +70,11 @@ def _to_the_end(method: Method) -> Method:
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Rank 0's face, of which `worker` is a part; weight groups meet at `store_host` and `store_port`."""
+    """Rank 0's face, of which `worker` is a part; weight groups meet at `store`."""
 
-    def __init__(self, ranks: Ranks, worker: Worker, store_host: str, store_port: int):
+    def __init__(self, ranks: Ranks, worker: Worker, store: StoreAddress):
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
-        self._store_address = (store_host, store_port)
+        self._store_address = store
         self._run_id = ""
         self._roles: dict[Role, _Held] = {}
         self._epoch = -1
@@ -245,8 +246,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
         opened = pb.OpenRunResponse(
             model_card=card,
-            store_host=self._store_address[0],
-            store_port=self._store_address[1],
+            store_host=self._store_address.host,
+            store_port=self._store_address.port,
+            store_secret=self._store_address.secret,
             weight_backend="nccl" if torch.cuda.is_available() else "gloo",
             num_ranks=self._ranks.num_ranks,
         )

@@ -1,7 +1,7 @@
 """Members of a weight group: as threads of one process, or, run as a program, as a process of its own.
 
 A program `python -m tests.common.group_lab` obeys one JSON object per line of its standard input and answers each with
-a line: `{"epoch", "rank", "world_size", "port", "timeout_s", "receive"}` joins and then receives a publication.
+a line: `{"epoch", "rank", "world_size", "port", "secret", "timeout_s", "receive"}` joins and receives a publication.
 """
 
 import json
@@ -17,6 +17,7 @@ from services.common.errors import LockstepError
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import Plan, pack, unpack
+from services.common.weights.store import StoreAddress
 
 CPU = torch.device("cpu")
 NamedTensor = tuple[str, torch.Tensor]
@@ -30,12 +31,13 @@ def some_weights(num_large: int = 4, large: int = 1 << 16) -> list[NamedTensor]:
     return [*weights, ("bytes", torch.arange(5, dtype=torch.uint8))]
 
 
-def message(port: int, *, epoch: int, world_size: int, timeout_s: float = 5.0) -> GroupMessage:
+def message(store: StoreAddress, *, epoch: int, world_size: int, timeout_s: float = 5.0) -> GroupMessage:
     return GroupMessage(
         run_id="test",
         epoch=epoch,
-        store_host="127.0.0.1",
-        store_port=port,
+        store_host=store.host,
+        store_port=store.port,
+        store_secret=store.secret,
         world_size=world_size,
         backend="gloo",
         timeout_s=timeout_s,
@@ -69,9 +71,8 @@ def digest_of(plan: Plan, weights: Sequence[NamedTensor]) -> str:
 def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in commands:
         order = json.loads(line)
-        asked = message(
-            order["port"], epoch=order["epoch"], world_size=order["world_size"], timeout_s=order["timeout_s"]
-        )
+        store = StoreAddress("127.0.0.1", order["port"], bytes.fromhex(order["secret"]))
+        asked = message(store, epoch=order["epoch"], world_size=order["world_size"], timeout_s=order["timeout_s"])
         try:
             group = WeightGroup(asked, rank=order["rank"], device=CPU)
             yield {"joined": order["epoch"]}

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
-from services.common.weights.group import WeightGroup, serve_store
+from services.common.weights.group import WeightGroup
 from services.common.weights.plan import Plan
+from services.common.weights.store import ServedStore, StoreAddress
 from services.trainer.publish import send
 from tests.common.group_lab import CPU, digest_of, join_all, message, receive, some_weights
 from tests.support import free_port
@@ -27,8 +28,8 @@ NOTICED_S = 2.0
 
 
 @pytest.fixture(scope="module")
-def store() -> dist.TCPStore:
-    return serve_store("127.0.0.1")
+def store() -> ServedStore:
+    return ServedStore("127.0.0.1")
 
 
 @pytest.fixture
@@ -52,8 +53,8 @@ def aborted_within(limit_s: float) -> Iterator[None]:
     assert time.monotonic() - begin < limit_s
 
 
-def form(pool: ThreadPoolExecutor, store: dist.TCPStore, epoch: int, world_size: int, **settings: float) -> list:
-    group = message(store.port, epoch=epoch, world_size=world_size, **settings)
+def form(pool: ThreadPoolExecutor, store: ServedStore, epoch: int, world_size: int, **settings: float) -> list:
+    group = message(store.address, epoch=epoch, world_size=world_size, **settings)
     return [future.result(10) for future in join_all(pool, group, range(world_size))]
 
 
@@ -104,7 +105,7 @@ class FlippingGroup(WeightGroup):
 
 
 def test_bytes_that_change_on_the_way_are_noticed(store, pool, next_epoch) -> None:
-    group = message(store.port, epoch=next_epoch(), world_size=2)
+    group = message(store.address, epoch=next_epoch(), world_size=2)
     other = pool.submit(WeightGroup, group, rank=1, device=CPU)
     first = FlippingGroup(group, rank=0, device=CPU)
     received = pool.submit(receive, other.result(), PLAN, 1)
@@ -115,7 +116,7 @@ def test_bytes_that_change_on_the_way_are_noticed(store, pool, next_epoch) -> No
 
 
 def test_absent_member_aborts_within_the_timeout(store, pool, next_epoch) -> None:
-    group = message(store.port, epoch=next_epoch(), world_size=3, timeout_s=0.5)
+    group = message(store.address, epoch=next_epoch(), world_size=3, timeout_s=0.5)
     futures = join_all(pool, group, [0, 2])
     for future in futures:
         with aborted_within(0.5 + NOTICED_S):
@@ -124,14 +125,14 @@ def test_absent_member_aborts_within_the_timeout(store, pool, next_epoch) -> Non
 
 def test_member_that_dies_while_the_group_forms_aborts_it(store, next_epoch) -> None:
     """It said that it is there and then connects to nobody."""
-    group = message(store.port, epoch=next_epoch(), world_size=2, timeout_s=1.0)
-    dist.PrefixStore(f"{group.run_id}/{group.epoch}", store).set("member/1", b"1")
+    group = message(store.address, epoch=next_epoch(), world_size=2, timeout_s=1.0)
+    dist.PrefixStore(f"{group.run_id}/{group.epoch}", store.tcp_store).set("member/1", b"1")
     with aborted_within(1.0 + NOTICED_S):
         WeightGroup(group, rank=0, device=CPU)
 
 
 def test_store_that_is_gone_aborts(next_epoch) -> None:
-    group = message(free_port(), epoch=next_epoch(), world_size=2, timeout_s=1.0)
+    group = message(StoreAddress("127.0.0.1", free_port(), b""), epoch=next_epoch(), world_size=2, timeout_s=1.0)
     with aborted_within(1.0 + NOTICED_S):
         WeightGroup(group, rank=0, device=CPU)
 
@@ -161,16 +162,16 @@ def test_kill_releases_everyone_who_waits(store, pool, next_epoch) -> None:
 
 
 def test_kill_releases_members_that_wait_for_another_to_join(store, pool, next_epoch) -> None:
-    group = message(store.port, epoch=next_epoch(), world_size=3, timeout_s=20.0)
+    group = message(store.address, epoch=next_epoch(), world_size=3, timeout_s=20.0)
     waiting = join_all(pool, group, [0, 1])
-    dist.PrefixStore(f"{group.run_id}/{group.epoch}", store).set("killed", b"1")
+    dist.PrefixStore(f"{group.run_id}/{group.epoch}", store.tcp_store).set("killed", b"1")
     for future in waiting:
         with aborted_within(NOTICED_S):
             future.result(20)
 
 
 def test_unknown_backend_is_refused(store, next_epoch) -> None:
-    group = message(store.port, epoch=next_epoch(), world_size=1)
+    group = message(store.address, epoch=next_epoch(), world_size=1)
     group.backend = "carrier pigeon"
     with pytest.raises(InvalidInput, match="pigeon"):
         WeightGroup(group, rank=0, device=CPU)
@@ -179,8 +180,8 @@ def test_unknown_backend_is_refused(store, next_epoch) -> None:
 class Member:
     """A process that obeys group_lab's commands."""
 
-    def __init__(self, rank: int, port: int):
-        self._order = {"rank": rank, "port": port, "timeout_s": 20.0}
+    def __init__(self, rank: int, store: StoreAddress):
+        self._order = {"rank": rank, "port": store.port, "secret": store.secret.hex(), "timeout_s": 20.0}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.common.group_lab"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -195,8 +196,8 @@ class Member:
 
 
 @pytest.fixture
-def members(store: dist.TCPStore) -> Iterator[list[Member]]:
-    members = [Member(rank, store.port) for rank in (1, 2)]
+def members(store: ServedStore) -> Iterator[list[Member]]:
+    members = [Member(rank, store.address) for rank in (1, 2)]
     yield members
     for member in members:
         member.process.kill()
@@ -213,14 +214,14 @@ def test_group_outlives_a_member_that_is_killed_in_a_broadcast(store, members, n
     epoch = next_epoch()
     for member in members:
         member.order(epoch, 3, receive=size)
-    whole = WeightGroup(message(store.port, epoch=epoch, world_size=3, timeout_s=20.0), rank=0, device=CPU)
+    whole = WeightGroup(message(store.address, epoch=epoch, world_size=3, timeout_s=20.0), rank=0, device=CPU)
     assert send(whole, plan, weights, version=epoch).digest == digest
     assert [(member.answer(), member.answer()) for member in members] == [({"joined": epoch}, {"digest": digest})] * 2
 
     epoch = next_epoch()
     members[0].order(epoch, 3, receive=size)
     members[1].order(epoch, 3, receive=None)  # joins, and never receives
-    broken = WeightGroup(message(store.port, epoch=epoch, world_size=3, timeout_s=20.0), rank=0, device=CPU)
+    broken = WeightGroup(message(store.address, epoch=epoch, world_size=3, timeout_s=20.0), rank=0, device=CPU)
     assert [member.answer() for member in members] == [{"joined": epoch}] * 2
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send, broken, plan, weights, version=epoch)
@@ -236,6 +237,6 @@ def test_group_outlives_a_member_that_is_killed_in_a_broadcast(store, members, n
 
     epoch = next_epoch()
     members[0].order(epoch, 2, receive=size)
-    formed_again = WeightGroup(message(store.port, epoch=epoch, world_size=2, timeout_s=20.0), rank=0, device=CPU)
+    formed_again = WeightGroup(message(store.address, epoch=epoch, world_size=2, timeout_s=20.0), rank=0, device=CPU)
     assert send(formed_again, plan, weights, version=epoch).digest == digest
     assert [members[0].answer(), members[0].answer()] == [{"joined": epoch}, {"digest": digest}]

@@ -17,6 +17,7 @@ from services.common.model_card import read_model_card
 from services.common.rpc import Client
 from services.common.weights import group as weight_group
 from services.common.weights.plan import Plan
+from services.common.weights.store import ServedStore
 from services.trainer.publish import Publication, send
 
 MAX_MODEL_LEN = 512
@@ -140,6 +141,7 @@ class Stack:
             epoch=self.epoch,
             store_host=self.opened.store_host,
             store_port=self.opened.store_port,
+            store_secret=self.opened.store_secret,
             world_size=1 + len(members),
             backend=self.opened.weight_backend,
             timeout_s=30,
@@ -169,7 +171,7 @@ class PlayedTrainer:
     def __init__(self, directory: Path, replica: Replica, run_id: str):
         self.model, self.replica, self.run_id = load_model(directory), replica, run_id
         self.epoch = 0
-        self._store = weight_group.serve_store("127.0.0.1")
+        self._store = ServedStore("127.0.0.1")
         self.plan = Plan.of(self.weights(), bucket_bytes=BUCKET_BYTES)
         assert len(self.plan.buckets) > 6
 
@@ -189,7 +191,8 @@ class PlayedTrainer:
             run_id=self.run_id,
             epoch=epoch,
             store_host="127.0.0.1",
-            store_port=self._store.port,
+            store_port=self._store.address.port,
+            store_secret=self._store.address.secret,
             world_size=2,
             backend="gloo",
             timeout_s=timeout_s,

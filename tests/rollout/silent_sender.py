@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from lockstep.types.v1 import types_pb2
 
-from services.common.weights.group import WeightGroup, serve_store
+from services.common.weights.group import WeightGroup
 from services.common.weights.plan import Plan
+from services.common.weights.store import ServedStore
 
 
 def say(text: object) -> None:
@@ -18,13 +19,15 @@ def say(text: object) -> None:
 
 def main(plan_file: str, run_id: str, epoch: str, timeout_s: str) -> None:
     plan = Plan(types_pb2.WeightPlan.FromString(Path(plan_file).read_bytes()))
-    store = serve_store("127.0.0.1")
+    store = ServedStore("127.0.0.1").address
     say(store.port)
+    say(store.secret.hex())
     message = types_pb2.WeightGroup(
         run_id=run_id,
         epoch=int(epoch),
         store_host="127.0.0.1",
         store_port=store.port,
+        store_secret=store.secret,
         world_size=2,
         backend="gloo",
         timeout_s=float(timeout_s),

@@ -174,9 +174,9 @@ async def test_a_sender_that_is_killed_takes_its_store_with_it(played: PlayedTra
     sender = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(lambda: sender.returncode is None and sender.kill())
-        port = int(await sender.stdout.readline())
+        port, secret = int(await sender.stdout.readline()), bytes.fromhex((await sender.stdout.readline()).decode())
         message = played.describe_group(epoch, 60)
-        message.store_port = port
+        message.store_port, message.store_secret = port, secret
         await played.replica.join(message, played.plan.message)
         played.epoch = epoch
         receiving = asyncio.create_task(played.replica.receive(epoch, 41))

@@ -73,6 +73,7 @@ class Deployment:
             epoch=self.epoch,
             store_host=self.opened.store_host,
             store_port=self.opened.store_port,
+            store_secret=self.opened.store_secret,
             world_size=world_size,
             backend=self.opened.weight_backend,
             timeout_s=timeout_s,

@@ -15,6 +15,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common import batch as batches
 from services.common.errors import DeadlineExceeded, InternalError, PreconditionFailed, Reason
 from services.common.rpc import Client, Server
+from services.common.weights.store import StoreAddress
 from services.trainer import ranks as ranks_module
 from services.trainer.ranks import Message, Ranks, follow
 from services.trainer.servicer import NAME, TrainerServicer
@@ -198,7 +199,7 @@ class Service:
 @pytest.fixture
 async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
     server = Server()
-    servicer = TrainerServicer(crew.ranks, crew.workers[0], "127.0.0.1", 1)
+    servicer = TrainerServicer(crew.ranks, crew.workers[0], StoreAddress("127.0.0.1", 1, b""))
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     client = Client(f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}", trainer_pb2_grpc.TrainerServiceStub)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64}))

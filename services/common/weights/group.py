@@ -18,6 +18,7 @@ from lockstep.types.v1 import types_pb2
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from services.common.errors import Aborted, InvalidInput
+from services.common.weights.store import StoreAddress, connect
 
 # Completion of a collective, and a key in the store, can only be asked for: torch offers no event for either.
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
@@ -26,13 +27,6 @@ _KILL_KEY = "killed"
 # gloo's destructor waits, holding the GIL, for operations that its abort() does not wake. Broken groups are kept
 # until those must have expired.
 _graveyard: list[tuple[float, dist.ProcessGroup]] = []
-
-
-def serve_store(host: str) -> dist.TCPStore:
-    """The store through which members meet, on a free port of `host`. Lives as long as the object."""
-    return dist.TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), multi_tenant=True
-    )
 
 
 @dataclass
@@ -60,12 +54,8 @@ class WeightGroup:
         self._pg: dist.ProcessGroup | None = None
         timeout = timedelta(seconds=group.timeout_s)
         try:
-            # torch's client waits, in steps of its own choice, for a store that is not there; this says so at once.
-            socket.create_connection((group.store_host, group.store_port), group.timeout_s).close()
             # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
-            client = dist.TCPStore(
-                group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
-            )
+            client = connect(StoreAddress(group.store_host, group.store_port, group.store_secret), group.timeout_s)
             self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
             self._store.set(f"member/{rank}", b"1")
         except (OSError, RuntimeError) as error:

@@ -52,7 +52,7 @@ class OpenRunRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_path: _Optional[str] = ..., checkpoint_path: _Optional[str] = ..., seed: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("version", "last_batch_id", "model_card", "plan", "store_host", "store_port", "weight_backend", "num_ranks")
+    __slots__ = ("version", "last_batch_id", "model_card", "plan", "store_host", "store_port", "weight_backend", "num_ranks", "store_secret")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAST_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_CARD_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class OpenRunResponse(_message.Message):
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BACKEND_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    STORE_SECRET_FIELD_NUMBER: _ClassVar[int]
     version: int
     last_batch_id: str
     model_card: _types_pb2.ModelCard
@@ -69,7 +70,8 @@ class OpenRunResponse(_message.Message):
     store_port: int
     weight_backend: str
     num_ranks: int
-    def __init__(self, version: _Optional[int] = ..., last_batch_id: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.WeightPlan, _Mapping]] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., weight_backend: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+    store_secret: bytes
+    def __init__(self, version: _Optional[int] = ..., last_batch_id: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.WeightPlan, _Mapping]] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., weight_backend: _Optional[str] = ..., num_ranks: _Optional[int] = ..., store_secret: _Optional[bytes] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("run_id",)

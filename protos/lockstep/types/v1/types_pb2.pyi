@@ -60,7 +60,7 @@ class Completion(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class WeightGroup(_message.Message):
-    __slots__ = ("run_id", "epoch", "store_host", "store_port", "world_size", "backend", "timeout_s")
+    __slots__ = ("run_id", "epoch", "store_host", "store_port", "world_size", "backend", "timeout_s", "store_secret")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class WeightGroup(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    STORE_SECRET_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     store_host: str
@@ -75,7 +76,8 @@ class WeightGroup(_message.Message):
     world_size: int
     backend: str
     timeout_s: float
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    store_secret: bytes
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_s: _Optional[float] = ..., store_secret: _Optional[bytes] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape")
