@@ -13,8 +13,9 @@ import pytest
 import pytest_asyncio
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
-from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion
+from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
+from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, InvalidInput, PermissionDenied, Reason, Unauthenticated
 from services.common.roles import Role
 from services.common.rpc import Client, Server, require_secure
@@ -23,6 +24,7 @@ from services.common.tls import Credentials, Transport
 from services.coordinator.cli import main
 from services.coordinator.clients.reward import Reward
 from services.coordinator.groups import SampledGroup
+from services.coordinator.launch import Addresses, launch
 from tests.common.tls_lab import HOST, Certificates, serve
 from tests.coordinator.fake_services import make_config, make_prompt
 from tests.support import free_port
@@ -191,19 +193,43 @@ async def reward_process(directory: Path) -> AsyncIterator[str]:
         await process.communicate()
 
 
+_GROUP = SampledGroup(
+    0,
+    make_prompt(7),
+    [Completion(tokens=[token], logprobs=[-1.0], finish_reason=FINISH_REASON_STOP) for token in (7, 8)],
+    PolicyStamp(),
+)
+_TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(str, tokens)))
+
+
+async def rewards(address: str, config: Config, transport: Transport) -> list[float]:
+    """What the coordinator's own client gets from the service."""
+    reward = Reward(address, config, transport)
+    try:
+        await reward.open("run")
+        scored = await reward.score(_GROUP, _TOKENIZER)
+        return [score.reward for score in scored.scores]
+    finally:
+        await reward.close()
+
+
 async def test_a_coordinator_scores_with_a_reward_service_over_mtls(certificates) -> None:
     """Both as they are: the coordinator's own client, and a process as an operator starts it."""
     config = make_config(reward={"scorers": [{"kind": "exact"}], "num_workers": 1})
-    tokenizer = SimpleNamespace(decode=lambda tokens: "".join(map(str, tokens)))
-    completions = [Completion(tokens=[token], logprobs=[-1.0], finish_reason=FINISH_REASON_STOP) for token in (7, 8)]
-    group = SampledGroup(0, make_prompt(7), completions, None)
     async with reward_process(certificates.of(Role.REWARD)) as address:
-        reward = Reward(address, config, mtls(certificates.of(Role.COORDINATOR)))
-        await reward.open("run")
-        scored = await reward.score(group, tokenizer)
-        await reward.close()
-        assert [score.reward for score in scored.scores] == [1.0, 0.0]
-        stranger = Reward(address, config, mtls(certificates.of(Role.ROLLOUT)))
+        assert await rewards(address, config, mtls(certificates.of(Role.COORDINATOR))) == [1.0, 0.0]
         with pytest.raises(PermissionDenied):
-            await stranger.open("run")
-        await stranger.close()
+            await rewards(address, config, mtls(certificates.of(Role.ROLLOUT)))
+        with pytest.raises(Unauthenticated, match="pass --tls"):
+            await rewards(address, config, Transport())
+
+
+async def test_a_service_that_a_run_starts_serves_mtls(certificates, tmp_path) -> None:
+    config = make_config(runs_dir=tmp_path, reward={"scorers": [{"kind": "exact"}], "num_workers": 1})
+    transport = mtls(certificates.of(Role.COORDINATOR))
+    given = Addresses(rollout=(f"{HOST}:1",), trainer=f"{HOST}:1", transport=transport)
+    async with launch(config, given) as fleet:
+        assert fleet.addresses.transport is transport
+        assert await rewards(fleet.addresses.reward, config, transport) == [1.0, 0.0]
+        with pytest.raises(Unauthenticated, match="pass --tls"):
+            await rewards(fleet.addresses.reward, config, Transport())
