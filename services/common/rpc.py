@@ -19,7 +19,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep.types.v1.types_pb2 import ServiceInfo
+from prometheus_client import CollectorRegistry
 
+from services.common.context import incoming, outgoing
 from services.common.errors import (
     MAX_HEADER_BYTES,
     InternalError,
@@ -28,6 +30,7 @@ from services.common.errors import (
     from_rpc_error,
     to_status,
 )
+from services.common.rpc_metrics import RpcMetrics
 from services.common.trace import NO_TRACE, Trace
 
 log = logging.getLogger(__name__)
@@ -63,7 +66,9 @@ def parse_address(address: str, *, field: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def require_loopback(host: str, *, insecure: bool) -> None:
+def require_loopback(
+    host: str, *, insecure: bool, field: str = "--listen", consent: str = "pass --insecure"
+) -> None:
     """Refuses a plaintext listener that other hosts can reach, unless `insecure` asks for it.
 
     Raises:
@@ -75,8 +80,8 @@ def require_loopback(host: str, *, insecure: bool) -> None:
         if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
             return
     raise InvalidInput(
-        f"--listen {host}: plaintext is only served on loopback; pass --insecure on a network that you trust",
-        field="listen",
+        f"{field} {host}: plaintext is only served on loopback; {consent} on a network that you trust",
+        field=field.removeprefix("--"),
     )
 
 
@@ -91,11 +96,11 @@ _HANDLERS = {
 class Answers(grpc.aio.ServerInterceptor):
     """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log.
 
-    Every call is a span of `trace`.
+    Every call is a span of `trace` and is counted in `metrics`; it belongs to what the caller's work belongs to.
     """
 
-    def __init__(self, trace: Trace):
-        self._trace = trace
+    def __init__(self, trace: Trace, metrics: RpcMetrics):
+        self._trace, self._metrics = trace, metrics
 
     async def intercept_service(
         self,
@@ -130,9 +135,11 @@ class Answers(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
-        with self._trace.span(method.rpartition("/")[2]):
+        name = method.rpartition("/")[2]
+        with incoming(context.invocation_metadata() or ()):
             try:
-                yield
+                with self._trace.span(name), self._metrics.call(name):
+                    yield
             except LockstepError as error:
                 log.info("%s: %s %s", method, error.reason, error.message)
                 await context.abort_with_status(to_status(error))
@@ -160,8 +167,8 @@ def service_info(service: str, state: str, *, run: tuple[str, str], libraries: t
 class Server:
     """A gRPC server with health and reflection, serving until a signal, `stop()` or `fail()`."""
 
-    def __init__(self, trace: Trace = NO_TRACE) -> None:
-        self._server = grpc.aio.server(interceptors=[Answers(trace)], options=_OPTIONS)
+    def __init__(self, trace: Trace = NO_TRACE, registry: CollectorRegistry | None = None) -> None:
+        self._server = grpc.aio.server(interceptors=[Answers(trace, RpcMetrics(registry))], options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []
@@ -233,7 +240,9 @@ class Client:
             LockstepError: As the service raised it; Unavailable if it is gone, DeadlineExceeded after `timeout_s`.
         """
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            return await getattr(self._stub, method)(
+                request, timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=outgoing()
+            )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, target=f"{method} at {self.address}") from error
 
@@ -243,7 +252,7 @@ class Client:
         Raises:
             LockstepError: As in `call`.
         """
-        call = getattr(self._stub, method)(request, timeout=timeout_s)
+        call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=outgoing())
         try:
             async for response in call:
                 yield response

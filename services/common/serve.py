@@ -4,20 +4,25 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 
 from services.common.errors import LockstepError
+from services.common.metrics_server import Metrics, Page
+from services.common.otel import Otel
 from services.common.process import configure_logging, exit_with
+from services.common.rpc import INCARNATION
 from services.common.trace import NO_TRACE, Trace
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Address, credentials and where spans go: all that a service is started with."""
+    """Address, credentials and where spans and metrics go: all that a service is started with."""
 
     listen: str
     insecure: bool
     trace: Trace = NO_TRACE
+    metrics: Metrics = field(default_factory=lambda: Metrics("none"))
 
 
 def serve_from_command_line(
@@ -28,14 +33,20 @@ def serve_from_command_line(
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT to serve on; port 0 picks a free one")
     parser.add_argument("--insecure", action="store_true", help="allow plaintext on an interface other than loopback")
     parser.add_argument("--trace", default="", metavar="FILE", help="append a span for each call, for Perfetto")
+    parser.add_argument("--otel", default="", metavar="URL", help="send these spans over OTLP/gRPC (extra: otel)")
+    parser.add_argument("--metrics", default="", metavar="HOST:PORT", help="serve /metrics for Prometheus there")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of every line on stderr")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="end when this process ends")
     options = parser.parse_args(args)
-    configure_logging(service)
+    configure_logging(service, options.log_format)
     if options.exit_with:
         exit_with(options.exit_with)
     try:
-        trace = Trace(options.trace, f"{service} {options.listen}")
-        code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace)))
+        metrics = Metrics(service, Page(options.metrics, options.insecure))
+        otel = Otel(options.otel, f"lockstep-{service}", INCARNATION, field="--otel") if options.otel else None
+        trace = Trace(options.trace, f"{service} {options.listen}", otel)
+        with closing(trace):
+            code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace, metrics)))
     except LockstepError as error:
         sys.exit(f"lockstep-{service}: {error.message}")
     sys.exit(code)
