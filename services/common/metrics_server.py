@@ -31,7 +31,7 @@ class Metrics:
         InvalidInput: The page's address is malformed or not loopback.
     """
 
-    def __init__(self, service: str, page: Page = Page()):  # noqa: B008 frozen
+    def __init__(self, service: str, page: Page = Page()):
         self._page = page
         self._server: WSGIServer | None = None
         if page.address:

@@ -13,7 +13,7 @@ _TIMEOUT_S = 5.0
 
 
 class Otel:
-    """Sends spans over OTLP/gRPC from a thread of its own. A span's parent is the one in progress, here or at the caller.
+    """Sends spans over OTLP/gRPC, from a thread. A span's parent is the one in progress, here or at the caller.
 
     Raises:
         InvalidInput: The endpoint is not a URL, or the extra `otel` is not installed.

@@ -66,9 +66,7 @@ def parse_address(address: str, *, field: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def require_loopback(
-    host: str, *, insecure: bool, field: str = "--listen", consent: str = "pass --insecure"
-) -> None:
+def require_loopback(host: str, *, insecure: bool, field: str = "--listen", consent: str = "pass --insecure") -> None:
     """Refuses a plaintext listener that other hosts can reach, unless `insecure` asks for it.
 
     Raises:

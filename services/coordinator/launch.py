@@ -15,6 +15,7 @@ from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.ports import hold_free_port
 from services.common.tasks import gather
 from services.coordinator.devices import num_gpus, split_gpus
+from services.coordinator.observing import ServiceFlags
 from services.coordinator.trace import trace_path
 
 log = logging.getLogger(__name__)
@@ -130,11 +131,13 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
     gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     with contextlib.ExitStack() as ports:
+        flags = ServiceFlags(config.observability, _HOST, ports)
 
         def add(name: str, *module: str, restarts: int = 0) -> str:
             address = f"{_HOST}:{hold_free_port(_HOST, ports)}"
             command = [sys.executable, *module, "--listen", address, "--exit-with", str(os.getpid())]
             command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
+            command += flags.of(name)
             log_path = config.run_dir / "logs" / f"{name}.log"
             children.append(Child(name, command, log_path, restarts, gpus.get(name)))
             return address
@@ -152,6 +155,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
                 for index in range(config.rollout.num_replicas if starts_rollout else 0)
             ),
         )
+        flags.write_targets(config.run_dir)
     try:
         for child in children:
             await child.start()

@@ -34,6 +34,8 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     trainer, reward = Trainer(addresses.trainer, config), Reward(addresses.reward, config)
     beside = {name: Model(name, addresses.of(name), config) for name in config.models_beside}
     rollout = Rollout(addresses.rollout, config)
+    for watcher in run.watchers:
+        watcher.watch(rollout)
     try:
         await trainer.open(run.run_id, run.resume_from)
         opens = [

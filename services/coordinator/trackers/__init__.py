@@ -1,0 +1,27 @@
+"""Where a run's numbers go besides its own directory. Each kind is an extra, imported when it is asked for."""
+
+from importlib import import_module
+
+from services.common.config.observability import TrackerConfig
+from services.common.errors import InvalidInput
+from services.coordinator.reporters import Reporter
+from services.coordinator.run import Run
+
+_KINDS = {"wandb": "Wandb", "mlflow": "Mlflow"}
+
+
+def open_tracker(tracker: TrackerConfig, run: Run) -> Reporter:
+    """The tracker's run that is this run; a resumed run goes on with the one that it had.
+
+    Raises:
+        InvalidInput: Its package is not installed.
+    """
+    module = import_module(f"services.coordinator.trackers.{tracker.kind}")
+    try:
+        return getattr(module, _KINDS[tracker.kind])(tracker, run)
+    except ImportError as error:
+        raise InvalidInput(
+            f"observability.trackers: {tracker.kind} is not installed ({error}); "
+            f"pip install 'lockstep-rl[{tracker.kind}]'",
+            field="observability.trackers",
+        ) from error
