@@ -40,12 +40,10 @@ class RolloutMetrics:
     def collect(self) -> Iterator[Metric]:
         """What the replica does and serves; and vLLM's own, if rollout.engine.disable_log_stats is false."""
         state = self._state()
-        waiting = max(0, state.samples_in_flight - state.max_samples)
         in_flight = ("lockstep_rollout_in_flight_samples", "Samples that the engine was given and has not finished.")
         yield GaugeMetricFamily(*in_flight, state.samples_in_flight)
-        yield GaugeMetricFamily(
-            "lockstep_rollout_queue_samples", "Of these, more than the engine runs at once.", waiting
-        )
+        queue = ("lockstep_rollout_queue_samples", "Of these, more than the engine runs at once.")
+        yield GaugeMetricFamily(*queue, max(0, state.samples_in_flight - state.max_samples))
         version = GaugeMetricFamily("lockstep_rollout_served_version", "Policy version that is served, if any is.")
         digest = InfoMetricFamily("lockstep_rollout_served", "Stamp of the weights that are served, if any are.")
         if state.stamp:

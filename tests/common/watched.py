@@ -5,7 +5,8 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def scrape(address: str) -> dict[str, dict[Labels, float]]:
     return found
 
 
-def value(metrics: Mapping[str, Mapping[Labels, float]], name: str, **labels: str) -> float:
+def value(metrics: Mapping[str, Mapping[Labels, float]], name: str, /, **labels: str) -> float:
     """Of the one sample with exactly these labels."""
     return metrics[name][frozenset(labels.items())]
 
@@ -82,12 +83,12 @@ class Span:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps all spans."""
+    """Keeps all spans; answers from a thread, for processes send their last ones while they wait for nothing else."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    async def Export(self, request: Any, context: Any) -> Any:
+    def Export(self, request: Any, context: Any) -> Any:
         for resource in request.resource_spans:
             process = _plain(resource.resource.attributes)["service.name"]
             for scope in resource.scope_spans:
@@ -95,15 +96,15 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-@contextlib.asynccontextmanager
-async def otlp_collector() -> AsyncIterator[tuple[Collector, str]]:
+@contextlib.contextmanager
+def otlp_collector() -> Iterator[tuple[Collector, str]]:
     """A collector and its URL."""
-    collector, server = Collector(), grpc.aio.server()
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    server.start()
     yield collector, f"http://127.0.0.1:{port}"
-    await server.stop(0)
+    server.stop(0).wait()
 
 
 def _span(process: str, span: Any) -> Span:
