@@ -31,7 +31,9 @@ class RunTrace(Reporter):
 
     @contextmanager
     def phase(self, name: str, version: int) -> Iterator[None]:
-        if not self._is_in_step:  # a step begins with the checkpoint and the evaluation of its version, if there are any
+        if (
+            not self._is_in_step
+        ):  # a step begins with the checkpoint and the evaluation of its version, if there are any
             self._step.enter_context(self._trace.span("step", version=version))
             self._is_in_step = True
         with self._trace.span(name, version=version):

@@ -20,7 +20,9 @@ from tests.common.watched import Service, reward_service
 
 
 def record(message: str = "%d samples", *arguments: object, **more: object) -> logging.LogRecord:
-    return logging.LogRecord("a.b", logging.WARNING, "f.py", 1, message, arguments or (3,), **{"exc_info": None, **more})
+    return logging.LogRecord(
+        "a.b", logging.WARNING, "f.py", 1, message, arguments or (3,), **{"exc_info": None, **more}
+    )
 
 
 def test_a_line_of_json() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def opened(directory: Path, **observability: object):
 
 
 @contextlib.asynccontextmanager
-async def collecting(run: Run, fakes: list[FakeReplica], reward_address: str) -> AsyncIterator[tuple[Collector, Rollout]]:
+async def collecting(
+    run: Run, fakes: list[FakeReplica], reward_address: str
+) -> AsyncIterator[tuple[Collector, Rollout]]:
     rollout, reward = Rollout([fake.address for fake in fakes], run.config), Reward(reward_address, run.config)
     try:
         for watcher in run.watchers:
@@ -110,7 +113,9 @@ def test_a_collector_that_is_not_there_does_not_hold_up_the_end() -> None:
     otel = Otel(f"http://127.0.0.1:{free_port()}", "x", "1", field="--otel")
     with otel.span("lost"):
         pass
-    otel.close()  # the test's own time limit is the bound; see _TIMEOUT_S
+    begin = time.monotonic()
+    otel.close()
+    assert time.monotonic() - begin < 9  # a service is killed 10 s after it is asked to end
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4317", "grpc://host:4317", "http://"])
@@ -141,7 +146,7 @@ async def test_prometheus_reads_how_a_run_goes(tmp_path: Path) -> None:
     assert value(metrics, "lockstep_coordinator_run_info", run_id=run.run_id) == 1
     assert value(metrics, "lockstep_coordinator_step") == 2
     assert value(metrics, "lockstep_coordinator_phase_seconds_count", phase="generating") == 2
-    assert 0 < value(metrics, "lockstep_coordinator_phase_seconds_sum", phase="publishing")
+    assert value(metrics, "lockstep_coordinator_phase_seconds_sum", phase="publishing") > 0
     assert value(metrics, "lockstep_coordinator_step_seconds") > 0
     assert value(metrics, "lockstep_coordinator_batch_tokens_total") == 2 * 3 * 2 * 2  # steps, groups, samples, tokens
     assert value(metrics, "lockstep_coordinator_reward_mean") == 0  # nothing that the replicas say is right

@@ -28,7 +28,7 @@ class MlflowConfig(Strict):
     experiment: str = Field(default="lockstep", min_length=1)
     """Experiment, which is made if there is none."""
     uri: str | None = Field(default=None, min_length=1)
-    """Tracking server or file:// directory; MLflow's own default if unset."""
+    """Tracking URI, such as http://HOST:5000; MLflow's own default if unset."""
 
 
 TrackerConfig = Annotated[WandbConfig | MlflowConfig, Field(discriminator="kind")]

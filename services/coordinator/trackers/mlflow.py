@@ -2,10 +2,11 @@
 
 import json
 import logging
+import queue
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
 
 from services.common.config.observability import MlflowConfig
 from services.coordinator.reporters import Reporter
@@ -39,33 +40,32 @@ class Mlflow(Reporter):
             config = json.loads(run.config.model_dump_json())
             params = [Param(name, value) for name, value in _flat(config)]
             self._client.log_batch(self._id, params=params)
-        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="mlflow")
-        self._calls: list[futures.Future[None]] = []
+        self._calls: queue.SimpleQueue[tuple[str, Callable[[], object]] | None] = queue.SimpleQueue()
+        # A daemon: MLflow's own retries take many minutes, and the end of a run does not wait for them.
+        self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
+        self._thread.start()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         now_ms = int(time.time() * 1e3)
         batch = [self._metric(_FOREIGN.sub("_", name), value, now_ms, version) for name, value in metrics.items()]
-        self._submit(f"the numbers of step {version}", lambda: self._client.log_batch(self._id, metrics=batch))
+        self._calls.put((f"the numbers of step {version}", lambda: self._client.log_batch(self._id, metrics=batch)))
 
     evaluation = step
 
     def close(self) -> None:
-        self._submit("the end of the run", lambda: self._client.set_terminated(self._id))
-        _, late = futures.wait(self._calls, timeout=_CLOSE_S)
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if late:
-            log.warning(
-                "MLflow did not take %d messages within %g s; metrics.jsonl has all numbers", len(late), _CLOSE_S
-            )
+        self._calls.put(("the end of the run", lambda: self._client.set_terminated(self._id)))
+        self._calls.put(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("MLflow does not answer for %g s; metrics.jsonl has the numbers that it lacks", _CLOSE_S)
 
-    def _submit(self, what: str, call: Callable[[], object]) -> None:
-        def send() -> None:
+    def _send(self) -> None:
+        while next_call := self._calls.get():
+            what, call = next_call
             try:
                 call()
             except Exception as error:  # noqa: BLE001 a tracker that is away must not end a run
-                log.warning("MLflow did not take %s; metrics.jsonl has all numbers: %s", what, error)
-
-        self._calls = [*(made for made in self._calls if not made.done()), self._thread.submit(send)]
+                log.warning("MLflow did not take %s, which metrics.jsonl has: %s", what, error)
 
 
 def _flat(table: dict[str, object], at: str = "") -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ class Wandb(Reporter):
             name=run.config.name,
             dir=str(run.config.run_dir),
             config=json.loads(run.config.model_dump_json()),
+            settings=wandb.Settings(console="off"),  # the terminal's live table is no log
         )
         # wandb's own step cannot go back, but a resumed run does its last steps again.
         self._run.define_metric("step")
