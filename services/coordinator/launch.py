@@ -131,7 +131,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
     gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     with contextlib.ExitStack() as ports:
-        flags = ServiceFlags(config.observability, _HOST, ports)
+        flags = ServiceFlags(config, _HOST, ports)
 
         def add(name: str, *module: str, restarts: int = 0) -> str:
             address = f"{_HOST}:{hold_free_port(_HOST, ports)}"
@@ -155,7 +155,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
                 for index in range(config.rollout.num_replicas if starts_rollout else 0)
             ),
         )
-        flags.write_targets(config.run_dir)
+        flags.write_targets()
     try:
         for child in children:
             await child.start()

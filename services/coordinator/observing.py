@@ -2,9 +2,8 @@
 
 import json
 from contextlib import ExitStack
-from pathlib import Path
 
-from services.common.config.observability import ObservabilityConfig
+from services.common.config.run import Config
 from services.common.metrics_server import Metrics, Page
 from services.common.ports import hold_free_port
 from services.coordinator.prometheus import Prometheus
@@ -35,8 +34,9 @@ def watchers(run: Run) -> list[Reporter]:
 class ServiceFlags:
     """Command-line flags that have the started services watched like the run."""
 
-    def __init__(self, settings: ObservabilityConfig, host: str, ports: ExitStack):
-        self._settings, self._host, self._ports = settings, host, ports
+    def __init__(self, config: Config, host: str, ports: ExitStack):
+        self._config, self._settings = config, config.observability
+        self._host, self._ports = host, ports
         self._targets: list[dict[str, object]] = []
 
     def of(self, name: str) -> list[str]:
@@ -44,13 +44,17 @@ class ServiceFlags:
         settings, flags = self._settings, []
         if settings.metrics_address:
             page = f"{self._host}:{hold_free_port(self._host, self._ports)}"
-            self._targets.append({"targets": [page], "labels": {"lockstep_process": name}})
+            self._add_target(page, name)
             flags += ["--metrics", page]
         flags += ["--otel", settings.otel_endpoint] if settings.otel_endpoint else []
         return [*flags, "--log-format", settings.log_format]
 
-    def write_targets(self, run_dir: Path) -> None:
-        """Tells Prometheus where the pages are (file_sd_configs): the coordinator's, and those of the flags."""
+    def write_targets(self) -> None:
+        """Tells Prometheus where the pages are (file_sd_configs): those of the flags, and the coordinator's."""
         if self._settings.metrics_address:
-            own = {"targets": [self._settings.metrics_address], "labels": {"lockstep_process": "coordinator"}}
-            (run_dir / TARGETS).write_text(json.dumps([own, *self._targets], indent=1) + "\n")
+            self._add_target(self._settings.metrics_address, "coordinator")
+            (self._config.run_dir / TARGETS).write_text(json.dumps(self._targets, indent=1) + "\n")
+
+    def _add_target(self, page: str, name: str) -> None:
+        labels = {"job": self._config.name, "lockstep_process": name}
+        self._targets.append({"targets": [page], "labels": labels})

@@ -173,17 +173,21 @@ def test_started_services_are_watched_too(tmp_path: Path, make_flags: Callable[.
     flags = make_flags(metrics_address="127.0.0.1:9100", otel_endpoint="http://c:4317", log_format="json")
     reward, rollout = flags.of("reward"), flags.of("rollout-0")
     assert reward[0] == "--metrics" and reward[2:] == ["--otel", "http://c:4317", "--log-format", "json"]
-    flags.write_targets(tmp_path)
-    targets = json.loads((tmp_path / TARGETS).read_text())
-    assert [target["targets"] for target in targets] == [["127.0.0.1:9100"], [reward[1]], [rollout[1]]]
-    assert [target["labels"]["lockstep_process"] for target in targets] == ["coordinator", "reward", "rollout-0"]
-    assert make_flags().of("reward") == ["--log-format", "text"]
-    (tmp_path / TARGETS).unlink()
-    make_flags().write_targets(tmp_path)
-    assert not (tmp_path / TARGETS).exists()
+    flags.write_targets()
+    targets = json.loads((tmp_path / "run" / TARGETS).read_text())
+    assert [target["targets"] for target in targets] == [[reward[1]], [rollout[1]], ["127.0.0.1:9100"]]
+    assert [target["labels"]["lockstep_process"] for target in targets] == ["reward", "rollout-0", "coordinator"]
+    assert {target["labels"]["job"] for target in targets} == {"run"}
+    (tmp_path / "run" / TARGETS).unlink()
+    make_flags().write_targets()
+    assert make_flags().of("reward") == ["--log-format", "text"] and not (tmp_path / "run" / TARGETS).exists()
 
 
 @pytest.fixture
-def make_flags() -> Callable[..., ServiceFlags]:
+def make_flags(tmp_path: Path) -> Callable[..., ServiceFlags]:
+    def make(**settings: object) -> ServiceFlags:
+        return ServiceFlags(make_config(name="run", runs_dir=tmp_path, observability=settings), "127.0.0.1", ports)
+
+    (tmp_path / "run").mkdir()
     with contextlib.ExitStack() as ports:
-        yield lambda **settings: ServiceFlags(make_config(observability=settings).observability, "127.0.0.1", ports)
+        yield make
