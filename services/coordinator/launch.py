@@ -162,6 +162,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
         yield Fleet(addresses, children)
     finally:
         await asyncio.gather(*(child.end() for child in children))
+        flags.remove_targets()
 
 
 def _is_started(name: str, config: Config, given: Addresses) -> bool:

@@ -55,6 +55,10 @@ class ServiceFlags:
             self._add_target(self._settings.metrics_address, "coordinator")
             (self._config.run_dir / TARGETS).write_text(json.dumps(self._targets, indent=1) + "\n")
 
+    def remove_targets(self) -> None:
+        """The pages are gone."""
+        (self._config.run_dir / TARGETS).unlink(missing_ok=True)
+
     def _add_target(self, page: str, name: str) -> None:
         labels = {"job": self._config.name, "lockstep_process": name}
         self._targets.append({"targets": [page], "labels": labels})

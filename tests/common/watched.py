@@ -19,9 +19,13 @@ Labels = frozenset[tuple[str, str]]
 
 
 def scrape(address: str) -> dict[str, dict[Labels, float]]:
-    """Name of the sample -> labels -> value."""
+    """What a page says now."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+        return parse(answer.read().decode())
+
+
+def parse(text: str) -> dict[str, dict[Labels, float]]:
+    """Name of the sample -> labels -> value."""
     found: dict[str, dict[Labels, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

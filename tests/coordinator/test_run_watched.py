@@ -178,7 +178,7 @@ def test_started_services_are_watched_too(tmp_path: Path, make_flags: Callable[.
     assert [target["targets"] for target in targets] == [[reward[1]], [rollout[1]], ["127.0.0.1:9100"]]
     assert [target["labels"]["lockstep_process"] for target in targets] == ["reward", "rollout-0", "coordinator"]
     assert {target["labels"]["job"] for target in targets} == {"run"}
-    (tmp_path / "run" / TARGETS).unlink()
+    flags.remove_targets()
     make_flags().write_targets()
     assert make_flags().of("reward") == ["--log-format", "text"] and not (tmp_path / "run" / TARGETS).exists()
 
