@@ -75,11 +75,14 @@ def test_prometheus_reads_the_same_of_the_services(workspace: Path):
     assert value(trainer, "lockstep_trainer_version", role="policy") == NUM_STEPS
     assert value(trainer, "lockstep_trainer_phase_seconds_count", phase="train", role="policy") == NUM_STEPS
     assert value(trainer, "lockstep_rpc_finished_total", method="Train", code="OK") == NUM_STEPS
+    published = {version: body["digest"] for kind, version, body in ledger(workspace) if kind == "published"}
     sent = value(trainer, "lockstep_trainer_publication_bytes_total")
     for replica in replicas:
         assert value(replica, "lockstep_rollout_publication_bytes_total") == sent > 0
         assert value(replica, "lockstep_rollout_publication_seconds_count") == NUM_STEPS + 1
         assert value(replica, "lockstep_rollout_in_flight_samples") == 0
+        served = {"version": str(NUM_STEPS), "digest": published[NUM_STEPS]}
+        assert value(replica, "lockstep_rollout_served_info", **served) == 1
 
 
 def test_the_newest_checkpoints_and_the_model_are_kept(workspace: Path):
