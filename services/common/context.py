@@ -6,6 +6,7 @@ On the wire it is two headers that other tools know too: `traceparent` (W3C Trac
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TypeVar
 from urllib.parse import quote, unquote
 
@@ -17,7 +18,7 @@ _MAX_CHARACTERS = 128
 
 TRACEPARENT: ContextVar[str] = ContextVar("lockstep_traceparent", default="")
 """Header of the span in progress, empty without OpenTelemetry."""
-_fields: ContextVar[Mapping[str, object]] = ContextVar("lockstep_fields", default={})  # noqa: B039 never mutated
+_fields: ContextVar[Mapping[str, object]] = ContextVar("lockstep_fields", default=MappingProxyType({}))
 
 
 @contextmanager
@@ -45,7 +46,8 @@ def fields() -> Mapping[str, object]:
 
 def outgoing() -> tuple[tuple[str, str], ...]:
     """gRPC metadata for a call."""
-    baggage = ",".join(f"{name}={quote(str(value), safe='')}" for name, value in _fields.get().items())
+    known = {name: quote(str(value)[:_MAX_CHARACTERS], safe="") for name, value in _fields.get().items()}
+    baggage = ",".join(f"{name}={value}" for name, value in known.items())
     headers = (("traceparent", TRACEPARENT.get()), ("baggage", baggage))
     return tuple((name, value) for name, value in headers if value)
 

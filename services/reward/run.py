@@ -91,9 +91,9 @@ class ScoringRun:
     def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:
         reward, components, failure = 0.0, {}, None
         for config, result in zip(self._config.scorers, results, strict=True):
-            is_failure = isinstance(result, ScoringError)
-            self._metrics.count(config.component, result.reason.lower() if is_failure else "scored")
-            if is_failure:
+            outcome = result.reason.lower() if isinstance(result, ScoringError) else "scored"
+            self._metrics.count(config.component, outcome)
+            if isinstance(result, ScoringError):
                 failure = failure or Failure(result.reason, config.component, result.detail)
                 continue
             components[config.component] = result
