@@ -114,7 +114,7 @@ def run_lab(name: str, out: Path, *arguments: str, timeout_s: float = 300) -> No
     assert done.returncode == 0, "\n".join([*errors, done.stderr[-4000:]])
 
 
-def service_command(service: str, address: str, *, num_ranks: int = 1) -> list[str]:
+def service_command(service: str, address: str, *flags: str, num_ranks: int = 1) -> list[str]:
     """How an operator starts `service`."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return [
@@ -124,6 +124,7 @@ def service_command(service: str, address: str, *, num_ranks: int = 1) -> list[s
         f"services.{service}",
         "--listen",
         address,
+        *flags,
     ]
 
 

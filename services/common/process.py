@@ -6,14 +6,16 @@ import select
 import signal
 import threading
 
+from services.common.logs import LogFormat, formatter
+
 _GRACE_S = 10.0
 
 
-def configure_logging(service: str) -> None:
+def configure_logging(service: str, kind: LogFormat = "text") -> None:
     """One line per record on stderr, with time, level and service."""
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s", force=True
-    )
+    to_stderr = logging.StreamHandler()
+    to_stderr.setFormatter(formatter(kind, service))
+    logging.basicConfig(level=logging.INFO, handlers=[to_stderr], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

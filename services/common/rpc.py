@@ -20,8 +20,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep.types.v1.types_pb2 import ServiceInfo
+from prometheus_client import CollectorRegistry
 
 from services.common.channel import Channel
+from services.common.context import incoming, outgoing
 from services.common.errors import (
     MAX_HEADER_BYTES,
     InternalError,
@@ -31,6 +33,7 @@ from services.common.errors import (
     to_status,
 )
 from services.common.roles import require_role
+from services.common.rpc_metrics import RpcMetrics
 from services.common.tls import LOCAL, Credentials, Transport
 from services.common.trace import NO_TRACE, Trace
 
@@ -74,7 +77,13 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def require_loopback(host: str, *, insecure: bool) -> None:
+def require_loopback(
+    host: str,
+    *,
+    insecure: bool,
+    field: str = "--listen",
+    consent: str = "pass --tls with a certificate, or --insecure",
+) -> None:
     """Refuses a plaintext listener that other hosts can reach, unless `insecure` asks for it.
 
     Raises:
@@ -82,9 +91,8 @@ def require_loopback(host: str, *, insecure: bool) -> None:
     """
     if not insecure and not is_loopback(host):
         raise InvalidInput(
-            f"--listen {host}: plaintext is only served on loopback; pass --tls with a certificate, or --insecure on a "
-            "network that you trust",
-            field="listen",
+            f"{field} {host}: plaintext is only served on loopback; {consent} on a network that you trust",
+            field=field.removeprefix("--"),
         )
 
 
@@ -114,11 +122,12 @@ _HANDLERS = {
 class Answers(grpc.aio.ServerInterceptor):
     """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log.
 
-    Every call is a span of `trace`. With `by_role`, a caller without the role for a method gets PERMISSION_DENIED.
+    Every call is a span of `trace` and is counted in `metrics`; it belongs to what the caller's work belongs to. With
+    `by_role`, a caller without the role for a method gets PERMISSION_DENIED.
     """
 
-    def __init__(self, trace: Trace, *, by_role: bool = False):
-        self._trace, self._by_role = trace, by_role
+    def __init__(self, trace: Trace, metrics: RpcMetrics, *, by_role: bool = False):
+        self._trace, self._metrics, self._by_role = trace, metrics, by_role
 
     async def intercept_service(
         self,
@@ -153,11 +162,13 @@ class Answers(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
-        with self._trace.span(method.rpartition("/")[2]):
+        name = method.rpartition("/")[2]
+        with incoming(context.invocation_metadata() or ()):
             try:
-                if self._by_role:
-                    require_role(method, context.auth_context())
-                yield
+                with self._trace.span(name), self._metrics.call(name):
+                    if self._by_role:
+                        require_role(method, context.auth_context())
+                    yield
             except LockstepError as error:
                 log.info("%s: %s %s", method, error.reason, error.message)
                 await context.abort_with_status(to_status(error))
@@ -185,9 +196,12 @@ def service_info(service: str, state: str, *, run: tuple[str, str], libraries: t
 class Server:
     """A gRPC server with health, serving until a signal, `stop()` or `fail()`. With `tls` mTLS, without reflection."""
 
-    def __init__(self, trace: Trace = NO_TRACE, tls: Credentials | None = None) -> None:
+    def __init__(
+        self, trace: Trace = NO_TRACE, tls: Credentials | None = None, registry: CollectorRegistry | None = None
+    ) -> None:
         self._tls = tls
-        self._server = grpc.aio.server(interceptors=[Answers(trace, by_role=tls is not None)], options=_OPTIONS)
+        answers = Answers(trace, RpcMetrics(registry), by_role=tls is not None)
+        self._server = grpc.aio.server(interceptors=[answers], options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []
@@ -274,7 +288,9 @@ class Client:
             timeout_s = await self._channel.connect(timeout_s)
         stub = self._channel.stub()
         try:
-            return await getattr(stub, method)(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+            return await getattr(stub, method)(
+                request, timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=outgoing()
+            )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, target=f"{method} at {self.address}") from error
 
@@ -285,7 +301,7 @@ class Client:
             LockstepError: As in `call`.
         """
         stub = self._channel.stub()
-        call = getattr(stub, method)(request, timeout=timeout_s)
+        call = getattr(stub, method)(request, timeout=timeout_s, metadata=outgoing())
         try:
             async for response in call:
                 yield response

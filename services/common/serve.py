@@ -4,24 +4,29 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import LockstepError
+from services.common.metrics_server import Metrics, Page
+from services.common.otel import Otel
 from services.common.process import configure_logging, exit_with
 from services.common.roles import Role
+from services.common.rpc import INCARNATION
 from services.common.tls import Credentials
 from services.common.trace import NO_TRACE, Trace
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Address, credentials and where spans go: all that a service is started with."""
+    """Address, credentials and where spans and metrics go: all that a service is started with."""
 
     listen: str
     insecure: bool
     trace: Trace = NO_TRACE
     tls: Credentials | None = None
+    metrics: Metrics = field(default_factory=lambda: Metrics("none"))
 
 
 def serve_from_command_line(
@@ -34,17 +39,24 @@ def serve_from_command_line(
     security.add_argument("--tls", type=Path, metavar="DIR", help="serve mTLS only, with ca.pem, cert.pem and key.pem")
     security.add_argument("--insecure", action="store_true", help="allow plaintext on an interface other than loopback")
     parser.add_argument("--trace", default="", metavar="FILE", help="append a span for each call, for Perfetto")
+    parser.add_argument("--otel", default="", metavar="URL", help="send these spans over OTLP/gRPC (extra: otel)")
+    parser.add_argument("--metrics", default="", metavar="HOST:PORT", help="serve /metrics for Prometheus there")
+    parser.add_argument("--metrics-insecure", action="store_true", help="also on an interface other than loopback")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of every line on stderr")
     parser.add_argument("--exit-with", type=int, metavar="PID", help="end when this process ends")
     options = parser.parse_args(args)
-    configure_logging(service)
+    configure_logging(service, options.log_format)
     if options.exit_with:
         exit_with(options.exit_with)
     try:
         tls = options.tls and Credentials(options.tls)
         if tls:
             tls.require_role(Role(service), Role.COORDINATOR)  # of which the services of `lockstep run --tls` are part
-        trace = Trace(options.trace, f"{service} {options.listen}")
-        code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace, tls)))
+        metrics = Metrics(service, Page(options.metrics, options.metrics_insecure))
+        otel = Otel(options.otel, f"lockstep-{service}", INCARNATION, field="--otel") if options.otel else None
+        trace = Trace(options.trace, f"{service} {options.listen}", otel)
+        with closing(trace):
+            code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace, tls, metrics)))
     except LockstepError as error:
         sys.exit(f"lockstep-{service}: {error.message}")
     sys.exit(code)

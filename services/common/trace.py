@@ -5,19 +5,24 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
+
+from services.common.context import scoped
+from services.common.otel import Otel
 
 
 class Trace:
     """Appends spans to `path`, a JSON array whose end may be missing: a killed process leaves a file that can be read.
 
     Times are of the host's clock, so that the files of several processes can be joined. Without a path nothing is kept.
+    The same spans go to `otel`, if there is one.
     """
 
-    def __init__(self, path: str | Path, process: str):
-        self._path, self._process = path, process
+    def __init__(self, path: str | Path, process: str, otel: Otel | None = None):
+        self._path, self._process, self._otel = path, process, otel
         self._file: TextIO | None = None
         self._numbers = itertools.count()
 
@@ -27,9 +32,15 @@ class Trace:
         number = {"local": str(next(self._numbers))}
         self._write(ph="b", name=name, id2=number, args=arguments)
         try:
-            yield
+            with scoped(_current, self), self._otel.span(name, **arguments) if self._otel else nullcontext():
+                yield
         finally:
             self._write(ph="e", name=name, id2=number)
+
+    def close(self) -> None:
+        """Sends the last spans; the file is whole without it."""
+        if self._otel:
+            self._otel.close()
 
     def _write(self, **event: object) -> None:
         if not self._path:
@@ -44,6 +55,12 @@ class Trace:
 
 
 NO_TRACE = Trace("", "")
+_current: ContextVar[Trace] = ContextVar("lockstep_trace", default=NO_TRACE)
+
+
+def span(name: str, **arguments: object) -> AbstractContextManager[None]:
+    """A span in the trace of the span in progress; nothing if there is none."""
+    return _current.get().span(name, **arguments)
 
 
 def join(paths: list[Path], to: Path) -> None:

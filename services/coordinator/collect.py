@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
 from services.common.config.rollout import SamplingConfig
+from services.common.context import within
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
+from services.common.trace import span
 from services.coordinator.clients.reward import Reward
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.prompts import Prompt
@@ -64,8 +66,9 @@ class Collector:
             stop_token_ids=self._tokenizer.eos_token_ids,
         )
         seeds = [self._seed_of(draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
-        group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
-        return await self._reward.score(group, self._tokenizer)
+        with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
+            group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
+            return await self._reward.score(group, self._tokenizer)
 
     def _seed_of(self, step: int, prompt_id: str, sample: int) -> int:
         """The same for the same (run seed, step, prompt, sample), wherever and whenever it is drawn."""

@@ -16,6 +16,7 @@ from services.common.ports import hold_free_port
 from services.common.tasks import gather
 from services.common.tls import LOCAL, Transport
 from services.coordinator.devices import num_gpus, split_gpus
+from services.coordinator.observing import ServiceFlags
 from services.coordinator.trace import trace_path
 
 log = logging.getLogger(__name__)
@@ -132,12 +133,14 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
     gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     with contextlib.ExitStack() as ports:
+        flags = ServiceFlags(config, _HOST, ports)
 
         def add(name: str, *module: str, restarts: int = 0) -> str:
             address = f"{_HOST}:{hold_free_port(_HOST, ports)}"
             command = [sys.executable, *module, "--listen", address, "--exit-with", str(os.getpid())]
             command += ["--tls", str(given.transport.tls.directory)] if given.transport.tls else []
             command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
+            command += flags.of(name)
             log_path = config.run_dir / "logs" / f"{name}.log"
             children.append(Child(name, command, log_path, restarts, gpus.get(name)))
             return address
@@ -156,12 +159,14 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
                 for index in range(config.rollout.num_replicas if starts_rollout else 0)
             ),
         )
+        flags.write_targets()
     try:
         for child in children:
             await child.start()
         yield Fleet(addresses, children)
     finally:
         await asyncio.gather(*(child.end() for child in children))
+        flags.remove_targets()
 
 
 def _is_started(name: str, config: Config, given: Addresses) -> bool:

@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from services.common.config.run import Config
+from services.common.context import within
 from services.common.errors import Unavailable
+from services.common.logs import formatter
 from services.common.model_card import read_model_card, write_model_card
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.launch import Addresses, Fleet, launch
+from services.coordinator.observing import watchers
 from services.coordinator.reporters import JsonLines, Reporter, TensorBoard
 from services.coordinator.run import Run
-from services.coordinator.trace import RunTrace
 
 Data = TypeVar("Data")
 Result = TypeVar("Result")
@@ -65,9 +67,11 @@ async def with_services(
     Raises:
         LockstepError: As the first failure of any part.
     """
-    _log_to(run.config.run_dir / "logs" / "coordinator.log", console)
-    async with launch(run.config, given, trainer_only=trainer_only) as fleet:
-        return await unless_service_dies(work(fleet.addresses), fleet)
+    _log_to(run.config, console)
+    with within(run=run.run_id):
+        run.watchers = watchers(run)
+        async with launch(run.config, given, trainer_only=trainer_only) as fleet:
+            return await unless_service_dies(work(fleet.addresses), fleet)
 
 
 async def unless_service_dies(work: Coroutine[Any, Any, Result], fleet: Fleet) -> Result:
@@ -88,8 +92,7 @@ async def unless_service_dies(work: Coroutine[Any, Any, Result], fleet: Fleet) -
 def keepers(config: Config, version: int) -> list[Reporter]:
     """What keeps the numbers of a run that goes on from `version`."""
     directory = config.run_dir
-    traces = [RunTrace(directory)] if config.trace else []
-    return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version), *traces]
+    return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version)]
 
 
 def stop_on_signal(run: Run, console: Console) -> None:
@@ -107,10 +110,11 @@ def stop_on_signal(run: Run, console: Console) -> None:
         loop.add_signal_handler(number, stop)
 
 
-def _log_to(path: Path, console: Console) -> None:
-    """Everything to `path`, warnings to the terminal too."""
+def _log_to(config: Config, console: Console) -> None:
+    """Everything to coordinator.log, warnings to the terminal too."""
+    path = config.run_dir / "logs" / "coordinator.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path)
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    to_file.setFormatter(formatter(config.observability.log_format, "coordinator"))
     to_terminal = RichHandler(logging.WARNING, console, show_path=False, rich_tracebacks=False)
     logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)

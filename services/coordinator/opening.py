@@ -34,6 +34,8 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     trainer, reward = Trainer(addresses.trainer, config, transport), Reward(addresses.reward, config, transport)
     beside = {name: Model(name, addresses.of(name), config, transport) for name in config.models_beside}
     rollout = Rollout(addresses.rollout, config, transport)
+    for watcher in run.watchers:
+        watcher.watch(rollout)
     try:
         await trainer.open(run.run_id, run.resume_from)
         opens = [

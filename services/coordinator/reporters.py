@@ -3,16 +3,23 @@
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from services.coordinator.clients.rollout import Rollout
 
 _ROWS = 12
 
 
 class Reporter:
     """Hears of every phase, step and evaluation, and does nothing about what it does not care for."""
+
+    def watch(self, rollout: "Rollout") -> None:
+        """The run's replicas, which are about to be opened."""
 
     def phase(self, name: str, version: int) -> AbstractContextManager[None]:
         """The run does something else now, for as long as the answer is entered."""

@@ -16,7 +16,7 @@ CHECKPOINTS = "checkpoints"
 CRITIC_CHECKPOINTS = "critic_checkpoints"
 # May differ from the config that the run began with.
 _MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs"}
-_MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace"}
+_MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace", "observability"}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.run import Config
+from services.common.context import within
 from services.coordinator.advantages.controller import coef_after, record
 from services.coordinator.clients.trainer import Model
 from services.coordinator.ledger import Kind
@@ -43,6 +44,7 @@ class Run:
         self.resume_from, self.resume_critic_from = start.checkpoint, start.critic_checkpoint
         self.stopping = False
         self.version = 0
+        self.watchers: Sequence[Reporter] = ()
         self.reporters: Sequence[Reporter] = ()
         self._ledger = start.ledger
         self._saving: asyncio.Task[None] | None = None
@@ -60,6 +62,7 @@ class Run:
     def phase(self, phase: Phase) -> Iterator[None]:
         """Times what the loop does and tells the reporters."""
         with ExitStack() as stack:
+            stack.enter_context(within(step=self.version))
             for reporter in self.reporters:
                 stack.enter_context(reporter.phase(phase.value, self.version))
             begin = time.perf_counter()
@@ -70,7 +73,7 @@ class Run:
 
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """The services hold `version`; what was recorded beyond it will be done again."""
-        self.version, self.reporters = version, reporters
+        self.version, self.reporters = version, (*self.watchers, *reporters)
         self._restart_clock()
 
     def batch_id(self, stamp: PolicyStamp) -> str:
@@ -213,7 +216,7 @@ class Run:
         """Ends the reporters and closes the ledger; a checkpoint that is being saved is not recorded."""
         if self._saving is not None and not self._saving.cancel() and not self._saving.cancelled():
             self._saving.exception()  # what ended the run says more
-        for reporter in self.reporters:
+        for reporter in self.reporters or self.watchers:
             reporter.close()
         self._ledger.close()
 

@@ -8,10 +8,14 @@ async def run(options: ServeOptions) -> int:
     """Serves until a signal."""
     from lockstep.reward.v1 import reward_pb2_grpc
 
+    from services.reward.metrics import RewardMetrics
     from services.reward.servicer import NAME, RewardServicer
 
-    server, servicer = Server(options.trace, options.tls), RewardServicer()
+    registry = options.metrics.registry
+    server = Server(options.trace, options.tls, registry)
+    servicer = RewardServicer(RewardMetrics(registry))
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
+    options.metrics.serve()
     await server.start(options.listen, [NAME], insecure=options.insecure)
     try:
         return await server.serve()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.tasks import gather
+from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.exact import ExactScorer
@@ -54,8 +55,8 @@ class Outcome:
 class ScoringRun:
     """Scores samples by one config. Holds processes: always `close` it."""
 
-    def __init__(self, config: RewardConfig):
-        self._config = config
+    def __init__(self, config: RewardConfig, metrics: RewardMetrics | None = None):
+        self._config, self._metrics = config, metrics or RewardMetrics()
         self._scorers = [SCORERS[scorer.kind](scorer, config) for scorer in config.scorers]
 
     @property
@@ -90,6 +91,8 @@ class ScoringRun:
     def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:
         reward, components, failure = 0.0, {}, None
         for config, result in zip(self._config.scorers, results, strict=True):
+            outcome = result.reason.lower() if isinstance(result, ScoringError) else "scored"
+            self._metrics.count(config.component, outcome)
             if isinstance(result, ScoringError):
                 failure = failure or Failure(result.reason, config.component, result.detail)
                 continue

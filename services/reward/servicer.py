@@ -12,8 +12,10 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.config.load import parse_json
 from services.common.config.reward import RewardConfig
+from services.common.context import within
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc import service_info
+from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun
 from services.reward.scorers.base import Item
 
@@ -26,7 +28,8 @@ _FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """One open run at a time. `Score` changes nothing, so it can be repeated and spread over replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: RewardMetrics | None = None) -> None:
+        self._metrics = metrics or RewardMetrics()
         self._run: ScoringRun | None = None
         self._opened = ("", "")  # run id, digest of the config section
         self._changing = asyncio.Lock()
@@ -50,7 +53,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async with self._changing:
             if self._run is None or opened != self._opened:
                 await self._close()
-                self._run, self._opened = await _open(config), opened
+                self._run, self._opened = await _open(config, self._metrics), opened
                 log.info("run %s opened: %s", request.run_id, self._run.scorer)
             return pb.OpenRunResponse(scorer=self._run.scorer)
 
@@ -71,10 +74,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         if self._run is None:
             raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
         scorer = self._run.scorer
-        outcomes = await self._run.score(_items(request))
+        items = _items(request)
+        with self._metrics.scoring(len(items)):
+            outcomes = await self._run.score(items)
         for sample, outcome in enumerate(outcomes):
             if outcome.failure:
-                log.warning("prompt %s sample %d: %s", request.prompt_id, sample, outcome.failure)
+                with within(group=request.prompt_id, sample=sample):
+                    log.warning("prompt %s sample %d: %s", request.prompt_id, sample, outcome.failure)
         return pb.ScoreResponse(scores=[_to_message(outcome) for outcome in outcomes], scorer=scorer)
 
     async def close(self) -> None:
@@ -88,8 +94,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             await run.close()
 
 
-async def _open(config: RewardConfig) -> ScoringRun:
-    run = ScoringRun(config)
+async def _open(config: RewardConfig, metrics: RewardMetrics) -> ScoringRun:
+    run = ScoringRun(config, metrics)
     try:
         await run.open()
     except BaseException:  # cancellation too: no process may stay behind

@@ -35,9 +35,11 @@ async def run(options: ServeOptions) -> int:
 
     from services.rollout.servicer import NAME, RolloutServicer
 
-    server = Server(options.trace, options.tls)
-    servicer = RolloutServicer(server.fail)
+    registry = options.metrics.registry
+    server = Server(options.trace, options.tls, registry)
+    servicer = RolloutServicer(server.fail, registry)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
+    options.metrics.serve()
     await server.start(options.listen, [NAME], insecure=options.insecure)
     code = await server.serve()
     await servicer.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
+from prometheus_client import CollectorRegistry
 
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
@@ -16,6 +17,7 @@ from services.common.rpc import service_info
 from services.common.stamps import require_stamp, show
 from services.common.tasks import gather
 from services.rollout.engine import Engine
+from services.rollout.metrics import RolloutMetrics, State
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +27,8 @@ NAME = "lockstep.rollout.v1.RolloutService"
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """One engine and the stamp that it holds."""
 
-    def __init__(self, fail: Callable[[str], None]):
-        self._fail = fail
+    def __init__(self, fail: Callable[[str], None], registry: CollectorRegistry | None = None):
+        self._fail, self._metrics = fail, RolloutMetrics(registry, self._state)
         self._engine: Engine | None = None
         self._run: tuple[str, str] = ("", "")  # run id, digest of the config section
         self._adapter_rank = 0
@@ -78,6 +80,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             # The stamp in force now, not the one asked for: whoever reads the answer compares the two.
             if self._stamp != stamp:
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
+            self._metrics.tokens.inc(sum(len(completion.tokens) for completion in completions))
             return rollout_pb2.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=self._stamp)
 
         tasks = [asyncio.create_task(sample_group(prompt)) for prompt in request.prompts]
@@ -126,12 +129,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             if len(digests) != 1:
                 raise PreconditionFailed(f"workers hold different weights: {digests}", reason=Reason.DIGEST_MISMATCH)
             self._received = PolicyStamp(version=request.version, digest=digests.pop())
-        return rollout_pb2.ReceiveWeightsResponse(
+        received = rollout_pb2.ReceiveWeightsResponse(
             digest=self._received.digest,
             num_bytes=answers[0]["num_bytes"],
             duration_s=max(answer["duration_s"] for answer in answers),
             wait_s=max(answer["wait_s"] for answer in answers),
         )
+        self._metrics.published_bytes.inc(received.num_bytes)
+        self._metrics.publication_seconds.observe(received.duration_s)
+        return received
 
     async def CommitWeights(
         self, request: rollout_pb2.CommitWeightsRequest, context: Any
@@ -161,6 +167,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._joined, self._epoch, self._run = False, -1, ("", "")
         if engine:
             await engine.close()
+
+    def _state(self) -> State:
+        engine = self._engine
+        return State(engine.samples_in_flight if engine else 0, self._max_samples, self._stamp)
 
     def _open_engine(self) -> Engine:
         if self._engine is None:

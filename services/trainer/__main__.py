@@ -13,6 +13,7 @@ import torch.distributed as dist
 from services.common.rpc import Server, parse_address
 from services.common.serve import ServeOptions, serve_from_command_line
 from services.common.weights.store import ServedStore
+from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks import Ranks, follow
 from services.trainer.worker import Worker
 
@@ -47,16 +48,19 @@ async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world
     from services.trainer.servicer import NAME, TrainerServicer
 
     import_module("services.trainer.fsdp.backend")  # slow to import: before anyone waits for it
-    server = Server(options.trace, options.tls)
-    ranks = Ranks(world_size, socket.gethostbyname(os.environ["MASTER_ADDR"]), server.fail)
+    server = Server(options.trace, options.tls, options.metrics.registry)
+    metrics = TrainerMetrics(options.metrics.registry)
+    ranks = Ranks(world_size, socket.gethostbyname(os.environ["MASTER_ADDR"]), server.fail, metrics.phase)
     store.set("lockstep/ranks", ranks.address)
     threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()
     await ranks.wait_for_all()
     host, _ = parse_address(options.listen, field="listen")
-    servicer = TrainerServicer(ranks, worker, ServedStore(host).address)
+    servicer = TrainerServicer(ranks, worker, ServedStore(host).address, metrics)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    options.metrics.serve()
     await server.start(options.listen, [NAME], insecure=options.insecure)
     code = await server.serve()
+    options.trace.close()
     logging.shutdown()
     # A rank may be inside a collective that nobody will answer; torchrun ends the others when this process ends.
     os._exit(code)

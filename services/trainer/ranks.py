@@ -10,6 +10,7 @@ import logging
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 
 # After one rank failed with a typed error, the others are about to, unless they wait for it in a collective.
 _OTHERS_GRACE_S = 10.0
+
+
+Phase = Callable[[str, str], AbstractContextManager[None]]
+"""Entered while all ranks do something: method and role."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,10 @@ class Message:
 class Ranks:
     """Rank 0's side. Commands run one after the other."""
 
-    def __init__(self, num_ranks: int, host: str, on_failure: Callable[[str], None]):
-        self.num_ranks = num_ranks
+    def __init__(
+        self, num_ranks: int, host: str, on_failure: Callable[[str], None], phase: Phase = lambda *_: nullcontext()
+    ):
+        self.num_ranks, self._phase = num_ranks, phase
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -74,10 +81,11 @@ class Ranks:
         async with self._turn:
             if self._failure:
                 raise InternalError(self._failure, reason=Reason.RANK_FAILED)
-            for rank, part in enumerate(parts):
-                command = Message({"method": method, "arguments": arguments | part.body}, part.frames)
-                await self._socket.send_multipart([str(rank).encode(), *command.pack()])
-            answers = await self._answers(method)
+            with self._phase(method, arguments.get("role", "policy")):
+                for rank, part in enumerate(parts):
+                    command = Message({"method": method, "arguments": arguments | part.body}, part.frames)
+                    await self._socket.send_multipart([str(rank).encode(), *command.pack()])
+                answers = await self._answers(method)
         errors = [answer.body["error"] for _, answer in sorted(answers.items()) if "error" in answer.body]
         if errors:
             raise _rebuild(errors[0])

@@ -26,6 +26,7 @@ from services.common.weights.store import StoreAddress
 from services.trainer import checkpoint
 from services.trainer.backend import Role
 from services.trainer.checkpoint import TrainState
+from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks import Ranks
 from services.trainer.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.worker import CONFIGS, Worker
@@ -72,7 +73,9 @@ def _to_the_end(method: Method) -> Method:
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Rank 0's face, of which `worker` is a part; weight groups meet at `store`."""
 
-    def __init__(self, ranks: Ranks, worker: Worker, store: StoreAddress):
+    def __init__(self, ranks: Ranks, worker: Worker, store: StoreAddress, metrics: TrainerMetrics | None = None):
+        self._metrics = metrics or TrainerMetrics()
+        self._metrics.watch(lambda: {str(role): held.state.version for role, held in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store_address = store
         self._run_id = ""
@@ -159,6 +162,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
             held.state = TrainState(held.state.version + 1, header.batch_id, metrics)
             held.digest = ""
+            self._metrics.trained(role, samples)
         return pb.TrainResponse(version=held.state.version, metrics=metrics)
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
@@ -189,6 +193,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             answers = await self._killing_epoch_on_cancel("send", version=request.version, skips_base=skips_base)
             sent = answers[0].body
             policy.digest = sent["digest"]
+            self._metrics.sent(sent["num_bytes"], sent["duration_s"])
         return pb.SendWeightsResponse(stamp=policy.stamp, num_bytes=sent["num_bytes"], duration_s=sent["duration_s"])
 
     @_to_the_end

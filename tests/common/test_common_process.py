@@ -84,7 +84,7 @@ def test_command_line_refuses_what_it_does_not_know() -> None:
     assert ServeOptions("a:1", False).listen == "a:1"
 
 
-HEAVY = ("torch", "vllm", "transformers", "zmq")
+HEAVY = ("torch", "vllm", "transformers", "zmq", "opentelemetry", "wandb", "mlflow")
 
 
 def test_command_line_starts_without_torch() -> None:

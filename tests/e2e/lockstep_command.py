@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, chdir, closing, contextmanager
 from pathlib import Path
@@ -182,7 +183,10 @@ def assert_gone(pids: Iterable[int], *, within_s: float) -> None:
 
 @functools.cache
 def reference(base: Path) -> Path:
-    """Workspace, below pytest's `base`, of a run that nothing disturbed, with services given by address."""
+    """Workspace, below pytest's `base`, of a run that nothing disturbed, with services given by address.
+
+    What each service told Prometheus in the end is in <name>.prom.
+    """
     workspace = base / "reference"
     workspace.mkdir()
     make_workspace(workspace)
@@ -192,6 +196,9 @@ def reference(base: Path) -> Path:
         with LockstepRun(workspace, *options) as run:
             assert run.wait() == 0, run.output
             assert not run.below()
+        for name in addresses:
+            (page,) = re.findall(r"metrics on (http://\S+)", (workspace / f"{name}.log").read_text())
+            (workspace / f"{name}.prom").write_bytes(urllib.request.urlopen(page, timeout=10).read())
         assert all(process.poll() is None for process in processes), "a service that was only borrowed has ended"
     return workspace
 
@@ -203,6 +210,7 @@ def running_services(addresses: dict[str, str], workspace: Path) -> Iterator[lis
         processes = []
         with chdir(workspace):
             for name, address in addresses.items():
-                command = service_command(name.partition("-")[0], address, num_ranks=2)
+                flags = ("--metrics", "127.0.0.1:0")
+                command = service_command(name.partition("-")[0], address, *flags, num_ranks=2)
                 processes.append(stack.enter_context(running(command, workspace / f"{name}.log")))
         yield processes

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.common.watched import parse, value
 from tests.e2e.lockstep_command import NUM_STEPS, numbers, reference
 
 
@@ -58,6 +59,30 @@ def test_numbers_of_every_step(workspace: Path):
         batch = pq.read_table(workspace / "runs" / "run" / "batches" / f"step-{line['step'] - 1:06d}.parquet")
         assert line["reward/mean"] == pytest.approx(np.mean(batch["reward"].to_numpy()), abs=1e-12)
         assert line["batch/tokens"] == sum(len(tokens) for tokens in batch["tokens"].to_pylist())
+
+
+def test_prometheus_reads_the_same_of_the_services(workspace: Path):
+    metrics = {name: parse((workspace / f"{name}.prom").read_text()) for name in ("trainer", "rollout-0", "rollout-1")}
+    trainer, replicas = metrics["trainer"], [metrics["rollout-0"], metrics["rollout-1"]]
+    batches = [
+        pq.read_table(workspace / "runs" / "run" / "batches" / f"step-{step:06d}.parquet") for step in range(NUM_STEPS)
+    ]
+    for part, column in (("prompt", "prompt_tokens"), ("completion", "tokens")):
+        num_tokens = sum(len(tokens) for batch in batches for tokens in batch[column].to_pylist())
+        assert value(trainer, "lockstep_trainer_trained_tokens_total", role="policy", part=part) == num_tokens
+    generated = sum(value(replica, "lockstep_rollout_generated_tokens_total") for replica in replicas)
+    assert generated > num_tokens  # the evaluations too
+    assert value(trainer, "lockstep_trainer_version", role="policy") == NUM_STEPS
+    assert value(trainer, "lockstep_trainer_phase_seconds_count", phase="train", role="policy") == NUM_STEPS
+    assert value(trainer, "lockstep_rpc_finished_total", method="Train", code="OK") == NUM_STEPS
+    published = {version: body["digest"] for kind, version, body in ledger(workspace) if kind == "published"}
+    sent = value(trainer, "lockstep_trainer_publication_bytes_total")
+    for replica in replicas:
+        assert value(replica, "lockstep_rollout_publication_bytes_total") == sent > 0
+        assert value(replica, "lockstep_rollout_publication_seconds_count") == NUM_STEPS + 1
+        assert value(replica, "lockstep_rollout_in_flight_samples") == 0
+        served = {"version": str(NUM_STEPS), "digest": published[NUM_STEPS]}
+        assert value(replica, "lockstep_rollout_served_info", **served) == 1
 
 
 def test_the_newest_checkpoints_and_the_model_are_kept(workspace: Path):

@@ -9,6 +9,7 @@ from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
 from services.common.config.evaluation import EvaluationConfig, check_evaluation
+from services.common.config.observability import ObservabilityConfig
 from services.common.config.reward import RewardConfig
 from services.common.config.roles import CriticConfig, ReferenceConfig
 from services.common.config.rollout import RolloutConfig
@@ -99,6 +100,8 @@ class Config(Strict):
     """Held-out accuracy."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Deadlines."""
+    observability: ObservabilityConfig = ObservabilityConfig()
+    """Metrics, traces, trackers and logs."""
 
     @property
     def run_dir(self) -> Path:

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
 from services.common.config.data import FilesConfig
+from services.common.config.observability import ObservabilityConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.layout import Layout, check_layout, samples_at_once
@@ -69,6 +70,8 @@ class SftConfig(Strict):
     """Held-out loss."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Deadlines."""
+    observability: ObservabilityConfig = ObservabilityConfig()
+    """Metrics, traces, trackers and logs."""
 
     @property
     def run_dir(self) -> Path:

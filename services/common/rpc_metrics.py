@@ -1,0 +1,48 @@
+"""What Prometheus is told of the calls that a server answers."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from services.common.errors import LockstepError, Reason
+
+SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0, 1800.0)
+"""Upper bounds of the buckets of every histogram, in seconds: a call may take a millisecond or half an hour."""
+
+
+class RpcMetrics:
+    """Counts and times the calls that a server answers."""
+
+    def __init__(self, registry: CollectorRegistry | None):
+        by = {"registry": registry, "labelnames": ["method"]}
+        self._started = Counter("lockstep_rpc_started_total", "Calls that came in.", **by)
+        self._seconds = Histogram("lockstep_rpc_seconds", "Time to answer a call to its end.", buckets=SECONDS, **by)
+        by["labelnames"] = ["method", "code"]
+        self._finished = Counter("lockstep_rpc_finished_total", "Calls that ended, by gRPC status code.", **by)
+        by["labelnames"] = ["method", "reason"]
+        self._failures = Counter("lockstep_rpc_failures_total", "Calls that failed, by typed reason.", **by)
+
+    @contextmanager
+    def call(self, method: str) -> Iterator[None]:
+        """One call, from here to the end of the block."""
+        self._started.labels(method).inc()
+        begin, code, reason = time.perf_counter(), "OK", ""
+        try:
+            yield
+        except LockstepError as error:
+            code, reason = error.code.name, error.reason.value
+            raise
+        except (asyncio.CancelledError, GeneratorExit):  # by its deadline too
+            code = "CANCELLED"
+            raise
+        except Exception:
+            code, reason = "INTERNAL", Reason.INTERNAL.value
+            raise
+        finally:
+            self._seconds.labels(method).observe(time.perf_counter() - begin)
+            self._finished.labels(method, code).inc()
+            if reason:
+                self._failures.labels(method, reason).inc()

@@ -1,0 +1,64 @@
+"""What watches a run from its begin to its end, as the config section `observability` says."""
+
+import json
+from contextlib import ExitStack
+
+from services.common.config.run import Config
+from services.common.metrics_server import Metrics, Page
+from services.common.ports import hold_free_port
+from services.coordinator.prometheus import Prometheus
+from services.coordinator.reporters import Reporter
+from services.coordinator.run import Run
+from services.coordinator.trace import RunTrace
+from services.coordinator.trackers import open_tracker
+
+TARGETS = "prometheus.json"
+
+
+def watchers(run: Run) -> list[Reporter]:
+    """Begun before the services are: what cannot be had is an error before anybody waits for a model.
+
+    Raises:
+        InvalidInput: An address is wrong or taken, or an extra is not installed.
+    """
+    settings, found = run.config.observability, []
+    if run.config.trace or settings.otel_endpoint:
+        found.append(RunTrace(run.config))
+    if settings.metrics_address:
+        consent = "set observability.metrics_insecure=true"
+        page = Page(settings.metrics_address, settings.metrics_insecure, "observability.metrics_address", consent)
+        found.append(Prometheus(Metrics("coordinator", page), run.run_id))
+    return [*found, *(open_tracker(tracker, run) for tracker in settings.trackers)]
+
+
+class ServiceFlags:
+    """Command-line flags that have the started services watched like the run."""
+
+    def __init__(self, config: Config, host: str, ports: ExitStack):
+        self._config, self._settings = config, config.observability
+        self._host, self._ports = host, ports
+        self._targets: list[dict[str, object]] = []
+
+    def of(self, name: str) -> list[str]:
+        """Those of the service `name`."""
+        settings, flags = self._settings, []
+        if settings.metrics_address:
+            page = f"{self._host}:{hold_free_port(self._host, self._ports)}"
+            self._add_target(page, name)
+            flags += ["--metrics", page]
+        flags += ["--otel", settings.otel_endpoint] if settings.otel_endpoint else []
+        return [*flags, "--log-format", settings.log_format]
+
+    def write_targets(self) -> None:
+        """Tells Prometheus where the pages are (file_sd_configs): those of the flags, and the coordinator's."""
+        if self._settings.metrics_address:
+            self._add_target(self._settings.metrics_address, "coordinator")
+            (self._config.run_dir / TARGETS).write_text(json.dumps(self._targets, indent=1) + "\n")
+
+    def remove_targets(self) -> None:
+        """The pages are gone."""
+        (self._config.run_dir / TARGETS).unlink(missing_ok=True)
+
+    def _add_target(self, page: str, name: str) -> None:
+        labels = {"job": self._config.name, "lockstep_process": name}
+        self._targets.append({"targets": [page], "labels": labels})

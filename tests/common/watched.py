@@ -1,0 +1,120 @@
+"""What a process says of itself, read as Prometheus and an OpenTelemetry collector read it."""
+
+import contextlib
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+Labels = frozenset[tuple[str, str]]
+
+
+def scrape(address: str) -> dict[str, dict[Labels, float]]:
+    """What a page says now."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        return parse(answer.read().decode())
+
+
+def parse(text: str) -> dict[str, dict[Labels, float]]:
+    """Name of the sample -> labels -> value."""
+    found: dict[str, dict[Labels, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def value(metrics: Mapping[str, Mapping[Labels, float]], name: str, /, **labels: str) -> float:
+    """Of the one sample with exactly these labels."""
+    return metrics[name][frozenset(labels.items())]
+
+
+@dataclass
+class Service:
+    """A started service: its lines so far, and where it listens."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """The first line from here on that matches."""
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError("\n".join(["the service ended:", *self.lines]))
+
+    def end(self) -> list[str]:
+        """Asks it to end; all of its lines."""
+        self.process.terminate()
+        _, rest = self.process.communicate(timeout=30)
+        self.lines += rest.splitlines()
+        return self.lines
+
+
+@contextlib.contextmanager
+def reward_service(*flags: str, cwd: Path | None = None) -> Iterator[Service]:
+    """`python -m services.reward` on a free port."""
+    command = [sys.executable, "-m", "services.reward", "--listen", "127.0.0.1:0", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=cwd)
+    try:
+        yield Service(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@dataclass(frozen=True)
+class Span:
+    """One of the spans that a collector was sent."""
+
+    process: str
+    name: str
+    trace: str
+    id: str
+    parent: str
+    attributes: Mapping[str, Any]
+    is_error: bool
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps all spans; answers from a thread, for processes send their last ones while they wait for nothing else."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            process = _plain(resource.resource.attributes)["service.name"]
+            for scope in resource.scope_spans:
+                self.spans += [_span(process, span) for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@contextlib.contextmanager
+def otlp_collector() -> Iterator[tuple[Collector, str]]:
+    """A collector and its URL."""
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield collector, f"http://127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+def _span(process: str, span: Any) -> Span:
+    ids = (span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex())
+    return Span(process, span.name, *ids, _plain(span.attributes), span.status.code == 2)
+
+
+def _plain(attributes: Any) -> dict[str, Any]:
+    return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in attributes}

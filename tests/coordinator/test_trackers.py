@@ -1,0 +1,212 @@
+"""Trackers, with stand-ins for their packages that keep what they are called with.
+
+The stand-ins have what wandb 0.31 and mlflow-skinny 3.17 have, with which the same calls were tried by hand.
+"""
+
+import contextlib
+import logging
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from services.common.errors import InvalidInput, PreconditionFailed
+from services.coordinator.observing import watchers
+from services.coordinator.resume import open_run
+from services.coordinator.run import Run
+from services.coordinator.trackers import mlflow as mlflow_tracker
+from tests.coordinator.fake_services import make_config
+
+STEP, EVALUATION = {"reward/mean": 0.5, "time/step_s": 2.0}, {"eval/test/pass@4": 0.25}
+
+
+@contextlib.contextmanager
+def opened(directory: Path, *trackers: dict[str, Any]):
+    config = make_config(name="run", runs_dir=directory, observability={"trackers": trackers})
+    run = Run(config, open_run(config))
+    try:
+        run.watchers = watchers(run)
+        run.begin(0, ())
+        yield run
+    finally:
+        run.close()
+
+
+def report(run: Run, *versions: int) -> None:
+    for version in versions:
+        for reporter in run.reporters:
+            reporter.step(version, STEP)
+            reporter.evaluation(version, EVALUATION)
+
+
+class FakeWandb(ModuleType):
+    """One run at a time."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: list[dict[str, Any]] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.Settings = dict
+
+    def init(self, **arguments: Any) -> "FakeWandb":
+        self.runs.append(arguments)
+        return self
+
+    def define_metric(self, *arguments: Any, **more: Any) -> None:
+        self.calls.append(("define_metric", *arguments, *more.values()))
+
+    def log(self, numbers: dict[str, float]) -> None:
+        self.calls.append(("log", numbers))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+def test_wandb_hears_of_every_step_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    settings = {"kind": "wandb", "project": "p", "entity": "e", "mode": "offline"}
+    for versions in ((1, 2), (2, 3)):
+        with opened(tmp_path, settings) as run:
+            report(run, *versions)
+    first, second = wandb.runs
+    assert first == second
+    assert first["id"] == run.run_id and first["resume"] == "allow"
+    assert [first[name] for name in ("project", "entity", "mode", "name")] == ["p", "e", "offline", "run"]
+    assert first["dir"] == str(tmp_path / "run")
+    assert first["config"]["trainer"]["optim"]["lr"] == run.config.trainer.optim.lr
+    axis = [("define_metric", "step"), ("define_metric", "*", "step")]
+    numbers = [[("log", {"step": v, **STEP}), ("log", {"step": v, **EVALUATION})] for v in (1, 2, 3)]
+    assert wandb.calls == [*axis, *numbers[0], *numbers[1], ("finish",), *axis, *numbers[1], *numbers[2], ("finish",)]
+
+
+class Metric(NamedTuple):
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+class Param(NamedTuple):
+    key: str
+    value: str
+
+
+class FakeMlflow:
+    """A tracking server, and its client."""
+
+    def __init__(self) -> None:
+        self.uris: list[str | None] = []
+        self.experiments: list[str] = []
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def MlflowClient(self, tracking_uri: str | None) -> "FakeMlflow":
+        self.uris.append(tracking_uri)
+        return self
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace | None:
+        return SimpleNamespace(experiment_id=name) if name in self.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        self.experiments.append(name)
+        return name
+
+    def search_runs(self, experiments: list[str], query: str) -> list[SimpleNamespace]:
+        assert experiments == self.experiments
+        wanted = query.removeprefix("tags.lockstep_run_id = '").removesuffix("'")
+        found = [key for key, run in self.runs.items() if run["tags"]["lockstep_run_id"] == wanted]
+        return [SimpleNamespace(info=SimpleNamespace(run_id=key)) for key in found]
+
+    def create_run(self, experiment: str, tags: dict[str, str], run_name: str) -> SimpleNamespace:
+        key = f"m{len(self.runs)}"
+        self.runs[key] = {"tags": tags, "name": run_name, "status": "RUNNING", "metrics": [], "params": {}}
+        return SimpleNamespace(info=SimpleNamespace(run_id=key))
+
+    def update_run(self, key: str, status: str) -> None:
+        self.runs[key]["status"] = status
+
+    def log_batch(self, key: str, metrics: Any = (), params: Any = ()) -> None:
+        assert self.gate.wait(10)
+        if self.error:
+            raise self.error
+        self.runs[key]["metrics"] += metrics
+        self.runs[key]["params"] |= dict(params)
+
+    def set_terminated(self, key: str) -> None:
+        self.runs[key]["status"] = "FINISHED"
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
+    server, package, entities = FakeMlflow(), ModuleType("mlflow"), ModuleType("mlflow.entities")
+    package.MlflowClient, package.entities = server.MlflowClient, entities
+    entities.Metric, entities.Param = Metric, Param
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    return server
+
+
+def test_mlflow_hears_of_every_step_and_goes_on_with_its_run(tmp_path: Path, mlflow: FakeMlflow) -> None:
+    for versions in ((1,), (2,)):
+        with opened(tmp_path, {"kind": "mlflow", "experiment": "e", "uri": "http://h:5000"}) as run:
+            report(run, *versions)
+    assert (mlflow.uris, mlflow.experiments) == (["http://h:5000"] * 2, ["e"])
+    (kept,) = mlflow.runs.values()
+    assert (kept["name"], kept["tags"], kept["status"]) == ("run", {"lockstep_run_id": run.run_id}, "FINISHED")
+    assert [(m.key, m.value, m.step) for m in kept["metrics"]] == [
+        (name, number, step)
+        for step in (1, 2)
+        for name, number in (("reward/mean", 0.5), ("time/step_s", 2.0), ("eval/test/pass_4", 0.25))
+    ]
+    assert kept["params"]["trainer.optim.lr"] == str(run.config.trainer.optim.lr)
+    assert kept["params"]["model"] == '"m"'
+
+
+def test_the_loop_does_not_wait_for_mlflow(
+    tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mlflow_tracker, "_CLOSE_S", 0.1)
+    with opened(tmp_path, {"kind": "mlflow"}) as run:
+        mlflow.gate.clear()
+        report(run, 1, 2)  # returns, though the server does not
+    assert "MLflow does not answer for 0.1 s" in caplog.text
+    mlflow.gate.set()
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    tmp_path: Path, mlflow: FakeMlflow, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, {"kind": "mlflow"}) as run:
+        mlflow.error = ConnectionError("server is gone")
+        report(run, 7)
+    logged = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(logged) == 2 and all("step 7" in line and "server is gone" in line for line in logged)
+
+
+@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setitem(sys.modules, kind, None)
+    with (
+        pytest.raises(InvalidInput, match=rf"observability\.trackers: {kind}.*pip install 'lockstep-rl\[{kind}\]'"),
+        opened(tmp_path, {"kind": kind}),
+    ):
+        pass
+
+
+def test_a_tracker_that_does_not_start_is_an_error(
+    tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", lambda name: 1 / 0)
+    with (
+        pytest.raises(PreconditionFailed, match="mlflow does not start: ZeroDivisionError"),
+        opened(tmp_path, {"kind": "mlflow"}),
+    ):
+        pass
