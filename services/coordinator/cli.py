@@ -12,6 +12,8 @@ from rich.table import Table
 from services.common.config.load import keys, load
 from services.common.errors import LockstepError
 from services.coordinator.data.cli import app as data_app
+from services.coordinator.remote_cli import app as remote_app
+from services.coordinator.remote_cli import run_there
 
 if TYPE_CHECKING:
     from services.coordinator.launch import Addresses
@@ -23,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(data_app(), name="data")
+app.add_typer(remote_app())
 
 _console = Console()
 _errors = Console(stderr=True)
@@ -36,24 +39,29 @@ _Beside = Annotated[str, typer.Option(help="HOST:PORT of the trainer that this m
 
 
 @app.command()
-def run(
+def run(  # noqa: PLR0913 options of a command line, all by name
     config: _Configs,
     rollout: _Rollout = None,
     reward: _Reward = "",
     trainer: _Trainer = "",
     reference: _Beside = "",
     critic: _Beside = "",
+    coordinator: Annotated[str, typer.Option(help="HOST:PORT of a coordinator to run it; paths are its host's.")] = "",
 ) -> None:
-    """Train. Services without an address are started on this host and ended with the run."""
+    """Train. Services without an address are started on this host, or the coordinator's, and ended with the run."""
     from services.common.config.run import Config
+    from services.coordinator.frontend import OnTerminal
     from services.coordinator.plan import check_model
     from services.coordinator.session import run_session, show_outcome
 
     settings = load(Config, config)
     given = _addresses(rollout, reward=reward, trainer=trainer, reference=reference, critic=critic)
     given.require_own(settings)
+    if coordinator:
+        run_there(coordinator, settings, given)
+        return
     check_model(settings)
-    show_outcome(asyncio.run(run_session(settings, given, _console)), _console)
+    show_outcome(asyncio.run(run_session(settings, given, OnTerminal(_console))), _console)
 
 
 @app.command()
