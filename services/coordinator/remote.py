@@ -36,10 +36,7 @@ class Coordinator:
 
     async def start(self, config: Config, given: Addresses) -> pb.Run:
         """Starts a run in the coordinator's runs directory; `config.runs_dir` must be that, or not be set."""
-        request = pb.StartRunRequest(
-            config_json=config.model_dump_json(exclude={"runs_dir"} - config.model_fields_set),
-            addresses=pb.ServiceAddresses(**vars(given)),
-        )
+        request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=pb.ServiceAddresses(**vars(given)))
         return (await self._call("StartRun", request)).run
 
     async def get(self, name: str) -> pb.Run:

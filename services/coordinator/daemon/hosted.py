@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -117,7 +118,9 @@ class HostedRun(Reporter):
     async def _live(self) -> Outcome:
         with logging_to(self.config.run_dir / "logs" / "coordinator.log"):
             try:
-                data = await asyncio.to_thread(load_data, self.config, self.given)  # takes seconds
+                # Seconds for which the other runs would stand still: tokenizing, and what a reporter imports later on.
+                data = await asyncio.to_thread(load_data, self.config, self.given)
+                await asyncio.to_thread(import_module, "tensorboardX")
                 return await with_data(data, self.config, self.given, self)
             except Exception as error:
                 log.error("run %s failed: %s", self.config.name, error, exc_info=not isinstance(error, LockstepError))

@@ -11,7 +11,7 @@ from services.coordinator.lifecycle import log_file
 _log: ContextVar[logging.Handler | None] = ContextVar("log of the run", default=None)
 
 
-class _ToRunLog(logging.Handler):
+class ToRunLog(logging.Handler):
     """Hands a record to the log of the run in whose task it was made."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -29,7 +29,7 @@ def split_by_run() -> None:
     root = logging.getLogger()
     for handler in root.handlers:
         handler.addFilter(_is_for_daemon)
-    root.addHandler(_ToRunLog())
+    root.addHandler(ToRunLog())
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from services.coordinator.launch import Addresses, is_started
 
 log = logging.getLogger(__name__)
 
+_UNSET = Config.model_fields["runs_dir"].default
+
 
 class Runs:
     """Runs by name, each in its subdirectory of `directory`."""
@@ -41,7 +43,7 @@ class Runs:
             raise PreconditionFailed(
                 f"run {config.name} is in progress: watch it, stop it, or use another name", run=config.name
             )
-        if "runs_dir" in config.model_fields_set and config.runs_dir.absolute() != self.directory:
+        if config.runs_dir.absolute() != self.directory and config.runs_dir != _UNSET:
             raise InvalidInput(
                 f"runs_dir: this coordinator keeps its runs in {self.directory}; leave it out", field="runs_dir"
             )
