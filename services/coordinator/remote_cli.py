@@ -90,7 +90,7 @@ def logs(
 
 def serve(context: typer.Context) -> None:
     """Serve runs to those who call: --listen HOST:PORT [--runs-dir DIR]; --help lists all options."""
-    from services.coordinator.daemon.serve import main
+    from services.coordinator.daemon.__main__ import main
 
     main(context.args)
 

@@ -30,3 +30,7 @@ def main(args: Sequence[str] | None = None) -> None:
     own.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs keep their files")
     runs_dir = own.parse_known_args(args)[0].runs_dir
     serve_from_command_line("coordinator", functools.partial(run, runs_dir), args, parents=[own])
+
+
+if __name__ == "__main__":
+    main()
