@@ -87,6 +87,16 @@ class Coordinator:
         return await self._client.call(method, request, timeout_s=_CALL_S)
 
     async def _come_back(self, name: str, error: LockstepError) -> None:
-        """Waits until the daemon answers again."""
+        """Waits until the daemon answers again.
+
+        Raises:
+            Unavailable: It did not in time.
+        """
         log.info("%s; waiting for the coordinator", error.message)
-        await self._client.call("GetRun", pb.GetRunRequest(name=name), timeout_s=_COME_BACK_S, wait_for_ready=True)
+        request = pb.GetRunRequest(name=name)
+        try:
+            await self._client.call("GetRun", request, timeout_s=_COME_BACK_S, wait_for_ready=True)
+        except DeadlineExceeded as timeout:
+            raise Unavailable(
+                f"the coordinator at {self.address} is gone and did not come back within {_COME_BACK_S:g} s"
+            ) from timeout

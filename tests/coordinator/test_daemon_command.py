@@ -79,7 +79,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
         fakes.trainer.hold_after(1)
         async with served(tmp_path, at[1]) as daemon:
             first = await run(tmp_path, at, fakes)
-            await first.until("0.00 s")  # the row of the first step
+            await first.until("2.000")  # the row of the first step
             first.process.send_signal(signal.SIGINT)
             code, output = await first.end()
             assert code == 130
@@ -92,7 +92,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             ]
             code, output = await status.end()
             assert code == 0 and "running" in output and "1 of 3" in output
-            await watch.until("0.00 s")
+            await watch.until("2.000")
             await log.until("run run-")
             daemon.process.terminate()
             await daemon.until("ending after the steps in progress of 1 runs")
