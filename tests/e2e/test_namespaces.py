@@ -1,5 +1,6 @@
 """One service per host, on two hosts that are network namespaces: the numbers are those of loopback."""
 
+import os
 import subprocess
 import sys
 import time
@@ -22,19 +23,33 @@ NUM_STEPS = 3
 def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
     """Coordinator, reward and a trainer rank on the first host, replica and a trainer rank on the second."""
 
-    def serve(host: Host, port: int, *module: str, listen: str = "") -> list[str]:
-        address = f"{listen or host.address}:{port}"
-        return host.command(sys.executable, "-m", *module, "--listen", address, *SERVER_SECURITY)
+    def serve(host: Host, service: str, port: int, *arguments: str) -> list[str]:
+        command = (sys.executable, "-m", f"services.{service}", "--listen", f"{host.address}:{port}")
+        return host.command(*command, *SERVER_SECURITY, *arguments)
 
-    yield "coordinator", serve(first, COORDINATOR, "services.coordinator.daemon", "--runs-dir", "runs")
-    yield "reward", serve(first, REWARD, "services.reward")
-    yield "rollout", serve(second, ROLLOUT, "services.rollout")
+    yield "coordinator", serve(first, "coordinator.daemon", COORDINATOR, "--runs-dir", "runs")
+    yield "reward", serve(first, "reward", REWARD)
+    yield "rollout", serve(second, "rollout", ROLLOUT)
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
     for rank, host in enumerate((first, second)):
+        # As many threads as a rank has on loopback, where two share the cores: sums may depend on it.
+        own = ",".join(map(str, cores[-half:] if rank else cores[:half]))
         torchrun = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
         torchrun += ["--master-addr", first.address, "--master-port", str(TORCHRUN)]
-        # On all interfaces: which of them others reach it by, it learns from the coordinator.
-        module = ("torch.distributed.run", *torchrun, "-m", "services.trainer")
-        yield f"trainer-{rank}", serve(host, TRAINER, *module, listen="0.0.0.0")
+        command = (
+            "taskset",
+            "--cpu-list",
+            own,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *torchrun,
+            "-m",
+            "services.trainer",
+        )
+        # On all interfaces: by which of them others reach it, it learns from the coordinator.
+        yield f"trainer-{rank}", host.command(*command, "--listen", f"0.0.0.0:{TRAINER}", *SERVER_SECURITY)
 
 
 def until_it_listens(log: Path) -> None:
