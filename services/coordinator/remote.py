@@ -36,7 +36,9 @@ class Coordinator:
 
     async def start(self, config: Config, given: Addresses) -> pb.Run:
         """Starts a run in the coordinator's runs directory; `config.runs_dir` must be that, or not be set."""
-        request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=pb.ServiceAddresses(**vars(given)))
+        names = pb.ServiceAddresses.DESCRIPTOR.fields_by_name
+        addresses = pb.ServiceAddresses(**{name: getattr(given, name) for name in names})
+        request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=addresses)
         return (await self._call("StartRun", request)).run
 
     async def get(self, name: str) -> pb.Run:
