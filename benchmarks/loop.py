@@ -14,6 +14,7 @@ from rich.console import Console
 from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
+from services.coordinator.frontend import OnTerminal
 from services.coordinator.launch import Addresses
 from services.coordinator.session import run_session
 
@@ -37,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         fixed = ["checkpoint.save_freq=0"]
         config = load(Config, [_CONFIG, *fixed, *overrides, f"runs_dir={directory}"])
-        outcome = asyncio.run(run_session(config, Addresses(), Console()))
+        outcome = asyncio.run(run_session(config, Addresses(), OnTerminal(Console())))
         lines = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line]
     samples = {label: [step[key] for step in steps[_WARM_UP:]] for key, label in _KEPT.items()}

@@ -116,16 +116,8 @@ def run_lab(name: str, out: Path, *arguments: str, timeout_s: float = 300) -> No
 
 def service_command(service: str, address: str, *flags: str, num_ranks: int = 1) -> list[str]:
     """How an operator starts `service`."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [
-        sys.executable,
-        *(launcher if service == "trainer" else []),
-        "-m",
-        f"services.{service}",
-        "--listen",
-        address,
-        *flags,
-    ]
+    ranks = ["--nproc-per-node", str(num_ranks)] if service == "trainer" else []
+    return [sys.executable, "-m", f"services.{service}", "--listen", address, *ranks, *flags]
 
 
 @contextlib.contextmanager

@@ -252,14 +252,16 @@ class Server:
         self.exit_code = 1
         self._stopping.set()
 
-    async def serve(self, *, grace_s: float = 2.0) -> int:
-        """Serves until told to end; returns the exit code."""
+    async def serve(self, *, grace_s: float = 2.0, drain: Callable[[], Awaitable[None]] | None = None) -> int:
+        """Serves until told to end, and on until `drain` has returned; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         await self._stopping.wait()
         for name in (*self._names, ""):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        if drain is not None:
+            await drain()
         await self._server.stop(grace_s)
         return self.exit_code
 

@@ -30,10 +30,16 @@ class ServeOptions:
 
 
 def serve_from_command_line(
-    service: str, run: Callable[[ServeOptions], Awaitable[int]], args: Sequence[str] | None = None
+    service: str,
+    run: Callable[[ServeOptions], Awaitable[int]],
+    args: Sequence[str] | None = None,
+    *,
+    parents: Sequence[argparse.ArgumentParser] = (),
 ) -> None:
-    """Parses the arguments of `python -m services.<service>`, runs it and exits with its code."""
-    parser = argparse.ArgumentParser(prog=f"lockstep-{service}", description=f"Serves the {service} of Lockstep.")
+    """Parses the arguments of `lockstep-<service>`, also those of `parents`, runs it and exits with its code."""
+    parser = argparse.ArgumentParser(
+        prog=f"lockstep-{service}", description=f"Serves the {service} of Lockstep.", parents=list(parents)
+    )
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT to serve on; port 0 picks a free one")
     security = parser.add_mutually_exclusive_group()
     security.add_argument("--tls", type=Path, metavar="DIR", help="serve mTLS only, with ca.pem, cert.pem and key.pem")

@@ -13,6 +13,8 @@ from services.common.config.load import keys, load
 from services.common.errors import LockstepError
 from services.coordinator.certs.cli import app as certs_app
 from services.coordinator.data.cli import app as data_app
+from services.coordinator.remote_cli import app as remote_app
+from services.coordinator.remote_cli import run_there
 from services.coordinator.service_options import takes_addresses
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app(), name="data")
 app.add_typer(certs_app(), name="certs")
+app.add_typer(remote_app())
 
 _console = Console()
 _errors = Console(stderr=True)
@@ -35,17 +38,25 @@ _Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value ov
 
 
 @app.command()
-@takes_addresses("rollout", "reward", "trainer", "reference", "critic")
-def run(config: _Configs, given: "Addresses") -> None:
-    """Train. Services without an address are started on this host and ended with the run."""
+@takes_addresses("rollout", "reward", "trainer", "reference", "critic", is_operator=True)
+def run(
+    config: _Configs,
+    given: "Addresses",
+    coordinator: Annotated[str, typer.Option(help="HOST:PORT of a coordinator to run it; paths are its host's.")] = "",
+) -> None:
+    """Train. Services without an address are started on this host, or the coordinator's, and ended with the run."""
     from services.common.config.run import Config
+    from services.coordinator.frontend import OnTerminal
     from services.coordinator.plan import check_model
     from services.coordinator.session import run_session, show_outcome
 
     settings = load(Config, config)
     given.require_own(settings)
+    if coordinator:
+        run_there(coordinator, settings, given)
+        return
     check_model(settings)
-    show_outcome(asyncio.run(run_session(settings, given, _console)), _console)
+    show_outcome(asyncio.run(run_session(settings, given, OnTerminal(_console))), _console)
 
 
 @app.command()

@@ -129,7 +129,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
     With `trainer_only`, as a supervised run wants it, there is no rollout and no reward.
     """
     starts_rollout = not (given.rollout or trainer_only)
-    ranks = {name: model.num_ranks for name, model in config.models.items() if _is_started(name, config, given)}
+    ranks = {name: model.num_ranks for name, model in config.models.items() if is_started(name, config, given)}
     gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     with contextlib.ExitStack() as ports:
@@ -169,6 +169,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
         flags.remove_targets()
 
 
-def _is_started(name: str, config: Config, given: Addresses) -> bool:
+def is_started(name: str, config: Config, given: Addresses) -> bool:
+    """Whether the trainer of the model in a config section is one that is started here."""
     has_own = name == "trainer" or getattr(config, name).deployment == "own"
     return has_own and not getattr(given, name)

@@ -58,16 +58,19 @@ async def with_services(
     work: Callable[[Addresses], Coroutine[Any, Any, Result]],
     run: Run,
     given: Addresses,
-    console: Console,
+    console: Console | None,
     *,
     trainer_only: bool = False,
 ) -> Result:
     """Awaits `work` on the addresses of all services: those without one are started first, and ended afterwards.
 
+    Everything is logged, to `console` too; without one it is the caller's business.
+
     Raises:
         LockstepError: As the first failure of any part.
     """
-    _log_to(run.config, console)
+    if console is not None:
+        _log_to(run.config, console)
     with within(run=run.run_id):
         run.watchers = watchers(run)
         async with launch(run.config, given, trainer_only=trainer_only) as fleet:
@@ -110,11 +113,16 @@ def stop_on_signal(run: Run, console: Console) -> None:
         loop.add_signal_handler(number, stop)
 
 
-def _log_to(config: Config, console: Console) -> None:
-    """Everything to coordinator.log, warnings to the terminal too."""
+def log_file(config: Config) -> logging.Handler:
+    """Appends records to the run's coordinator.log, whose directory is made."""
     path = config.run_dir / "logs" / "coordinator.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = logging.FileHandler(path)
     to_file.setFormatter(formatter(config.observability.log_format, "coordinator"))
+    return to_file
+
+
+def _log_to(config: Config, console: Console) -> None:
+    """Everything to coordinator.log, warnings to the terminal too."""
     to_terminal = RichHandler(logging.WARNING, console, show_path=False, rich_tracebacks=False)
-    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_terminal], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[log_file(config), to_terminal], force=True)

@@ -35,15 +35,18 @@ _OPTIONS: dict[str, tuple[Any, object]] = {
 """Name of an option to its type and default."""
 
 
-def takes_addresses(*services: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options of `services`, --tls and --insecure; it gets them as its argument `given`."""
+def takes_addresses(*services: str, is_operator: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of `services`, --tls and --insecure; it gets them as its argument `given`.
+
+    The certificate is a coordinator's; if `is_operator`, an operator's will do.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         names = (*services, "tls", "insecure")
 
         def with_options(**arguments: Any) -> None:
             chosen = {name: arguments.pop(name) for name in names}
-            command(**arguments, given=_addresses(**chosen))
+            command(**arguments, given=_addresses(**chosen, is_operator=is_operator))
 
         own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "given"]
         options = [
@@ -59,7 +62,9 @@ def takes_addresses(*services: str) -> Callable[[Callable[..., None]], Callable[
     return decorate
 
 
-def _addresses(tls: Path | None, insecure: bool, rollout: list[str] | None = None, **others: str) -> "Addresses":
+def _addresses(
+    tls: Path | None, insecure: bool, *, is_operator: bool, rollout: list[str] | None = None, **others: str
+) -> "Addresses":
     from services.common.roles import Role
     from services.common.rpc import require_secure
     from services.common.tls import Credentials, Transport
@@ -69,7 +74,7 @@ def _addresses(tls: Path | None, insecure: bool, rollout: list[str] | None = Non
         raise InvalidInput("--tls and --insecure: one or the other", field="--insecure")
     credentials = Credentials(tls) if tls else None
     if credentials:
-        credentials.require_role(Role.COORDINATOR)
+        credentials.require_role(Role.COORDINATOR, *([Role.OPERATOR] if is_operator else []))
     transport = Transport(credentials, insecure)
     for name, address in [*others.items(), *(("rollout", address) for address in rollout or ())]:
         if address:

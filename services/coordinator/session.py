@@ -13,13 +13,13 @@ from services.coordinator.data.curriculum import require_enough
 from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.forwards import Forwards
+from services.coordinator.frontend import Frontend
 from services.coordinator.launch import Addresses
-from services.coordinator.lifecycle import keepers, load_early, load_late, stop_on_signal, with_services
+from services.coordinator.lifecycle import keepers, load_early, load_late, with_services
 from services.coordinator.loop import train
 from services.coordinator.opening import open_services
 from services.coordinator.outcome import Outcome, finish, show
 from services.coordinator.publication import Publisher
-from services.coordinator.reporters import Terminal
 from services.coordinator.resume import open_run
 from services.coordinator.run import Run
 from services.coordinator.step import Parts
@@ -32,15 +32,35 @@ _FILES = {
 }
 
 
-async def run_session(config: Config, given: Addresses, console: Console) -> Outcome:
-    """Runs `config` to its end, or to a stop after Ctrl-C.
+@dataclass(frozen=True)
+class Dataset:
+    """What is sampled from, and evaluated on."""
+
+    tokenizer: Tokenizer
+    train: PromptDataset
+    eval: dict[str, Prompts]
+
+
+async def run_session(config: Config, given: Addresses, frontend: Frontend) -> Outcome:
+    """Runs `config` to its end, or until the frontend stops it.
 
     Raises:
         LockstepError: As the first failure of any part.
     """
-    data = load_early(config, given, _load)
+    return await with_data(load_data(config, given), config, given, frontend)
+
+
+def load_data(config: Config, given: Addresses) -> Dataset | None:
+    """The run's data; None if the model, whose tokenizer it needs, is on the trainer's host only."""
+    return load_early(config, given, _load)
+
+
+async def with_data(data: Dataset | None, config: Config, given: Addresses, frontend: Frontend) -> Outcome:
+    """`run_session` with what `load_data` has answered."""
     with closing(Run(config, open_run(config))) as run:
-        return await with_services(lambda addresses: _drive(run, addresses, data, console), run, given, console)
+        return await with_services(
+            lambda addresses: _drive(run, addresses, data, frontend), run, given, frontend.console
+        )
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
@@ -50,33 +70,25 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     console.print(next_steps, soft_wrap=True, highlight=False)
 
 
-@dataclass(frozen=True)
-class _Dataset:
-    tokenizer: Tokenizer
-    train: PromptDataset
-    eval: dict[str, Prompts]
-
-
-def _load(config: Config, tokenizer: Tokenizer) -> _Dataset:
+def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
     train_data = PromptDataset.load(config.data, tokenizer, seed=config.seed)
     require_enough(len(train_data), config)
-    return _Dataset(tokenizer, train_data, load_eval(config.data, tokenizer))
+    return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer))
 
 
-async def _drive(run: Run, addresses: Addresses, data: _Dataset | None, console: Console) -> Outcome:
+async def _drive(run: Run, addresses: Addresses, data: Dataset | None, frontend: Frontend) -> Outcome:
     config = run.config
-    console.print(f"run {run.run_id} in {config.run_dir}")
+    frontend.say(f"run {run.run_id} in {config.run_dir}")
     replicas = ", ".join(addresses.rollout)
-    console.print(f"opening trainer {addresses.trainer}, reward {addresses.reward}, rollout {replicas}", soft_wrap=True)
+    frontend.say(f"opening trainer {addresses.trainer}, reward {addresses.reward}, rollout {replicas}")
     async with open_services(run, addresses) as services:
         trainer, rollout, critic = services.trainer, services.rollout, services.beside.get("critic")
         version = trainer.opened.version
         _require_together(version, critic, config)
         data = data or load_late(config, trainer.opened.model_card, _load)
-        run.begin(version, [*keepers(config, version), Terminal(console, config.num_steps)])
+        run.begin(version, [*keepers(config, version), frontend.begin(run, version)])
         collector = Collector(rollout, services.reward, data.tokenizer, config.seed)
         publisher = Publisher(trainer, rollout, run)
-        stop_on_signal(run, console)
         forwards = Forwards(list(services.beside.values()), config)
         await train(run, Parts(data.train, data.eval, collector, trainer, publisher, forwards, critic), version)
         return await finish(run, trainer)

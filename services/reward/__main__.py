@@ -1,4 +1,4 @@
-"""`python -m services.reward --listen HOST:PORT`: scores completions; the config comes with OpenRun."""
+"""`lockstep-reward --listen HOST:PORT`, or `python -m services.reward`: scores completions."""
 
 from services.common.rpc import Server
 from services.common.serve import ServeOptions, serve_from_command_line
@@ -23,5 +23,10 @@ async def run(options: ServeOptions) -> int:
         await servicer.close()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point."""
     serve_from_command_line("reward", run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""`python -m services.rollout --listen HOST:PORT`: one replica of the policy in vLLM."""
+"""`lockstep-rollout --listen HOST:PORT`, also `python -m services.rollout`: one replica of the policy in vLLM."""
 
 import os
 
@@ -46,6 +46,11 @@ async def run(options: ServeOptions) -> int:
     return code
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Entry point."""
     _configure_vllm()
     serve_from_command_line("rollout", run)
+
+
+if __name__ == "__main__":
+    main()

@@ -69,7 +69,7 @@ def test_the_page_is_off_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
 def test_a_page_beyond_loopback_is_refused(host: str) -> None:
-    with pytest.raises(InvalidInput, match=f"--metrics {host}.*loopback.*--insecure") as caught:
+    with pytest.raises(InvalidInput, match=f"--metrics {host}.*loopback.*--metrics-insecure") as caught:
         Metrics("x", Page(f"{host}:0"))
     assert caught.value.metadata["field"] == "metrics"
     with pytest.raises(InvalidInput, match="not HOST:PORT"):

@@ -59,9 +59,9 @@ class WeightGroup:
             self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
             self._store.set(f"member/{rank}", b"1")
         except (OSError, RuntimeError) as error:
-            raise Aborted(
-                f"epoch {group.epoch}, member {rank}: the trainer's store cannot be reached: {error}", epoch=group.epoch
-            ) from error
+            store = f"{group.store_host}:{group.store_port}"
+            message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {error}"
+            raise Aborted(message, epoch=group.epoch) from error
         members = [f"member/{r}" for r in range(group.world_size)]
         self._wait_until(lambda: self._store.check(members), "all members to join")
         try:

@@ -9,7 +9,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common import batch as batches
 from services.common.config.run import Config
-from services.common.rpc import Client
+from services.common.rpc import Client, parse_address
 from services.common.tls import LOCAL, Transport
 
 # Section of the config -> role, and what Forward answers -> column of the batch.
@@ -43,6 +43,8 @@ class Model:
             role=self._role,
         )
         self.opened = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+        # A trainer that listens on all interfaces cannot know which of them reaches it: this one does.
+        self.opened.store_host = self.opened.store_host or parse_address(self._client.address, field=self.name)[0]
         return self.opened.version
 
     async def forward(self, batch: pa.Table) -> pa.ChunkedArray:

@@ -25,45 +25,53 @@ _sym_db = _symbol_database.Default()
 from lockstep.types.v1 import types_pb2 as lockstep_dot_types_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)lockstep/coordinator/v1/coordinator.proto\x12\x17lockstep.coordinator.v1\x1a\x1dlockstep/types/v1/types.proto\"\xc9\x01\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.lockstep.coordinator.v1.RunState\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x0f\n\x07run_dir\x18\x06 \x01(\t\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12-\n\x05stamp\x18\x08 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\"\x10\n\x0eGetInfoRequest\"?\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\"&\n\x0fStartRunRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\"=\n\x10StartRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\";\n\x0eGetRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"\x11\n\x0fListRunsRequest\">\n\x10ListRunsResponse\x12*\n\x04runs\x18\x01 \x03(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"!\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\xb6\x01\n\x10WatchRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\x12G\n\x07metrics\x18\x02 \x03(\x0b\x32\x36.lockstep.coordinator.v1.WatchRunResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\" \n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"<\n\x0fStopRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run*\x9a\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_STOPPING\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x32\xd0\x04\n\x12\x43oordinatorService\x12\\\n\x07GetInfo\x12\'.lockstep.coordinator.v1.GetInfoRequest\x1a(.lockstep.coordinator.v1.GetInfoResponse\x12_\n\x08StartRun\x12(.lockstep.coordinator.v1.StartRunRequest\x1a).lockstep.coordinator.v1.StartRunResponse\x12Y\n\x06GetRun\x12&.lockstep.coordinator.v1.GetRunRequest\x1a\'.lockstep.coordinator.v1.GetRunResponse\x12_\n\x08ListRuns\x12(.lockstep.coordinator.v1.ListRunsRequest\x1a).lockstep.coordinator.v1.ListRunsResponse\x12\x61\n\x08WatchRun\x12(.lockstep.coordinator.v1.WatchRunRequest\x1a).lockstep.coordinator.v1.WatchRunResponse0\x01\x12\\\n\x07StopRun\x12\'.lockstep.coordinator.v1.StopRunRequest\x1a(.lockstep.coordinator.v1.StopRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)lockstep/coordinator/v1/coordinator.proto\x12\x17lockstep.coordinator.v1\x1a\x1dlockstep/types/v1/types.proto\"\xbd\x01\n\x03Run\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x30\n\x05state\x18\x03 \x01(\x0e\x32!.lockstep.coordinator.v1.RunState\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x0f\n\x07run_dir\x18\x07 \x01(\t\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x13\n\x0b\x65xport_path\x18\t \x01(\t\"g\n\x10ServiceAddresses\x12\x0f\n\x07rollout\x18\x01 \x03(\t\x12\x0e\n\x06reward\x18\x02 \x01(\t\x12\x0f\n\x07trainer\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\t\x12\x0e\n\x06\x63ritic\x18\x05 \x01(\t\"\x87\x01\n\x07Numbers\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12<\n\x06values\x18\x02 \x03(\x0b\x32,.lockstep.coordinator.v1.Numbers.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x10\n\x0eGetInfoRequest\"f\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\x12\x10\n\x08runs_dir\x18\x02 \x01(\t\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\"d\n\x0fStartRunRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12<\n\taddresses\x18\x02 \x01(\x0b\x32).lockstep.coordinator.v1.ServiceAddresses\"=\n\x10StartRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\";\n\x0eGetRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"\x11\n\x0fListRunsRequest\">\n\x10ListRunsResponse\x12*\n\x04runs\x18\x01 \x03(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"6\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rafter_version\x18\x02 \x01(\x04\"\xb0\x01\n\x10WatchRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\x12\x30\n\x04step\x18\x02 \x01(\x0b\x32 .lockstep.coordinator.v1.NumbersH\x00\x12\x36\n\nevaluation\x18\x03 \x01(\x0b\x32 .lockstep.coordinator.v1.NumbersH\x00\x42\x07\n\x05\x65vent\"+\n\x0eStopRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03now\x18\x02 \x01(\x08\"<\n\x0fStopRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"O\n\x0eReadLogRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"4\n\x0fReadLogResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04*\xb1\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_STOPPING\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x15\n\x11RUN_STATE_STOPPED\x10\x06\x32\xb0\x05\n\x12\x43oordinatorService\x12\\\n\x07GetInfo\x12\'.lockstep.coordinator.v1.GetInfoRequest\x1a(.lockstep.coordinator.v1.GetInfoResponse\x12_\n\x08StartRun\x12(.lockstep.coordinator.v1.StartRunRequest\x1a).lockstep.coordinator.v1.StartRunResponse\x12Y\n\x06GetRun\x12&.lockstep.coordinator.v1.GetRunRequest\x1a\'.lockstep.coordinator.v1.GetRunResponse\x12_\n\x08ListRuns\x12(.lockstep.coordinator.v1.ListRunsRequest\x1a).lockstep.coordinator.v1.ListRunsResponse\x12\x61\n\x08WatchRun\x12(.lockstep.coordinator.v1.WatchRunRequest\x1a).lockstep.coordinator.v1.WatchRunResponse0\x01\x12\\\n\x07StopRun\x12\'.lockstep.coordinator.v1.StopRunRequest\x1a(.lockstep.coordinator.v1.StopRunResponse\x12^\n\x07ReadLog\x12\'.lockstep.coordinator.v1.ReadLogRequest\x1a(.lockstep.coordinator.v1.ReadLogResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'lockstep.coordinator.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WATCHRUNRESPONSE_METRICSENTRY']._loaded_options = None
-  _globals['_WATCHRUNRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=985
-  _globals['_RUNSTATE']._serialized_end=1139
+  _globals['_NUMBERS_VALUESENTRY']._loaded_options = None
+  _globals['_NUMBERS_VALUESENTRY']._serialized_options = b'8\001'
+  _globals['_RUNSTATE']._serialized_start=1476
+  _globals['_RUNSTATE']._serialized_end=1653
   _globals['_RUN']._serialized_start=102
-  _globals['_RUN']._serialized_end=303
-  _globals['_GETINFOREQUEST']._serialized_start=305
-  _globals['_GETINFOREQUEST']._serialized_end=321
-  _globals['_GETINFORESPONSE']._serialized_start=323
-  _globals['_GETINFORESPONSE']._serialized_end=386
-  _globals['_STARTRUNREQUEST']._serialized_start=388
-  _globals['_STARTRUNREQUEST']._serialized_end=426
-  _globals['_STARTRUNRESPONSE']._serialized_start=428
-  _globals['_STARTRUNRESPONSE']._serialized_end=489
-  _globals['_GETRUNREQUEST']._serialized_start=491
-  _globals['_GETRUNREQUEST']._serialized_end=522
-  _globals['_GETRUNRESPONSE']._serialized_start=524
-  _globals['_GETRUNRESPONSE']._serialized_end=583
-  _globals['_LISTRUNSREQUEST']._serialized_start=585
-  _globals['_LISTRUNSREQUEST']._serialized_end=602
-  _globals['_LISTRUNSRESPONSE']._serialized_start=604
-  _globals['_LISTRUNSRESPONSE']._serialized_end=666
-  _globals['_WATCHRUNREQUEST']._serialized_start=668
-  _globals['_WATCHRUNREQUEST']._serialized_end=701
-  _globals['_WATCHRUNRESPONSE']._serialized_start=704
-  _globals['_WATCHRUNRESPONSE']._serialized_end=886
-  _globals['_WATCHRUNRESPONSE_METRICSENTRY']._serialized_start=840
-  _globals['_WATCHRUNRESPONSE_METRICSENTRY']._serialized_end=886
-  _globals['_STOPRUNREQUEST']._serialized_start=888
-  _globals['_STOPRUNREQUEST']._serialized_end=920
-  _globals['_STOPRUNRESPONSE']._serialized_start=922
-  _globals['_STOPRUNRESPONSE']._serialized_end=982
-  _globals['_COORDINATORSERVICE']._serialized_start=1142
-  _globals['_COORDINATORSERVICE']._serialized_end=1734
+  _globals['_RUN']._serialized_end=291
+  _globals['_SERVICEADDRESSES']._serialized_start=293
+  _globals['_SERVICEADDRESSES']._serialized_end=396
+  _globals['_NUMBERS']._serialized_start=399
+  _globals['_NUMBERS']._serialized_end=534
+  _globals['_NUMBERS_VALUESENTRY']._serialized_start=489
+  _globals['_NUMBERS_VALUESENTRY']._serialized_end=534
+  _globals['_GETINFOREQUEST']._serialized_start=536
+  _globals['_GETINFOREQUEST']._serialized_end=552
+  _globals['_GETINFORESPONSE']._serialized_start=554
+  _globals['_GETINFORESPONSE']._serialized_end=656
+  _globals['_STARTRUNREQUEST']._serialized_start=658
+  _globals['_STARTRUNREQUEST']._serialized_end=758
+  _globals['_STARTRUNRESPONSE']._serialized_start=760
+  _globals['_STARTRUNRESPONSE']._serialized_end=821
+  _globals['_GETRUNREQUEST']._serialized_start=823
+  _globals['_GETRUNREQUEST']._serialized_end=852
+  _globals['_GETRUNRESPONSE']._serialized_start=854
+  _globals['_GETRUNRESPONSE']._serialized_end=913
+  _globals['_LISTRUNSREQUEST']._serialized_start=915
+  _globals['_LISTRUNSREQUEST']._serialized_end=932
+  _globals['_LISTRUNSRESPONSE']._serialized_start=934
+  _globals['_LISTRUNSRESPONSE']._serialized_end=996
+  _globals['_WATCHRUNREQUEST']._serialized_start=998
+  _globals['_WATCHRUNREQUEST']._serialized_end=1052
+  _globals['_WATCHRUNRESPONSE']._serialized_start=1055
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1231
+  _globals['_STOPRUNREQUEST']._serialized_start=1233
+  _globals['_STOPRUNREQUEST']._serialized_end=1276
+  _globals['_STOPRUNRESPONSE']._serialized_start=1278
+  _globals['_STOPRUNRESPONSE']._serialized_end=1338
+  _globals['_READLOGREQUEST']._serialized_start=1340
+  _globals['_READLOGREQUEST']._serialized_end=1419
+  _globals['_READLOGRESPONSE']._serialized_start=1421
+  _globals['_READLOGRESPONSE']._serialized_end=1473
+  _globals['_COORDINATORSERVICE']._serialized_start=1656
+  _globals['_COORDINATORSERVICE']._serialized_end=2344
 # @@protoc_insertion_point(module_scope)

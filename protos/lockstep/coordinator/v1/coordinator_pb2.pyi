@@ -16,15 +16,18 @@ class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RUN_STATE_STOPPING: _ClassVar[RunState]
     RUN_STATE_FINISHED: _ClassVar[RunState]
     RUN_STATE_FAILED: _ClassVar[RunState]
+    RUN_STATE_STOPPED: _ClassVar[RunState]
 RUN_STATE_UNSPECIFIED: RunState
 RUN_STATE_STARTING: RunState
 RUN_STATE_RUNNING: RunState
 RUN_STATE_STOPPING: RunState
 RUN_STATE_FINISHED: RunState
 RUN_STATE_FAILED: RunState
+RUN_STATE_STOPPED: RunState
 
 class Run(_message.Message):
-    __slots__ = ("run_id", "state", "phase", "version", "num_steps", "run_dir", "error", "stamp")
+    __slots__ = ("name", "run_id", "state", "phase", "version", "num_steps", "run_dir", "error", "export_path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -32,7 +35,8 @@ class Run(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     RUN_DIR_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    STAMP_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
     run_id: str
     state: RunState
     phase: str
@@ -40,24 +44,59 @@ class Run(_message.Message):
     num_steps: int
     run_dir: str
     error: str
-    stamp: _types_pb2.PolicyStamp
-    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., phase: _Optional[str] = ..., version: _Optional[int] = ..., num_steps: _Optional[int] = ..., run_dir: _Optional[str] = ..., error: _Optional[str] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ...) -> None: ...
+    export_path: str
+    def __init__(self, name: _Optional[str] = ..., run_id: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., phase: _Optional[str] = ..., version: _Optional[int] = ..., num_steps: _Optional[int] = ..., run_dir: _Optional[str] = ..., error: _Optional[str] = ..., export_path: _Optional[str] = ...) -> None: ...
+
+class ServiceAddresses(_message.Message):
+    __slots__ = ("rollout", "reward", "trainer", "reference", "critic")
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    CRITIC_FIELD_NUMBER: _ClassVar[int]
+    rollout: _containers.RepeatedScalarFieldContainer[str]
+    reward: str
+    trainer: str
+    reference: str
+    critic: str
+    def __init__(self, rollout: _Optional[_Iterable[str]] = ..., reward: _Optional[str] = ..., trainer: _Optional[str] = ..., reference: _Optional[str] = ..., critic: _Optional[str] = ...) -> None: ...
+
+class Numbers(_message.Message):
+    __slots__ = ("version", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, version: _Optional[int] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("info",)
+    __slots__ = ("info", "runs_dir", "num_running")
     INFO_FIELD_NUMBER: _ClassVar[int]
+    RUNS_DIR_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     info: _types_pb2.ServiceInfo
-    def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ...) -> None: ...
+    runs_dir: str
+    num_running: int
+    def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ..., runs_dir: _Optional[str] = ..., num_running: _Optional[int] = ...) -> None: ...
 
 class StartRunRequest(_message.Message):
-    __slots__ = ("config_json",)
+    __slots__ = ("config_json", "addresses")
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     config_json: str
-    def __init__(self, config_json: _Optional[str] = ...) -> None: ...
+    addresses: ServiceAddresses
+    def __init__(self, config_json: _Optional[str] = ..., addresses: _Optional[_Union[ServiceAddresses, _Mapping]] = ...) -> None: ...
 
 class StartRunResponse(_message.Message):
     __slots__ = ("run",)
@@ -66,10 +105,10 @@ class StartRunResponse(_message.Message):
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
 class GetRunRequest(_message.Message):
-    __slots__ = ("run_id",)
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class GetRunResponse(_message.Message):
     __slots__ = ("run",)
@@ -88,34 +127,53 @@ class ListRunsResponse(_message.Message):
     def __init__(self, runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
 
 class WatchRunRequest(_message.Message):
-    __slots__ = ("run_id",)
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    __slots__ = ("name", "after_version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    after_version: int
+    def __init__(self, name: _Optional[str] = ..., after_version: _Optional[int] = ...) -> None: ...
 
 class WatchRunResponse(_message.Message):
-    __slots__ = ("run", "metrics")
-    class MetricsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("run", "step", "evaluation")
     RUN_FIELD_NUMBER: _ClassVar[int]
-    METRICS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     run: Run
-    metrics: _containers.ScalarMap[str, float]
-    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    step: Numbers
+    evaluation: Numbers
+    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ..., step: _Optional[_Union[Numbers, _Mapping]] = ..., evaluation: _Optional[_Union[Numbers, _Mapping]] = ...) -> None: ...
 
 class StopRunRequest(_message.Message):
-    __slots__ = ("run_id",)
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    __slots__ = ("name", "now")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    now: bool
+    def __init__(self, name: _Optional[str] = ..., now: bool = ...) -> None: ...
 
 class StopRunResponse(_message.Message):
     __slots__ = ("run",)
     RUN_FIELD_NUMBER: _ClassVar[int]
     run: Run
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
+
+class ReadLogRequest(_message.Message):
+    __slots__ = ("name", "service", "offset", "follow")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    service: str
+    offset: int
+    follow: bool
+    def __init__(self, name: _Optional[str] = ..., service: _Optional[str] = ..., offset: _Optional[int] = ..., follow: bool = ...) -> None: ...
+
+class ReadLogResponse(_message.Message):
+    __slots__ = ("data", "next_offset")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    NEXT_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    next_offset: int
+    def __init__(self, data: _Optional[bytes] = ..., next_offset: _Optional[int] = ...) -> None: ...

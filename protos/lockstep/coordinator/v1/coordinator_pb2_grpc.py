@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """Runs training loops and says how they go. What the CLI and a dashboard use.
+    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use.
     """
 
     def __init__(self, channel):
@@ -65,10 +65,15 @@ class CoordinatorServiceStub(object):
                 request_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.ReadLog = channel.unary_stream(
+                '/lockstep.coordinator.v1.CoordinatorService/ReadLog',
+                request_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ReadLogRequest.SerializeToString,
+                response_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ReadLogResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
-    """Runs training loops and says how they go. What the CLI and a dashboard use.
+    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use.
     """
 
     def GetInfo(self, request, context):
@@ -79,7 +84,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StartRun(self, request, context):
-        """Starts a run.
+        """Starts a run, or goes on with one that was begun before. Answered once its config is found to be right.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,21 +98,28 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """All runs of this coordinator.
+        """All runs in the coordinator's runs directory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """The steps of a run as they finish, beginning with the last finished one.
+        """What a run has done, then what it does until it ends. A slow reader misses changes of state, but no event.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """Asks a run to end after the step in progress.
+        """Asks a run to end after the step in progress; answered at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLog(self, request, context):
+        """The log of the coordinator or of a service that it started for a run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +158,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     request_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
                     response_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunResponse.SerializeToString,
             ),
+            'ReadLog': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLog,
+                    request_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ReadLogRequest.FromString,
+                    response_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ReadLogResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'lockstep.coordinator.v1.CoordinatorService', rpc_method_handlers)
@@ -155,7 +172,7 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """Runs training loops and says how they go. What the CLI and a dashboard use.
+    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use.
     """
 
     @staticmethod
@@ -310,6 +327,33 @@ class CoordinatorService(object):
             '/lockstep.coordinator.v1.CoordinatorService/StopRun',
             lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
             lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lockstep.coordinator.v1.CoordinatorService/ReadLog',
+            lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ReadLogRequest.SerializeToString,
+            lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ReadLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,39 @@
+"""`lockstep coordinator serve --listen HOST:PORT [--runs-dir DIR]`, also `lockstep-coordinator`."""
+
+import argparse
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.common.rpc import Server
+from services.common.serve import ServeOptions, serve_from_command_line
+from services.common.tls import Transport
+
+
+async def run(runs_dir: Path, options: ServeOptions) -> int:
+    """Serves until a signal, then until the runs have ended after their steps."""
+    from lockstep.coordinator.v1 import coordinator_pb2_grpc
+
+    from services.coordinator.daemon.run_logs import split_by_run
+    from services.coordinator.daemon.runs import Runs
+    from services.coordinator.daemon.servicer import NAME, CoordinatorServicer
+
+    split_by_run()
+    server, runs = Server(options.trace, options.tls, options.metrics.registry), Runs(runs_dir)
+    servicer = CoordinatorServicer(runs, Transport(options.tls, options.insecure))
+    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server.grpc)
+    options.metrics.serve()
+    await server.start(options.listen, [NAME], insecure=options.insecure)
+    return await server.serve(drain=runs.drain)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs keep their files")
+    runs_dir = own.parse_known_args(args)[0].runs_dir
+    serve_from_command_line("coordinator", functools.partial(run, runs_dir), args, parents=[own])
+
+
+if __name__ == "__main__":
+    main()

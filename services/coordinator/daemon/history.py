@@ -1,0 +1,79 @@
+"""What is known of a run from its directory alone, whoever ran it."""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+
+from services.common.errors import DataLoss
+from services.coordinator.ledger import Kind
+from services.coordinator.resume import LEDGER
+
+
+def read_run(directory: Path) -> pb.Run | None:
+    """The run in `directory`, finished or stopped; None if there is none, or none that samples (a supervised one)."""
+    if not (directory / LEDGER).is_file():
+        return None
+    run = pb.Run(name=directory.name, run_dir=str(directory))
+    try:
+        opened = _last_opening(directory)
+        run.version = max((version for version, _ in _lines(directory)), default=0)
+    except (DataLoss, sqlite3.Error) as error:
+        run.state, run.error = pb.RUN_STATE_FAILED, f"its files cannot be read: {error}"
+        return run
+    config = json.loads(opened["config"]) if opened else {}
+    if "reward" not in config:
+        return None
+    run.run_id, run.num_steps = opened["run_id"], config["num_steps"]
+    run.state = pb.RUN_STATE_FINISHED if run.version >= run.num_steps else pb.RUN_STATE_STOPPED
+    return run
+
+
+def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunResponse]:
+    """Finished steps and evaluations, oldest first, as far as version `up_to` if one is given; without a state.
+
+    Raises:
+        DataLoss: A line of metrics.jsonl is not JSON.
+    """
+    return [
+        event_of(version, metrics, is_step=any(not name.startswith("eval/") for name in metrics))
+        for version, metrics in _lines(directory)
+        if up_to is None or version <= up_to
+    ]
+
+
+def event_of(version: int, metrics: dict[str, float], *, is_step: bool) -> pb.WatchRunResponse:
+    """A finished step or an evaluation, without a state."""
+    numbers = pb.Numbers(version=version, values=metrics)
+    return pb.WatchRunResponse(step=numbers) if is_step else pb.WatchRunResponse(evaluation=numbers)
+
+
+def is_news(event: pb.WatchRunResponse, after: int) -> bool:
+    """Whether `event` is for a watcher that has seen all up to the step `after`."""
+    return event.step.version > after if event.HasField("step") else event.evaluation.version >= after
+
+
+def _lines(directory: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    path = directory / "metrics.jsonl"
+    if not path.exists():
+        return
+    with path.open() as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                return  # it is being written
+            try:
+                metrics = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataLoss(f"{path} has a line that is not JSON: {error}") from error
+            yield metrics.pop("step"), metrics
+
+
+def _last_opening(directory: Path) -> dict[str, str] | None:
+    address = f"{(directory / LEDGER).absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(address, uri=True)) as database:
+        query = "SELECT body FROM decisions WHERE kind = ? ORDER BY seq DESC LIMIT 1"
+        row = database.execute(query, (Kind.OPENED.value,)).fetchone()
+    return json.loads(row[0]) if row else None

@@ -1,0 +1,134 @@
+"""One run of the daemon: its task, its state for those who ask, its events for those who watch."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from pathlib import Path
+
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+
+from services.common.config.run import Config
+from services.common.errors import LockstepError
+from services.coordinator.daemon.history import event_of, is_news, read_events
+from services.coordinator.daemon.run_logs import logging_to
+from services.coordinator.launch import Addresses
+from services.coordinator.outcome import Outcome
+from services.coordinator.reporters import Reporter
+from services.coordinator.run import Run
+from services.coordinator.session import load_data, with_data
+
+log = logging.getLogger(__name__)
+
+
+class HostedRun(Reporter):
+    """The frontend of a session in this process, and its reporter once the loop begins.
+
+    Watchers read a list that only grows, each at its own pace: none of them is waited for.
+    """
+
+    console = None
+
+    def __init__(self, config: Config, given: Addresses):
+        self.config, self.given = config, given
+        self.state = pb.Run(
+            name=config.name, state=pb.RUN_STATE_STARTING, num_steps=config.num_steps, run_dir=str(config.run_dir)
+        )
+        self.ended = asyncio.Event()
+        self._events: list[pb.WatchRunResponse] = []
+        self._changed = asyncio.Event()
+        self._run: Run | None = None
+        self._session = asyncio.create_task(self._live(), name=f"run {config.name}")
+
+    async def end(self) -> None:
+        """Waits for the end, however that comes: `state` says so. Never raises."""
+        await asyncio.wait([self._session])
+        if self._session.cancelled():
+            self.state.state = pb.RUN_STATE_STOPPED
+        elif error := self._session.exception():
+            self.state.state = pb.RUN_STATE_FAILED
+            self.state.error = error.message if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
+        else:
+            outcome = self._session.result()
+            is_done = outcome.version >= self.config.num_steps
+            self.state.state = pb.RUN_STATE_FINISHED if is_done else pb.RUN_STATE_STOPPED
+            self.state.export_path = str(outcome.export_path or "")
+        self.state.phase = ""
+        self.ended.set()
+        self._tell()
+
+    def stop(self, *, now: bool) -> None:
+        """Ends it after the step in progress; at once if `now`, or if it makes no steps yet."""
+        self.state.state = pb.RUN_STATE_STOPPING
+        self._tell()
+        if self._run is not None:
+            self._run.stopping = True
+        if now or self._run is None:
+            self._session.cancel()
+
+    async def watch(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:
+        """All events beyond version `after`, and the newest state when it has changed, until the run ends."""
+        sent, index = pb.Run(), 0
+        while True:
+            changed = self._changed
+            while index < len(self._events):
+                event, index = self._events[index], index + 1
+                if is_news(event, after):
+                    sent.CopyFrom(self.state)
+                    yield with_state(event, self.state)
+            if sent != self.state:
+                sent.CopyFrom(self.state)
+                yield pb.WatchRunResponse(run=self.state)
+            elif self.ended.is_set():
+                return
+            else:
+                await changed.wait()
+
+    def say(self, line: str) -> None:
+        log.info(line)
+
+    def begin(self, run: Run, version: int) -> Reporter:
+        self._run = run
+        self._events = read_events(Path(self.state.run_dir), up_to=version)
+        self.state.run_id, self.state.version = run.run_id, version
+        if self.state.state == pb.RUN_STATE_STARTING:
+            self.state.state = pb.RUN_STATE_RUNNING
+        self._tell()
+        return self
+
+    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
+        self.state.phase = name
+        self._tell()
+        return nullcontext()
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        self.state.version = version
+        self._events.append(event_of(version, metrics, is_step=True))
+        self._tell()
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        self._events.append(event_of(version, metrics, is_step=False))
+        self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _live(self) -> Outcome:
+        with logging_to(self.config):
+            try:
+                # Seconds for which the other runs would stand still: tokenizing, and what a reporter imports later on.
+                data = await asyncio.to_thread(load_data, self.config, self.given)
+                await asyncio.to_thread(import_module, "tensorboardX")
+                return await with_data(data, self.config, self.given, self)
+            except Exception as error:
+                log.error("run %s failed: %s", self.config.name, error, exc_info=not isinstance(error, LockstepError))
+                raise
+
+
+def with_state(event: pb.WatchRunResponse, run: pb.Run) -> pb.WatchRunResponse:
+    """`event`, with the state of its run."""
+    answer = pb.WatchRunResponse(run=run)
+    answer.MergeFrom(event)
+    return answer

@@ -1,0 +1,74 @@
+"""Logs of a run's services, as they are written."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from pathlib import Path
+
+from asyncinotify import Inotify, Mask
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+
+from services.common.errors import NotFound, Overloaded
+
+_CHUNK_BYTES = 256 << 10
+
+
+async def read_log(
+    directory: Path, service: str, offset: int, until: asyncio.Event | None
+) -> AsyncGenerator[pb.ReadLogResponse, None]:
+    """The log of `service` from `offset` on; with `until`, also what is written before that is set.
+
+    Raises:
+        NotFound: `directory` has no log of this service.
+        Overloaded: The kernel gives no more watches to this user.
+    """
+    path = _find(directory, service)
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("rb"))
+        file.seek(offset)
+        written = _Written(path, until, stack) if until is not None else None
+        while True:
+            is_last = written is None or written.is_over
+            while data := file.read(_CHUNK_BYTES):
+                yield pb.ReadLogResponse(data=data, next_offset=file.tell())
+            if is_last:
+                return
+            await written.more()
+
+
+class _Written:
+    """Says when there may be more to read. What was written since it was made counts."""
+
+    def __init__(self, path: Path, until: asyncio.Event, stack: ExitStack):
+        try:
+            self._inotify = stack.enter_context(Inotify())
+            self._inotify.add_watch(path, Mask.MODIFY)
+        except OSError as error:
+            raise Overloaded(f"no more logs can be followed on this host ({error}); end other followers") from error
+        self._until = until
+        self._over = asyncio.create_task(until.wait())
+        stack.callback(self._over.cancel)
+
+    @property
+    def is_over(self) -> bool:
+        return self._until.is_set()
+
+    async def more(self) -> None:
+        """Waits for a write, or for the end."""
+        event = asyncio.create_task(self._inotify.get())
+        try:
+            await asyncio.wait([event, self._over], return_when=asyncio.FIRST_COMPLETED)
+            if event.done():
+                event.result()
+        finally:
+            event.cancel()
+            await asyncio.wait([event])  # it uses what is about to be closed
+
+
+def _find(directory: Path, service: str) -> Path:
+    """A regular file of the directory itself: `service` is compared with what is there, never part of a path."""
+    logs = {path.stem: path for path in directory.glob("*.log") if path.is_file() and not path.is_symlink()}
+    if service not in logs:
+        there = ", ".join(sorted(logs)) or "none yet"
+        raise NotFound(f"service: this run has no log of {service}; there are: {there}", field="service")
+    return logs[service]

@@ -1,0 +1,126 @@
+"""All runs of a daemon: those in progress, those that ended here, and those found in its directory."""
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+
+from services.common.config.run import Config
+from services.common.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
+from services.coordinator.daemon.history import read_run
+from services.coordinator.daemon.hosted import HostedRun
+from services.coordinator.devices import num_gpus
+from services.coordinator.launch import Addresses, is_started
+
+log = logging.getLogger(__name__)
+
+_UNSET = Config.model_fields["runs_dir"].default
+
+
+class Runs:
+    """Runs by name, each in its subdirectory of `directory`."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory.absolute()
+        self.running: dict[str, HostedRun] = {}
+        self.is_ending = False
+        self._ended: dict[str, pb.Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, config: Config, given: Addresses) -> pb.Run:
+        """Starts `config`, or goes on with what its directory holds, as `config.resume` says.
+
+        Raises:
+            PreconditionFailed: A run of this name is in progress, or another has the GPUs of this host.
+            InvalidInput: The config wants another runs directory than this coordinator's.
+            Unavailable: The coordinator is ending.
+        """
+        if self.is_ending:
+            raise Unavailable("this coordinator is ending and starts no runs; try again when it is back")
+        if config.name in self.running:
+            raise PreconditionFailed(
+                f"run {config.name} is in progress: watch it, stop it, or use another name", run=config.name
+            )
+        if config.runs_dir.absolute() != self.directory and config.runs_dir != _UNSET:
+            raise InvalidInput(
+                f"runs_dir: this coordinator keeps its runs in {self.directory}; leave it out", field="runs_dir"
+            )
+        self._require_gpus(config, given)
+        hosted = HostedRun(config.model_copy(update={"runs_dir": self.directory}), given)
+        self.running[config.name] = hosted
+        task = asyncio.create_task(self._keep(hosted))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return hosted.state
+
+    async def get(self, name: str) -> pb.Run:
+        """State of the run `name`.
+
+        Raises:
+            NotFound: There is none.
+        """
+        if name in self.running:
+            return self.running[name].state
+        found = self._ended.get(name) or next(iter(await asyncio.to_thread(_read_runs, self.directory, name)), None)
+        if found is None:
+            raise NotFound(f"there is no run {name} in {self.directory}; `lockstep status` lists all", field="name")
+        return found
+
+    async def all(self) -> list[pb.Run]:
+        """State of all runs, in the order of their names."""
+        found = {run.name: run for run in await asyncio.to_thread(_read_runs, self.directory)}
+        found |= self._ended | {name: hosted.state for name, hosted in self.running.items()}
+        return [found[name] for name in sorted(found)]
+
+    async def stop(self, name: str, *, now: bool) -> pb.Run:
+        """Asks the run `name` to end; its state. One that has ended stays as it is."""
+        if name not in self.running:
+            return await self.get(name)
+        self.running[name].stop(now=now)
+        return self.running[name].state
+
+    async def drain(self) -> None:
+        """Ends all runs after their steps, or at once after another signal."""
+        self.is_ending = True
+        if not self._tasks:
+            return
+        log.info("ending after the steps in progress of %d runs; once more to end now", len(self._tasks))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop_all, True)
+        self._stop_all(False)
+        await asyncio.wait(set(self._tasks))
+
+    def _stop_all(self, now: bool) -> None:
+        for hosted in self.running.values():
+            hosted.stop(now=now)
+
+    async def _keep(self, hosted: HostedRun) -> None:
+        name = hosted.config.name
+        log.info("run %s begins", name)
+        await hosted.end()
+        del self.running[name]
+        self._ended[name] = hosted.state
+        log.info("run %s: %s %s", name, pb.RunState.Name(hosted.state.state), hosted.state.error)
+
+    def _require_gpus(self, config: Config, given: Addresses) -> None:
+        holder = next((name for name, hosted in self.running.items() if _starts(hosted.config, hosted.given)), None)
+        if holder and num_gpus() and _starts(config, given):
+            raise PreconditionFailed(
+                f"run {holder} has started services on the GPUs of this host: give the addresses of services that run "
+                "already, or start this when that has ended"
+            )
+
+
+def _starts(config: Config, given: Addresses) -> bool:
+    """Whether anything that wants a GPU is started here."""
+    return not given.rollout or any(is_started(name, config, given) for name in config.models)
+
+
+def _read_runs(directory: Path, name: str | None = None) -> list[pb.Run]:
+    """Those in `directory`, or the one of that name, which is compared with what is there and never part of a path."""
+    entries = directory.iterdir() if directory.is_dir() else ()
+    runs = (read_run(entry) for entry in entries if name is None or entry.name == name)
+    return [run for run in runs if run is not None]

@@ -1,0 +1,79 @@
+"""CoordinatorService: what the CLI and a dashboard call."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+from lockstep.coordinator.v1 import coordinator_pb2_grpc
+
+from services.common.config.load import parse_json
+from services.common.config.run import Config
+from services.common.rpc import require_secure, service_info
+from services.common.tls import LOCAL, Transport
+from services.coordinator.daemon.history import is_news, read_events
+from services.coordinator.daemon.hosted import with_state
+from services.coordinator.daemon.logs import read_log
+from services.coordinator.daemon.runs import Runs
+from services.coordinator.launch import Addresses
+from services.coordinator.plan import check_model
+
+NAME = "lockstep.coordinator.v1.CoordinatorService"
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """The face of `runs`, whose services are called over `transport`."""
+
+    def __init__(self, runs: Runs, transport: Transport = LOCAL):
+        self._runs, self._transport = runs, transport
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+        state = "ending" if self._runs.is_ending else "serving"
+        info = service_info("coordinator", state, run=("", ""), libraries=("grpcio", "pyarrow"))
+        return pb.GetInfoResponse(info=info, runs_dir=str(self._runs.directory), num_running=len(self._runs.running))
+
+    async def StartRun(self, request: pb.StartRunRequest, context: Any) -> pb.StartRunResponse:
+        config, given = parse_json(Config, request.config_json), _addresses(request.addresses, self._transport)
+        given.require_own(config)
+        await asyncio.to_thread(check_model, config)
+        return pb.StartRunResponse(run=self._runs.start(config, given))
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunResponse:
+        return pb.GetRunResponse(run=await self._runs.get(request.name))
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
+        return pb.ListRunsResponse(runs=await self._runs.all())
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
+        hosted = self._runs.running.get(request.name)
+        if hosted is not None:
+            async for answer in hosted.watch(request.after_version):
+                yield answer
+            return
+        run = await self._runs.get(request.name)
+        for event in await asyncio.to_thread(read_events, Path(run.run_dir)):
+            if is_news(event, request.after_version):
+                yield with_state(event, run)
+        yield pb.WatchRunResponse(run=run)
+
+    async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
+        return pb.StopRunResponse(run=await self._runs.stop(request.name, now=request.now))
+
+    async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.ReadLogResponse]:
+        run, hosted = await self._runs.get(request.name), self._runs.running.get(request.name)
+        until = hosted.ended if hosted is not None and request.follow else None
+        logs = Path(run.run_dir) / "logs"
+        async with aclosing(read_log(logs, request.service or "coordinator", request.offset, until)) as answers:
+            async for answer in answers:
+                yield answer
+
+
+def _addresses(given: pb.ServiceAddresses, transport: Transport) -> Addresses:
+    """Raises InvalidInput if one is not HOST:PORT, or would be called in plaintext over a network."""
+    others = {name: getattr(given, name) for name in ("reward", "trainer", "reference", "critic")}
+    for name, address in [*others.items(), *(("rollout", address) for address in given.rollout)]:
+        if address:
+            require_secure(address, transport, field=f"addresses.{name}")
+    return Addresses(tuple(given.rollout), transport=transport, **others)

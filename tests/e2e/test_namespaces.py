@@ -1,0 +1,94 @@
+"""One service per host, on two hosts that are network namespaces: the numbers are those of loopback."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, chdir
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.lockstep_command import LOCKSTEP, make_workspace, numbers, reference
+from tests.e2e.namespaces import Host, received_bytes, two_hosts
+from tests.support import running
+
+# How services and their callers trust one another: the one place to change for another way, such as TLS.
+SERVER_SECURITY, CLIENT_SECURITY = ["--insecure"], []
+COORDINATOR, TRAINER, REWARD, ROLLOUT, TORCHRUN = 7000, 7001, 7003, 7002, 29500
+NUM_STEPS = 3
+
+
+def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
+    """Coordinator, reward and a trainer rank on the first host, replica and a trainer rank on the second."""
+
+    def serve(host: Host, service: str, port: int, *arguments: str) -> list[str]:
+        command = (sys.executable, "-m", f"services.{service}", "--listen", f"{host.address}:{port}")
+        return host.command(*command, *SERVER_SECURITY, *arguments)
+
+    yield "coordinator", serve(first, "coordinator.daemon", COORDINATOR, "--runs-dir", "runs")
+    yield "reward", serve(first, "reward", REWARD)
+    yield "rollout", serve(second, "rollout", ROLLOUT)
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    for rank, host in enumerate((first, second)):
+        # As many threads as a rank has on loopback, where two share the cores: sums may depend on it.
+        own = ",".join(map(str, cores[-half:] if rank else cores[:half]))
+        torchrun = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+        torchrun += ["--master-addr", first.address, "--master-port", str(TORCHRUN)]
+        command = (
+            "taskset",
+            "--cpu-list",
+            own,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *torchrun,
+            "-m",
+            "services.trainer",
+        )
+        # On all interfaces: by which of them others reach it, it learns from the coordinator.
+        yield f"trainer-{rank}", host.command(*command, "--listen", f"0.0.0.0:{TRAINER}", *SERVER_SECURITY)
+
+
+def until_it_listens(log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while "listens on" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
+    """Workspace and output of a run on two hosts, and how many bytes the second one received."""
+    workspace = make_workspace(tmp_path_factory.mktemp("namespaces"))
+    with two_hosts() as (first, second), ExitStack() as stack, chdir(workspace):
+        for name, command in services(first, second):
+            stack.enter_context(running(command, workspace / f"{name}.log"))
+        until_it_listens(workspace / "coordinator.log")
+        addresses = {
+            "coordinator": f"{first.address}:{COORDINATOR}",
+            "reward": f"{first.address}:{REWARD}",
+            "trainer": f"{first.address}:{TRAINER}",
+            "rollout": f"{second.address}:{ROLLOUT}",
+        }
+        options = [f"--{name}={address}" for name, address in addresses.items()]
+        command = second.command(LOCKSTEP, "run", "run.yaml", f"num_steps={NUM_STEPS}", *options, *CLIENT_SECURITY)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        logs = {path.name: path.read_text()[-3000:] for path in workspace.rglob("*.log")}
+        assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *map(str, logs.items())])
+        return workspace, done.stdout, received_bytes(second)
+
+
+def test_it_trains_over_the_network_with_the_numbers_of_loopback(
+    run_there: tuple[Path, str, int], tmp_path_factory: pytest.TempPathFactory
+):
+    workspace, output, num_bytes = run_there
+    assert f"{NUM_STEPS} steps done" in output
+    model = (workspace / "model" / "model.safetensors").stat().st_size
+    assert num_bytes > (1 + NUM_STEPS) * model  # each publication, and more
+    there, here = numbers(workspace), numbers(reference(tmp_path_factory.getbasetemp()))
+    kept = [line for line in there if line["step"] < NUM_STEPS or "train/loss" in line]
+    assert [line["step"] for line in kept] == [0, 1, 2, 2, 3]
+    assert kept == here[: len(kept)]
