@@ -32,6 +32,7 @@ _Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value ov
 _Rollout = Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running replica; repeat for more.")]
 _Reward = Annotated[str, typer.Option(help="HOST:PORT of a running reward service.")]
 _Trainer = Annotated[str, typer.Option(help="HOST:PORT of a running trainer.")]
+_RunDir = Annotated[Path, typer.Argument(help="Directory of a run.")]
 _Beside = Annotated[str, typer.Option(help="HOST:PORT of the trainer that this model has for itself.")]
 
 
@@ -84,6 +85,16 @@ def evaluate(
     settings = eval_config(load(Config, config), checkpoint, out)
     given = _addresses(rollout, reward=reward, trainer=trainer)
     show_evaluation(asyncio.run(eval_session(settings, given, _console)), _console)
+
+
+@app.command()
+def report(
+    run_dir: _RunDir, out: Annotated[Path | None, typer.Option(help="File to write; report.html of the run.")] = None
+) -> None:
+    """Write a page of a run's curves, samples and failures, for a browser without a network."""
+    from services.coordinator.report.page import write_report
+
+    _console.print(f"wrote {write_report(run_dir, out)}", soft_wrap=True)
 
 
 @app.command()

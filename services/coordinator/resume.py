@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
+from services.common.versions import installed
 from services.coordinator.ledger import Kind, Ledger
 
 LEDGER = "ledger.sqlite"
@@ -66,7 +67,8 @@ def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
     if not checkpoint and config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_beside(checkpoint) if checkpoint and config.critic else ""
-    ledger.record(Kind.OPENED, run_id=run_id, config=config.model_dump_json(), checkpoint=checkpoint)
+    written = config.model_dump_json()
+    ledger.record(Kind.OPENED, run_id=run_id, config=written, checkpoint=checkpoint, versions=installed())
     return Start(run_id, ledger, checkpoint, critic)
 
 
