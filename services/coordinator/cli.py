@@ -98,6 +98,23 @@ def report(
 
 
 @app.command()
+def replay(
+    run_dir: _RunDir,
+    step: Annotated[int, typer.Option(help="Step to do again, counted from 1.")],
+    what: Annotated[str, typer.Option(help="rewards or train; both if not given.")] = "",
+    reward: _Reward = "",
+    trainer: _Trainer = "",
+) -> None:
+    """Score and train a recorded step again and list what differs: exit code 1 if anything does."""
+    from services.coordinator.replay.session import parse_what, replay_session, show_replayed
+
+    given = _addresses(reward=reward, trainer=trainer)
+    replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), given, _console))
+    show_replayed(replayed, _console)
+    raise typer.Exit(1 if replayed.differences else 0)
+
+
+@app.command()
 def plan(config: _Configs) -> None:
     """Show what each trainer rank would hold, its memory and what a publication sends. Starts nothing."""
     from services.common.config.run import Config

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from services.common.config.run import Config
 from services.common.errors import Unavailable
 from services.common.model_card import read_model_card, write_model_card
 from services.coordinator.data.tokenizer import Tokenizer
-from services.coordinator.launch import Addresses, Fleet, launch
+from services.coordinator.launch import SERVICES, Addresses, Fleet, launch
 from services.coordinator.reporters import JsonLines, Reporter, TensorBoard
 from services.coordinator.run import Run
 from services.coordinator.trace import RunTrace
@@ -58,15 +58,15 @@ async def with_services(
     given: Addresses,
     console: Console,
     *,
-    trainer_only: bool = False,
+    services: Collection[str] = SERVICES,
 ) -> Result:
-    """Awaits `work` on the addresses of all services: those without one are started first, and ended afterwards.
+    """Awaits `work` on the addresses of `services`: those without one are started first, and ended afterwards.
 
     Raises:
         LockstepError: As the first failure of any part.
     """
     _log_to(run.config.run_dir / "logs" / "coordinator.log", console)
-    async with launch(run.config, given, trainer_only=trainer_only) as fleet:
+    async with launch(run.config, given, services=services) as fleet:
         return await unless_service_dies(work(fleet.addresses), fleet)
 
 

@@ -105,5 +105,7 @@ def _left_out(shown: Sequence[dict[str, Any]], left_out: Sequence[samples.Source
         notes.append(f"Of the steps in the table {embedded:,} of {total:,} samples are in this page, as whole groups.")
     if left_out:
         num_shown, num = len(shown), len(shown) + len(left_out)
-        notes.append(f"Samples of {num_shown:,} of {num:,} steps and evaluations are in this page, spread over the run.")
+        notes.append(
+            f"Samples of {num_shown:,} of {num:,} steps and evaluations are in this page, spread over the run."
+        )
     return [f"{note} The rest is in the run's Parquet files." for note in notes]

@@ -1,7 +1,7 @@
 // Curves, the timeline of phases and the histogram. All share the step under the pointer and the step that was chosen.
 
 const HEIGHT = 118;
-const MARGIN = { left: 44, right: 8, top: 6, bottom: 17 };
+const MARGIN = { left: 44, right: 14, top: 6, bottom: 17 };
 
 const steps = {
   listeners: [],
@@ -42,7 +42,11 @@ function drawAxes(node, width, xScale, xTicks, yTicks, yScale, yLabel) {
 }
 
 function wholeTicks(low, high, width) {
-  const found = ticks(low, high, clamp(Math.floor(width / 70), 2, 12)).filter((value) => Number.isInteger(value));
+  const rough = Math.max(1, (high - low) / clamp(Math.floor(width / 70), 2, 20));
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((part) => part * power).find((size) => size >= rough);
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
   return found.length ? found : [low];
 }
 
@@ -132,12 +136,16 @@ class Plot {
 class Timeline {
   constructor(timeline, onChoose) {
     this.timeline = timeline;
-    this.legend = timeline.phases.map((phase, index) => legendItem(phase.name, `key block f${index % 6}`));
+    this.legend = timeline.phases.map((phase, index) => legendItem(phase.name, `key block f${this.color(index)}`));
     this.when = el("span");
     this.node = svg("svg", { height: HEIGHT, role: "img", "aria-label": "seconds of each phase by step" });
     this.box = el("div", { class: "plot" }, el("div", { class: "legend" }, this.when, ...this.legend.map((i) => i.node)), this.node);
     followPointer(this.node, (x) => timeline.steps[clamp(Math.floor((x - MARGIN.left) / this.perStep), 0, timeline.steps.length - 1)], onChoose);
     steps.listeners.push(() => this.mark());
+  }
+
+  color(phase) {
+    return this.timeline.phases[phase].name === "other" ? 5 : phase;
   }
 
   start() {
@@ -147,7 +155,7 @@ class Timeline {
   draw(width) {
     const { steps: all, phases } = this.timeline;
     const inner = width - MARGIN.left - MARGIN.right;
-    this.perStep = Math.min(inner / all.length, 48);
+    this.perStep = Math.min(inner / all.length, 120);
     const together = Math.ceil(2 / this.perStep);
     const bins = Array.from({ length: Math.ceil(all.length / together) }, (_, bin) =>
       phases.map(({ seconds }) => mean(seconds.slice(bin * together, (bin + 1) * together))),
@@ -156,16 +164,15 @@ class Timeline {
     const yScale = (y) => HEIGHT - MARGIN.bottom - (y / top) * (HEIGHT - MARGIN.top - MARGIN.bottom);
     this.xScale = (step) => MARGIN.left + (nearest(all, step) + 0.5) * this.perStep;
     this.node.replaceChildren();
-    const every = Math.max(1, Math.ceil(all.length / clamp(Math.floor((all.length * this.perStep) / 60), 1, 14)));
-    const labelled = all.filter((step, index) => index % every === every - 1 || all.length <= 14);
+    const labelled = wholeTicks(all[0], all.at(-1), all.length * this.perStep);
     drawAxes(this.node, width, this.xScale, labelled, ticks(0, top, 3), yScale, show);
-    const gap = this.perStep * together > 6 ? 1.5 : 0;
+    const gap = this.perStep * together > 6 ? Math.max(1.5, this.perStep / 8) : 0;
     bins.forEach((bin, index) => {
       let below = 0;
       bin.forEach((seconds, phase) => {
-        const box = { x: MARGIN.left + index * together * this.perStep, y: yScale(below + seconds) };
+        const box = { x: MARGIN.left + index * together * this.perStep + gap / 2, y: yScale(below + seconds) };
         const size = { width: Math.max(0.5, this.perStep * together - gap), height: yScale(below) - yScale(below + seconds) };
-        this.node.append(svg("rect", { class: `f${phase % 6}`, ...box, ...size }));
+        this.node.append(svg("rect", { class: `f${this.color(phase)}`, ...box, ...size }));
         below += seconds;
       });
     });
@@ -196,7 +203,7 @@ function mean(values) {
 function drawHistogram(box, labels, counts) {
   box.replaceChildren();
   if (!counts) return;
-  const [width, height, left, foot] = [420, 92, 6, 17];
+  const [width, height, left, foot] = [420, 92, 14, 17];
   const total = counts.reduce((a, b) => a + b, 0);
   const top = Math.max(...counts);
   const each = Math.min((width - 2 * left) / labels.length, 84);
@@ -212,6 +219,6 @@ function drawHistogram(box, labels, counts) {
     if (counts[index] && each > 26) node.append(svg("text", { ...middle, y: height - foot - tall - 4 }, String(counts[index])));
     if (index % every === 0) node.append(svg("text", { ...middle, y: height - 4 }, label.split(" ")[0]));
   });
-  node.append(svg("line", { class: "grid", x1: left, x2: width - left, y1: height - foot, y2: height - foot }));
+  node.append(svg("line", { class: "grid", x1: left, x2: left + labels.length * each, y1: height - foot, y2: height - foot }));
   box.append(el("figcaption", { class: "legend" }, `rewards of all ${total} samples of this step`), node);
 }
