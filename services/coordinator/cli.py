@@ -115,6 +115,22 @@ def replay(
 
 
 @app.command()
+def doctor(
+    config: Annotated[list[str] | None, typer.Argument(help="As of run; more can be checked with it.")] = None,
+    rollout: _Rollout = None,
+    reward: _Reward = "",
+    trainer: _Trainer = "",
+) -> None:
+    """Look at this host, and at running services, before a run: exit code 1 if something would fail."""
+    from services.common.config.run import Config
+    from services.coordinator.doctor.session import examine
+
+    settings = load(Config, config) if config else None
+    is_well = examine(settings, _addresses(rollout, reward=reward, trainer=trainer), _console)
+    raise typer.Exit(0 if is_well else 1)
+
+
+@app.command()
 def plan(config: _Configs) -> None:
     """Show what each trainer rank would hold, its memory and what a publication sends. Starts nothing."""
     from services.common.config.run import Config

@@ -128,7 +128,7 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
     """
     starts_rollout = "rollout" in services and not given.rollout
     models = config.models.items() if "trainer" in services else ()
-    ranks = {name: model.num_ranks for name, model in models if _is_started(name, config, given)}
+    ranks = {name: model.num_ranks for name, model in models if is_started(name, config, given)}
     gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     with contextlib.ExitStack() as ports:
@@ -162,6 +162,7 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
         await asyncio.gather(*(child.end() for child in children))
 
 
-def _is_started(name: str, config: Config, given: Addresses) -> bool:
+def is_started(name: str, config: Config, given: Addresses) -> bool:
+    """Whether the ranks of a model of `config` are started here."""
     has_own = name == "trainer" or getattr(config, name).deployment == "own"
     return has_own and not getattr(given, name)

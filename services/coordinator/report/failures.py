@@ -1,5 +1,6 @@
 """What went wrong in a run, counted by its reason: from the logs of its processes and the numbers of its steps."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,11 +8,11 @@ from pathlib import Path
 
 from services.coordinator.report.curves import Row
 
-_TIME = r"^(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* \w (?:\w+ )?"
-# As services.common.rpc, coordinator.clients.reward and coordinator.clients.rollout write them.
-_CALL = re.compile(_TIME + r"services\.common\.rpc: /lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text>.*)")
-_SCORER = re.compile(_TIME + r"\S+: prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)")
-_REPLICA = re.compile(_TIME + r"\S+: replica (?P<where>\S+) is out: (?P<text>.*)")
+# As services.common.rpc, coordinator.clients.reward and coordinator.clients.rollout say it, in a log of text or JSON.
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* \w (?:\w+ )?services\.\S+: (.*)")
+_CALL = re.compile(r"/lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text>.*)")
+_SCORER = re.compile(r"prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)")
+_REPLICA = re.compile(r"replica (?P<where>\S+) is out: (?P<text>.*)")
 _DROPPED = "sampling/dropped_"
 _MAX_TEXT = 400
 
@@ -42,20 +43,33 @@ def _logged(run_dir: Path) -> Iterator[Failure]:
     for path in sorted((run_dir / "logs").glob("*.log")):
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                yield from _in_line(path.stem, line)
+                time, message = _read(line)
+                if failure := _failure(path.stem, time, message):
+                    yield failure
 
 
-def _in_line(process: str, line: str) -> Iterator[Failure]:
-    text = line.rstrip("\n")
-    if found := _CALL.match(text):
+def _read(line: str) -> tuple[str, str]:
+    """When, and what was said; nothing where a line is none of ours."""
+    if not line.startswith("{"):
+        found = _LINE.match(line)
+        return (found[1], found[2]) if found else ("", "")
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return "", ""
+    return str(record.get("time", ""))[:19].replace("T", " "), str(record.get("message", ""))
+
+
+def _failure(process: str, time: str, message: str) -> Failure | None:
+    if found := _CALL.match(message):
         what, reason = f"{found['where']} of {process}", found["reason"]
-    elif found := _SCORER.match(text):
+    elif found := _SCORER.match(message):
         what, reason = f"scorer {found['where']}", found["reason"]
-    elif found := _REPLICA.match(text):
+    elif found := _REPLICA.match(message):
         what, reason = f"replica {found['where']}", "LOST"
     else:
-        return
-    yield Failure(what, reason, 1, found["time"], found["text"][:_MAX_TEXT])
+        return None
+    return Failure(what, reason, 1, time, found["text"][:_MAX_TEXT])
 
 
 def _dropped(steps: Sequence[Row]) -> Iterator[Failure]:
