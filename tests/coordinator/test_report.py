@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_left_out_here_and_there_and_said(run_dir: Path) ->
     gaps = [after - before for before, after in pairwise(steps)]
     assert max(gaps) <= 4 * min(gaps)
     assert len(samples.to_json(shown)) <= 100_000 + 2 * len(shown)
-    (few,), _ = samples.embed(many[:1], lambda tokens: "text", max_bytes=2_000)
+    (few,), _ = samples.embed(many[:1], lambda tokens: "text", max_bytes=1_000)
     groups = few["columns"]["group"]
     assert 0 < len(groups) < few["total"] == 32
     assert all(groups.count(group) == 4 for group in groups)  # whole groups only

@@ -29,16 +29,17 @@ def check_broadcast(
     store = serve_store(_HOST)
     command = [sys.executable, "-W", "ignore", *other, str(store.port)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    duration_s, why = 0.0, ""
     try:
         duration_s = _send(store.port, timeout_s)
     except LockstepError as error:
-        process.kill()
-        said = process.communicate()[1].strip().splitlines()[-1:]
-        fix = "see that loopback is up and that this torch has gloo"
-        return Finding("broadcast", "; ".join([error.message, *said]), Verdict.FAIL, fix)
+        why = error.message
     finally:
         process.kill()
-        process.communicate()
+        said = process.communicate()[1].strip().splitlines()[-1:]
+    if why:
+        fix = "see that loopback is up and that this torch has gloo"
+        return Finding("broadcast", "; ".join([why, *said]), Verdict.FAIL, fix)
     rate = _NUM_BYTES / duration_s / 1e9
     found = f"64 MiB in {duration_s:.3f} s, {rate:.1f} GB/s, by gloo between two processes of this host"
     return Finding("broadcast", f"{found}; from trainer to replicas it would need an open run")

@@ -8,8 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.roles import ReferenceConfig
@@ -84,16 +82,15 @@ async def replay_session(
 
 
 def show_replayed(replayed: Replayed, console: Console) -> None:
-    """Prints the verdict and a row for every difference."""
+    """Prints the verdict and a line for every difference."""
     for line in replayed.compared:
         console.print(line, soft_wrap=True, highlight=False)
     if not replayed.differences:
         console.print(f"step {replayed.step}: exactly as it was recorded", style="green", highlight=False)
         return
-    table = Table("what", "recorded", "now")
-    for difference in replayed.differences:
-        table.add_row(*map(escape, (difference.what, difference.recorded, difference.now)))
-    console.print(table)
+    for one in replayed.differences:
+        line = f"{one.what}: recorded {one.recorded}, now {one.now}"
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.print(f"step {replayed.step}: {len(replayed.differences)} differences", style="red", highlight=False)
     console.print(f"logs in {replayed.directory / 'logs'}", soft_wrap=True, highlight=False)
 
