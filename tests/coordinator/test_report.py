@@ -166,6 +166,17 @@ def test_everything_of_the_run_is_in_the_page(run_dir: Path) -> None:
     assert data["notes"] == []
 
 
+def test_a_run_that_is_going_on_is_read_and_left_alone(run_dir: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(run_dir, tmp_path / "run")
+    with closing(Ledger(moved / LEDGER)) as ledger:
+        ledger.record(Kind.EVALUATED, NUM_STEPS, **{"eval/test/reward": 0.875})  # in the write-ahead log only
+        before = {path.name: path.read_bytes() for path in moved.iterdir() if path.is_file()}
+        data = gather(moved)
+        assert {path.name: path.read_bytes() for path in moved.iterdir() if path.is_file()} == before
+        assert (data["state"], dict(data["facts"])["held-out"]) == ("running", "test/reward 0.250 → 0.875")
+    assert gather(moved)["state"] == "done"
+
+
 def test_text_of_a_model_stays_text(run_dir: Path) -> None:
     data = gather(run_dir)
     page = Tags(render(data))

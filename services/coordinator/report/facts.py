@@ -24,12 +24,13 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> dict[str
         raise DataLoss(f"{run_dir}: the ledger is empty; the run was never opened")
     config = json.loads(opened["config"])
     version = max((row["step"] for row in rows), default=0)
+    num_steps = config["num_steps"]  # none where epochs are counted
     sessions = _sessions(ledger)
     began, duration_s = sessions[0][0], sum(end - begin for begin, end in sessions)
     facts = {
         "run": opened["run_id"],
         "model": config["model"],
-        "steps": f"{version:,} of {config['num_steps'] or '?'}",
+        "steps": f"{version:,} of {num_steps:,}" if num_steps else f"{version:,}",
         "began": f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
         "held-out": _held_out(ledger),
@@ -40,7 +41,7 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> dict[str
     }
     return {
         "name": config["name"],
-        "state": _state(run_dir, version, config["num_steps"]),
+        "state": _state(run_dir, version, num_steps),
         "facts": [[label, value] for label, value in facts.items() if value],
         "config": json.dumps(config, indent=1, ensure_ascii=False),
     }
@@ -49,7 +50,9 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> dict[str
 def _state(run_dir: Path, version: int, num_steps: int | None) -> str:
     if is_running(run_dir):
         return "running"
-    return "done" if version >= (num_steps or 0) else "stopped"
+    if num_steps is None:
+        return "ended"
+    return "done" if version >= num_steps else "stopped"
 
 
 def _sessions(ledger: RecordedLedger) -> list[tuple[float, float]]:

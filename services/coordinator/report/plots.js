@@ -1,6 +1,7 @@
 // Curves, the timeline of phases and the histogram. All share the step under the pointer and the step that was chosen.
 
 const HEIGHT = 118;
+const PHASE_COLORS = { "generating and scoring": 0, training: 1, publishing: 2, evaluating: 3, checkpointing: 4, other: 5 };
 const MARGIN = { left: 44, right: 14, top: 6, bottom: 17 };
 
 const steps = {
@@ -145,7 +146,7 @@ class Timeline {
   }
 
   color(phase) {
-    return this.timeline.phases[phase].name === "other" ? 5 : phase;
+    return PHASE_COLORS[this.timeline.phases[phase].name];
   }
 
   start() {

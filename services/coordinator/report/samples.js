@@ -90,7 +90,7 @@ class Samples {
     const { prompts, rows } = this.source;
     const wanted = (row) =>
       (stop === null || row.stop === stop) &&
-      (!sought || `${prompts[row.group].join("\n")}\n${row.completion}`.toLowerCase().includes(sought));
+      (!sought || `${prompts[row.group][1]}\n${row.completion}`.toLowerCase().includes(sought));
     const key = this.columns().find((column) => column.name === sort)?.key;
     const sign = descending ? -1 : 1;
     const number = (row) => (typeof key(row) === "number" ? key(row) : -Infinity);
