@@ -13,6 +13,8 @@ from services.coordinator.resume import LEDGER
 class RecordedLedger(Ledger):
     """The ledger of a run that has ended, or that another process still writes.
 
+    While it is written SQLite keeps its readers' marks in the shared memory beside it; nothing else changes.
+
     Raises:
         NotFound: `run_dir` holds no run.
     """

@@ -109,6 +109,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def files(directory: Path) -> dict[Path, bytes]:
+    """Every file, but for SQLite's shared memory, in which readers of a file that is written have their marks."""
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.suffix != ".sqlite-shm"}
+
+
 class Tags(HTMLParser):
     """The elements of a page, and the content of its scripts."""
 
@@ -128,9 +133,9 @@ class Tags(HTMLParser):
 
 
 def test_everything_of_the_run_is_in_the_page(run_dir: Path) -> None:
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    before = files(run_dir)
     data = gather(run_dir)
-    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    assert files(run_dir) == before
     facts = dict(data["facts"])
     assert (data["name"], data["state"], facts["steps"]) == ("run", "done", "3 of 3")
     assert facts["held-out"] == "test/reward 0.250 → 0.750"
@@ -170,9 +175,9 @@ def test_a_run_that_is_going_on_is_read_and_left_alone(run_dir: Path, tmp_path: 
     moved = shutil.copytree(run_dir, tmp_path / "run")
     with closing(Ledger(moved / LEDGER)) as ledger:
         ledger.record(Kind.EVALUATED, NUM_STEPS, **{"eval/test/reward": 0.875})  # in the write-ahead log only
-        before = {path.name: path.read_bytes() for path in moved.iterdir() if path.is_file()}
+        before = files(moved)
         data = gather(moved)
-        assert {path.name: path.read_bytes() for path in moved.iterdir() if path.is_file()} == before
+        assert files(moved) == before
         assert (data["state"], dict(data["facts"])["held-out"]) == ("running", "test/reward 0.250 → 0.875")
     assert gather(moved)["state"] == "done"
 
