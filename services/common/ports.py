@@ -7,7 +7,7 @@ import socket
 
 # Below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range, from 32768): such a port could be taken
 # by any connection before its service, which may need a minute to start, listens on it.
-_PORTS = range(20000, 32768)
+PORTS = range(20000, 32768)
 
 
 def hold_free_port(host: str, holders: contextlib.ExitStack) -> int:
@@ -16,7 +16,7 @@ def hold_free_port(host: str, holders: contextlib.ExitStack) -> int:
     Raises:
         OSError: `host` is not this one, or no port is free.
     """
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         holder = socket.socket()
         try:
             holder.bind((host, port))
@@ -27,4 +27,4 @@ def hold_free_port(host: str, holders: contextlib.ExitStack) -> int:
         else:
             holders.enter_context(holder)
             return port
-    raise OSError(errno.EADDRINUSE, f"no port of {host} from {_PORTS.start} to {_PORTS.stop - 1} is free")
+    raise OSError(errno.EADDRINUSE, f"no port of {host} from {PORTS.start} to {PORTS.stop - 1} is free")

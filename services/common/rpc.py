@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -190,6 +191,7 @@ def service_info(service: str, state: str, *, run: tuple[str, str], libraries: t
         run_id=run[0],
         config_digest=run[1],
         libraries={name: version(name) for name in libraries},
+        time_ns=time.time_ns(),
     )
 
 

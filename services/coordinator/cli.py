@@ -35,6 +35,7 @@ _errors = Console(stderr=True)
 
 
 _Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides, the last one wins.")]
+_RunDir = Annotated[Path, typer.Argument(help="Directory of a run.")]
 
 
 @app.command()
@@ -86,6 +87,47 @@ def evaluate(
 
     settings = eval_config(load(Config, config), checkpoint, out)
     show_evaluation(asyncio.run(eval_session(settings, given, _console)), _console)
+
+
+@app.command()
+def report(
+    run_dir: _RunDir, out: Annotated[Path | None, typer.Option(help="File to write; report.html of the run.")] = None
+) -> None:
+    """Write a page of a run's curves, samples and failures, for a browser without a network."""
+    from services.coordinator.report.page import write_report
+
+    _console.print(f"wrote {write_report(run_dir, out)}", soft_wrap=True)
+
+
+@app.command()
+@takes_addresses("reward", "trainer")
+def replay(
+    run_dir: _RunDir,
+    step: Annotated[int, typer.Option(help="Step to do again, counted from 1.")],
+    given: "Addresses",
+    what: Annotated[str, typer.Option(help="rewards or train; both if not given.")] = "",
+) -> None:
+    """Score and train a recorded step again and list what differs: exit code 1 if anything does."""
+    from services.coordinator.replay.session import parse_what, replay_session, show_replayed
+
+    replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), given, _console))
+    show_replayed(replayed, _console)
+    raise typer.Exit(1 if replayed.differences else 0)
+
+
+@app.command()
+@takes_addresses("rollout", "reward", "trainer")
+def doctor(
+    given: "Addresses",
+    config: Annotated[list[str] | None, typer.Argument(help="As of run; more can be checked with it.")] = None,
+) -> None:
+    """Look at this host, and at running services, before a run: exit code 1 if something would fail."""
+    from services.common.config.run import Config
+    from services.coordinator.doctor.session import examine
+
+    settings = load(Config, config) if config else None
+    is_well = examine(settings, given, _console)
+    raise typer.Exit(0 if is_well else 1)
 
 
 @app.command()

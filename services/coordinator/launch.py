@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ _HOST = "127.0.0.1"
 _GRACE_S = 10.0
 _MAX_RESTARTS = 3
 _LOG_LINES = 15
+SERVICES = ("trainer", "reward", "rollout")
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,14 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def launch(config: Config, given: Addresses, *, trainer_only: bool = False) -> AsyncIterator[Fleet]:
+async def launch(config: Config, given: Addresses, *, services: Collection[str] = SERVICES) -> AsyncIterator[Fleet]:
     """Services for `config`: those of `given`, the rest started here and ended on the way out, however that is.
 
-    With `trainer_only`, as a supervised run wants it, there is no rollout and no reward.
+    Of the kinds that are not among `services`, as a supervised run has no rollout and no reward, none is started.
     """
-    starts_rollout = not (given.rollout or trainer_only)
-    ranks = {name: model.num_ranks for name, model in config.models.items() if is_started(name, config, given)}
+    starts_rollout = "rollout" in services and not given.rollout
+    models = config.models.items() if "trainer" in services else ()
+    ranks = {name: model.num_ranks for name, model in models if is_started(name, config, given)}
     gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     with contextlib.ExitStack() as ports:
@@ -150,7 +152,7 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
             torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
             trainers[name] = add(name, *torchrun, "-m", "services.trainer")
         addresses = Addresses(
-            reward=given.reward or ("" if trainer_only else add("reward", "-m", "services.reward")),
+            reward=given.reward or (add("reward", "-m", "services.reward") if "reward" in services else ""),
             **trainers,
             transport=given.transport,
             rollout=given.rollout
@@ -170,6 +172,6 @@ async def launch(config: Config, given: Addresses, *, trainer_only: bool = False
 
 
 def is_started(name: str, config: Config, given: Addresses) -> bool:
-    """Whether the trainer of the model in a config section is one that is started here."""
+    """Whether the ranks of a model of `config` are started here."""
     has_own = name == "trainer" or getattr(config, name).deployment == "own"
     return has_own and not getattr(given, name)

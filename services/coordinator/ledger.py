@@ -16,7 +16,7 @@ from services.common.errors import PreconditionFailed
 class Kind(StrEnum):
     """What was decided."""
 
-    OPENED = "opened"  # run id and config, each time a coordinator opens the run
+    OPENED = "opened"  # run id, config and versions, each time a coordinator opens the run
     EPOCH = "epoch"  # weight-group epoch and its number of replicas
     PUBLISHED = "published"  # stamp that is served
     SELECTED = "selected"  # which groups of a step are trained on, which were dropped or left over, and why

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from services.common.errors import Unavailable
 from services.common.logs import formatter
 from services.common.model_card import read_model_card, write_model_card
 from services.coordinator.data.tokenizer import Tokenizer
-from services.coordinator.launch import Addresses, Fleet, launch
+from services.coordinator.launch import SERVICES, Addresses, Fleet, launch
 from services.coordinator.observing import watchers
 from services.coordinator.reporters import JsonLines, Reporter, TensorBoard
 from services.coordinator.run import Run
@@ -60,9 +60,9 @@ async def with_services(
     given: Addresses,
     console: Console | None,
     *,
-    trainer_only: bool = False,
+    services: Collection[str] = SERVICES,
 ) -> Result:
-    """Awaits `work` on the addresses of all services: those without one are started first, and ended afterwards.
+    """Awaits `work` on the addresses of `services`: those without one are started first, and ended afterwards.
 
     Everything is logged, to `console` too; without one it is the caller's business.
 
@@ -73,7 +73,7 @@ async def with_services(
         _log_to(run.config, console)
     with within(run=run.run_id):
         run.watchers = watchers(run)
-        async with launch(run.config, given, trainer_only=trainer_only) as fleet:
+        async with launch(run.config, given, services=services) as fleet:
             return await unless_service_dies(work(fleet.addresses), fleet)
 
 

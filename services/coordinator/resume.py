@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
+from services.common.versions import installed
 from services.coordinator.ledger import Kind, Ledger
 
 LEDGER = "ledger.sqlite"
@@ -66,7 +67,8 @@ def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
     if not checkpoint and config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_beside(checkpoint) if checkpoint and config.critic else ""
-    ledger.record(Kind.OPENED, run_id=run_id, config=config.model_dump_json(), checkpoint=checkpoint)
+    written = config.model_dump_json()
+    ledger.record(Kind.OPENED, run_id=run_id, config=written, checkpoint=checkpoint, versions=installed())
     return Start(run_id, ledger, checkpoint, critic)
 
 
@@ -106,7 +108,7 @@ def _newest(ledger: Ledger, config: Config) -> str:
 
 def _require_same(config: Config, before: dict[str, object]) -> None:
     now = json.loads(config.model_dump_json())
-    changed = [key for key in _differences(now, before) if key.partition(".")[0] not in _MAY_CHANGE]
+    changed = [key for key in differences(now, before) if key.partition(".")[0] not in _MAY_CHANGE]
     if changed:
         raise PreconditionFailed(
             f"{config.run_dir} was begun with another {', '.join(changed)} (see its config.json); "
@@ -114,10 +116,10 @@ def _require_same(config: Config, before: dict[str, object]) -> None:
         )
 
 
-def _differences(now: object, before: object, at: str = "") -> Iterator[str]:
+def differences(now: object, before: object, at: str = "") -> Iterator[str]:
     """Dotted keys whose values differ."""
     if isinstance(now, dict) and isinstance(before, dict):
         for key in sorted(now.keys() | before.keys()):
-            yield from _differences(now.get(key), before.get(key), f"{at}.{key}" if at else key)
+            yield from differences(now.get(key), before.get(key), f"{at}.{key}" if at else key)
     elif now != before:
         yield at

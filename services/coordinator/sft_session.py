@@ -33,7 +33,7 @@ async def sft_session(config: SftConfig, given: Addresses, console: Console) -> 
         if data is not None:
             run.use(data.train)
         return await with_services(
-            lambda addresses: _drive(run, addresses, data, console), run, given, console, trainer_only=True
+            lambda addresses: _drive(run, addresses, data, console), run, given, console, services=["trainer"]
         )
 
 

@@ -16,6 +16,7 @@ from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Re
 from services.common.rpc import service_info
 from services.common.stamps import require_stamp, show
 from services.common.tasks import gather
+from services.common.weights.libraries import accelerator_libraries
 from services.rollout.engine import Engine
 from services.rollout.metrics import RolloutMetrics, State
 
@@ -42,6 +43,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def GetInfo(self, request: rollout_pb2.GetInfoRequest, context: Any) -> rollout_pb2.GetInfoResponse:
         state = "serving" if self._stamp else "open" if self._engine else "idle"
         info = service_info("rollout", state, run=self._run, libraries=("torch", "transformers"))
+        info.libraries.update(accelerator_libraries())
         return rollout_pb2.GetInfoResponse(
             info=info,
             stamp=self._stamp,

@@ -22,6 +22,7 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc import service_info
 from services.common.stamps import require_stamp
+from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import StoreAddress
 from services.trainer import checkpoint
 from services.trainer.backend import Role
@@ -89,6 +90,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         policy = self._roles.get(Role.POLICY)
         run = (self._run_id, policy.asked if policy else "")
         info = service_info("trainer", state, run=run, libraries=("torch", "transformers"))
+        info.libraries.update(accelerator_libraries())
         stamp = policy.stamp if policy else types_pb2.PolicyStamp()
         return pb.GetInfoResponse(info=info, stamp=stamp, num_ranks=self._ranks.num_ranks)
 

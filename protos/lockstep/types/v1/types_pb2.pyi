@@ -102,7 +102,7 @@ class WeightPlan(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., num_base_tensors: _Optional[int] = ..., adapter_config_json: _Optional[str] = ...) -> None: ...
 
 class ServiceInfo(_message.Message):
-    __slots__ = ("service", "version", "incarnation", "state", "run_id", "config_digest", "libraries")
+    __slots__ = ("service", "version", "incarnation", "state", "run_id", "config_digest", "libraries", "time_ns")
     class LibrariesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class ServiceInfo(_message.Message):
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LIBRARIES_FIELD_NUMBER: _ClassVar[int]
+    TIME_NS_FIELD_NUMBER: _ClassVar[int]
     service: str
     version: str
     incarnation: str
@@ -124,4 +125,5 @@ class ServiceInfo(_message.Message):
     run_id: str
     config_digest: str
     libraries: _containers.ScalarMap[str, str]
-    def __init__(self, service: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., run_id: _Optional[str] = ..., config_digest: _Optional[str] = ..., libraries: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    time_ns: int
+    def __init__(self, service: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., run_id: _Optional[str] = ..., config_digest: _Optional[str] = ..., libraries: _Optional[_Mapping[str, str]] = ..., time_ns: _Optional[int] = ...) -> None: ...

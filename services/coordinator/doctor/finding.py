@@ -1,0 +1,39 @@
+"""What a check found, and how it is shown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+class Verdict(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found; `fix` says what to do where it is not ok."""
+
+    check: str
+    found: str
+    verdict: Verdict = Verdict.OK
+    fix: str = ""
+
+
+def show_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Prints a row for each, and in it what to do."""
+    table = Table("check", "found", "verdict", show_lines=False)
+    for one in findings:
+        fix = f"\n[dim]fix: {escape(one.fix)}[/]" if one.fix else ""
+        table.add_row(escape(one.check), escape(one.found) + fix, f"[{_STYLES[one.verdict]}]{one.verdict}[/]")
+    console.print(table)

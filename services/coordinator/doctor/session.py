@@ -1,0 +1,29 @@
+"""All checks, in the order in which they are shown."""
+
+import asyncio
+from importlib.util import find_spec
+
+from rich.console import Console
+
+from services.common.config.run import Config
+from services.coordinator.doctor.finding import Finding, Verdict, show_findings
+from services.coordinator.doctor.host import examine_host
+from services.coordinator.doctor.running import examine_services
+from services.coordinator.launch import Addresses
+
+
+def examine(config: Config | None, given: Addresses, console: Console) -> bool:
+    """Checks this host and the services at `given`, and shows what was found; whether nothing failed."""
+    with console.status("looking"):
+        findings = [*examine_host(config, given), _broadcast(), *asyncio.run(examine_services(given))]
+    show_findings(findings, console)
+    return all(finding.verdict is not Verdict.FAIL for finding in findings)
+
+
+def _broadcast() -> Finding:
+    if find_spec("torch") is None:
+        fix = "nothing to do here, unless trainer or rollout are to run on this host"
+        return Finding("broadcast", "not tried: torch is not installed here", Verdict.WARN, fix)
+    from services.coordinator.doctor.broadcast import check_broadcast
+
+    return check_broadcast()

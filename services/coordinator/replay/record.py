@@ -1,0 +1,173 @@
+"""What a run recorded of its steps, for whoever does one of them again. Step n made version n of version n - 1."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from services.common.config.load import parse_json
+from services.common.config.run import Config
+from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
+from services.coordinator.ledger import Kind
+from services.coordinator.recorded import RecordedLedger
+from services.coordinator.resume import CHECKPOINTS, differences
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not as it was recorded."""
+
+    what: str
+    recorded: str
+    now: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of a step, and whether they are still the file that was recorded."""
+
+    samples: pa.Table
+    dataset_digest: str
+    differences: tuple[Difference, ...]
+
+
+class Record:
+    """Reads the files of a run; close it.
+
+    Raises:
+        NotFound: `run_dir` holds no run.
+        PreconditionFailed: It was a supervised run, or its config was changed since.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self._ledger = RecordedLedger(run_dir)
+        try:
+            self._opened = self._ledger.all(Kind.OPENED)
+            self.config = self._read_config()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        self._ledger.close()
+
+    def require_step(self, step: int) -> None:
+        """Raises NotFound if the run has not finished `step`."""
+        finished = [row["version"] for row in self._ledger.all(Kind.FINISHED)]
+        if step not in finished:
+            has = f"has steps {min(finished)} to {max(finished)}" if finished else "has not finished a step"
+            raise NotFound(f"--step {step}: {self.run_dir} {has}", field="step")
+
+    def batch(self, step: int) -> Batch:
+        """The samples that `step` trained on.
+
+        Raises:
+            NotFound: They were not kept.
+            DataLoss: Their file cannot be read.
+        """
+        path = self.run_dir / "batches" / f"step-{step - 1:06d}.parquet"
+        collected = self._ledger.last(Kind.COLLECTED, step - 1)
+        if collected is None or not path.is_file():
+            raise NotFound(f"the samples of step {step} were not kept: there is no {path}", field="step")
+        try:
+            samples = pq.read_table(path)
+        except (pa.ArrowException, OSError) as error:
+            raise DataLoss(f"{path} cannot be read: {error}") from error
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        differs = list(compare({f"SHA-256 of {path.name}": collected["sha256"]}, {f"SHA-256 of {path.name}": found}))
+        return Batch(samples, collected["dataset"], tuple(differs))
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The numbers of a finished step."""
+        return self._ledger.last(Kind.FINISHED, step) or {}
+
+    def digest(self, version: int) -> str:
+        """Of the weights that were published as `version`; empty if they were not."""
+        return (self._ledger.last(Kind.PUBLISHED, version) or {}).get("digest", "")
+
+    def start(self, version: int) -> tuple[int, str]:
+        """The newest weights at or before `version` that are still there: their version and checkpoint.
+
+        An empty checkpoint is the model that the run began with.
+
+        Raises:
+            NotFound: There are none.
+            DataLoss: The checkpoint is not the one that was saved.
+        """
+        there = {row["path"]: row["manifest_digest"] for row in self._ledger.checkpoints(Kind.SAVED)}
+        saved = [row for row in self._ledger.all(Kind.SAVED) if row["path"] in there and row["version"] <= version]
+        for row in sorted(saved, key=lambda row: -row["version"]):
+            if path := self._present(row["path"]):
+                return row["version"], _verified(path, there[row["path"]])
+        first, began = self._opened[0]["checkpoint"], self._ledger.all(Kind.PUBLISHED)[0]["version"]
+        if began > version or (first and not (Path(first) / "manifest.json").is_file()):
+            raise NotFound(
+                f"no checkpoint at or before step {version} is left: the run began at step {began}"
+                + (f" with {first}" if first else ""),
+                field="step",
+            )
+        return began, first
+
+    def _present(self, path: str) -> Path | None:
+        """A checkpoint, also of a run directory that was moved."""
+        places = (self.run_dir / CHECKPOINTS / Path(path).name, Path(path))
+        return next((place.absolute() for place in places if (place / "manifest.json").is_file()), None)
+
+    def _read_config(self) -> Config:
+        if not self._opened:
+            raise DataLoss(f"{self.run_dir}: the ledger is empty; the run was never opened")
+        text = self._opened[-1]["config"]
+        recorded, path = json.loads(text), self.run_dir / "config.json"
+        if "rollout" not in recorded:
+            raise PreconditionFailed(f"{self.run_dir} is a supervised run: it keeps no samples that could be replayed")
+        try:
+            now = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataLoss(f"{path} cannot be read: {error}") from error
+        if changed := list(differences(now, recorded)):
+            raise PreconditionFailed(
+                f"{path} was changed since the run: {', '.join(changed)}; put it back to replay it"
+            )
+        return parse_json(Config, text)
+
+
+def _verified(path: Path, digest: str) -> str:
+    manifest = path / "manifest.json"
+    if hashlib.sha256(manifest.read_bytes()).hexdigest() != digest:
+        raise DataLoss(f"{manifest} is not the file that was saved")
+    return str(path)
+
+
+def compare(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterator[Difference]:
+    """Every value of `now` that is not exactly the recorded one."""
+    for name, value in now.items():
+        if name not in recorded:
+            yield Difference(name, "nothing", show(value))
+        elif recorded[name] != value:
+            yield Difference(name, show(recorded[name]), show(value))
+
+
+def show(value: object) -> str:
+    """A value with all its digits."""
+    return value if isinstance(value, str) else repr(value)
+
+
+def require_same_data(batch: Batch, digest: str) -> None:
+    """Raises PreconditionFailed if the prompts are no longer those that `batch` was drawn from."""
+    if batch.dataset_digest != digest:
+        raise PreconditionFailed(
+            f"data.train is not what the run drew from (digest {digest}, recorded {batch.dataset_digest}): "
+            "its rows, template or tokenizer were changed; put them back to replay its rewards"
+        )
+
+
+def require_positive(step: int) -> None:
+    """Raises InvalidInput unless steps are counted from 1."""
+    if step < 1:
+        raise InvalidInput(f"--step {step}: steps are counted from 1", field="step")

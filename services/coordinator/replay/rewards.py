@@ -1,0 +1,64 @@
+"""Scores the recorded samples of a step again, by the run's scorers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lockstep.reward.v1.reward_pb2 import Score
+from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
+
+from services.common.errors import LockstepError, NotFound, Reason
+from services.common.tasks import gather
+from services.coordinator.clients.reward import Reward
+from services.coordinator.data.prompts import Prompt, PromptDataset
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.groups import FINISH_REASONS, SampledGroup
+from services.coordinator.replay.record import Batch, Difference, compare, require_same_data
+
+_FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
+Row = Mapping[str, Any]
+
+
+async def replay_rewards(
+    batch: Batch, reward: Reward, data: PromptDataset, tokenizer: Tokenizer
+) -> tuple[int, list[Difference]]:
+    """Scores every group of `batch` with the opened `reward`; the number of samples, and what differs.
+
+    Raises:
+        PreconditionFailed: The prompts are no longer those that the samples were drawn for.
+    """
+    require_same_data(batch, data.digest)
+    groups: dict[int, list[Row]] = {}
+    for row in batch.samples.to_pylist():
+        groups.setdefault(row["group"], []).append(row)
+    wanted = {rows[0]["prompt_id"] for rows in groups.values()}
+    prompts = {prompt.prompt_id: prompt for prompt in data.prompts if prompt.prompt_id in wanted}
+    if missing := wanted - prompts.keys():
+        raise NotFound(f"prompts {', '.join(sorted(missing))} of the recorded samples are not in data.train")
+    found = await gather(_group(prompts[rows[0]["prompt_id"]], rows, reward, tokenizer) for rows in groups.values())
+    return batch.samples.num_rows, [difference for differences in found for difference in differences]
+
+
+async def _group(prompt: Prompt, rows: Sequence[Row], reward: Reward, tokenizer: Tokenizer) -> list[Difference]:
+    completions = [
+        Completion(tokens=row["tokens"], finish_reason=_FINISH_REASONS[row["finish_reason"]], seed=row["seed"])
+        for row in rows
+    ]
+    stamp = PolicyStamp(version=rows[0]["policy_version"], digest=rows[0]["policy_digest"])
+    try:
+        scored = await reward.score(SampledGroup(rows[0]["group"], prompt, completions, stamp), tokenizer)
+    except LockstepError as error:
+        if error.reason is not Reason.REWARD_FAILED:
+            raise
+        return [Difference(f"prompt {prompt.prompt_id}", "scored", error.message)]
+    if scored is None:
+        return [Difference(f"prompt {prompt.prompt_id}", "scored", "a sample cannot be scored; see the log")]
+    pairs = zip(rows, scored.scores, strict=True)
+    return [one for row, score in pairs for one in _sample(row, score, scored.scorer)]
+
+
+def _sample(row: Row, score: Score, scorer: str) -> Iterator[Difference]:
+    at = f"prompt {row['prompt_id']} sample {row['sample']}: "
+    recorded = {"reward": row["reward"], "scorer": row["scorer"], **dict(row["components"])}
+    now = {"reward": score.reward, "scorer": scorer, **dict.fromkeys(dict(row["components"])), **score.components}
+    for one in compare(recorded, now):
+        yield Difference(at + one.what, one.recorded, one.now)

@@ -1,0 +1,160 @@
+"""`lockstep replay` from its arguments to its verdict, as a run of no steps in a directory of its own."""
+
+import datetime
+from collections.abc import Collection, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rich.console import Console
+
+from services.common.config.advantage import AdvantageConfig
+from services.common.config.roles import ReferenceConfig
+from services.common.config.run import Config
+from services.common.errors import InvalidInput
+from services.coordinator.clients.reward import Reward
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.data.prompts import PromptDataset
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.launch import Addresses
+from services.coordinator.lifecycle import with_services
+from services.coordinator.replay.record import Difference, Record, require_positive
+from services.coordinator.replay.rewards import replay_rewards
+from services.coordinator.replay.training import replay_training
+from services.coordinator.resume import open_run
+from services.coordinator.run import Run
+
+
+class What(StrEnum):
+    """Part of a step that is done again, by the service that does it."""
+
+    REWARDS = "rewards"
+    TRAIN = "train"
+
+
+def parse_what(text: str) -> list[What]:
+    """Both if `text` is empty.
+
+    Raises:
+        InvalidInput: It names neither.
+    """
+    if text and text not in list(What):
+        raise InvalidInput(f"--what {text}: must be rewards or train", field="what")
+    return [What(text)] if text else list(What)
+
+
+_SERVICES = {What.REWARDS: "reward", What.TRAIN: "trainer"}
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of it. `compared` says in words what was compared."""
+
+    step: int
+    compared: Sequence[str]
+    differences: Sequence[Difference]
+    directory: Path
+
+
+async def replay_session(
+    run_dir: Path, step: int, what: Collection[What], given: Addresses, console: Console
+) -> Replayed:
+    """Does `step` of a run again; the run's own files are left as they are.
+
+    Raises:
+        NotFound: There is no run, no such step, or samples or checkpoints that it needs were not kept.
+        PreconditionFailed: The run's config or data were changed.
+        DataLoss: A checkpoint is not the one that was saved.
+        LockstepError: As the first failure of a service.
+    """
+    require_positive(step)
+    with closing(Record(run_dir)) as record:
+        record.require_step(step)
+        record.batch(step)
+        _, checkpoint = record.start(step - 1) if What.TRAIN in what else (0, "")
+        session = _Session(record, step, what, console)
+        with closing(Run(config := _config(record, step, checkpoint), open_run(config))) as run:
+            services = [_SERVICES[part] for part in what]
+            return await with_services(
+                lambda addresses: session.run(run, addresses), run, given, console, services=services
+            )
+
+
+def show_replayed(replayed: Replayed, console: Console) -> None:
+    """Prints the verdict and a line for every difference."""
+    for line in replayed.compared:
+        console.print(line, soft_wrap=True, highlight=False)
+    if not replayed.differences:
+        console.print(f"step {replayed.step}: exactly as it was recorded", style="green", highlight=False)
+        return
+    for one in replayed.differences:
+        line = f"{one.what}: recorded {one.recorded}, now {one.now}"
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"step {replayed.step}: {len(replayed.differences)} differences", style="red", highlight=False)
+    console.print(f"logs in {replayed.directory / 'logs'}", soft_wrap=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class _Session:
+    record: Record
+    step: int
+    what: Collection[What]
+    console: Console
+
+    async def run(self, run: Run, addresses: Addresses) -> Replayed:
+        batch = self.record.batch(self.step)
+        differences, compared = list(batch.differences), []
+        if What.REWARDS in self.what:
+            self._say(f"scoring the samples of step {self.step}")
+            num_samples, found = await self._rewards(run, addresses)
+            compared.append(f"rewards of {num_samples} samples: {_verdict(found)}")
+            differences += found
+        if What.TRAIN in self.what:
+            self._say(f"opening the trainer with {run.resume_from or run.config.model}")
+            num_values, found = await self._training(run, addresses)
+            compared.append(f"weights and metrics, {num_values} values: {_verdict(found)}")
+            differences += (one for one in found if one not in differences)
+        return Replayed(self.step, compared, differences, run.config.run_dir)
+
+    async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
+        tokenizer = _tokenizer(run.config, self.record.run_dir)
+        data = PromptDataset.load(run.config.data, tokenizer, seed=run.config.seed)
+        reward = Reward(addresses.reward, run.config, addresses.transport)
+        try:
+            await reward.open(run.run_id)
+            return await replay_rewards(self.record.batch(self.step), reward, data, tokenizer)
+        finally:
+            await reward.close()
+
+    async def _training(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
+        trainer = Trainer(addresses.trainer, run.config, addresses.transport)
+        try:
+            return await replay_training(run, self.record, self.step, trainer, self._say)
+        finally:
+            await trainer.close()
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, highlight=False)
+
+
+def _config(record: Record, step: int, checkpoint: str) -> Config:
+    """The run's, in a directory of its own. What other models say of the samples is in the batch: none is started."""
+    alone = {"reference": ReferenceConfig(), "critic": None, "advantage": AdvantageConfig()}
+    here = {
+        "runs_dir": record.run_dir / "replay",
+        "name": f"step-{step:06d}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}",
+        "resume": checkpoint or "never",
+        "trace": False,
+    }
+    return record.config.model_copy(update=alone | here)
+
+
+def _tokenizer(config: Config, run_dir: Path) -> Tokenizer:
+    """Of the model, or of the card that its trainer answered where the model is on another host."""
+    model = Path(config.model) if Path(config.model).is_dir() else run_dir / "model_card"
+    return Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date)
+
+
+def _verdict(differences: Sequence[Difference]) -> str:
+    return f"{len(differences)} differ" if differences else "all equal"

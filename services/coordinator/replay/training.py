@@ -1,0 +1,85 @@
+"""Trains on the recorded batches again, from the newest checkpoint before a step."""
+
+from collections.abc import Callable
+
+import pyarrow as pa
+from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
+
+from services.coordinator.clients.trainer import Trainer
+from services.coordinator.metrics import batch_metrics
+from services.coordinator.replay.record import Batch, Difference, Record, compare
+from services.coordinator.run import Run
+
+
+async def replay_training(
+    run: Run, record: Record, step: int, trainer: Trainer, say: Callable[[str], None]
+) -> tuple[int, list[Difference]]:
+    """Makes the versions up to `step` again; the number of values compared, and what differs.
+
+    Every version's weights are compared by the digest of their content; the metrics are those of `step`.
+
+    Raises:
+        NotFound: The samples of a step on the way were not kept.
+    """
+    version = await trainer.open(run.run_id, run.resume_from)
+    stamps = _Stamps(run, trainer)
+    stamp, found, compared = await stamps.of(version), [], 0
+    while True:
+        digest = record.digest(version)
+        if digest:
+            compared += 1
+            found += compare({_name(version): digest}, {_name(version): stamp.digest})
+        if version == step:
+            return compared, found
+        batch = record.batch(version + 1)
+        found += batch.differences
+        say(f"training on the batch of step {version + 1}")
+        version, metrics = await trainer.train(_drawn_from(stamp, batch), run.batch_id(stamp), stamp)
+        stamp = await stamps.of(version)
+        if version == step:
+            now = batch_metrics(batch.samples) | {f"train/{name}": value for name, value in metrics.items()}
+            now = {name: value for name, value in now.items() if not name.endswith("_s")}  # the clock's
+            compared += len(now)
+            found += compare(record.metrics(step), now)
+
+
+class _Stamps:
+    """Publishes the policy to nobody: that is what makes a stamp of its weights, and lets it train on."""
+
+    def __init__(self, run: Run, trainer: Trainer):
+        self._run, self._trainer = run, trainer
+        self._epoch = 0
+
+    async def of(self, version: int) -> PolicyStamp:
+        """The stamp of the held weights."""
+        if not self._epoch:
+            await self._join()
+        return await self._trainer.send(self._epoch, version)
+
+    async def _join(self) -> None:
+        opened, self._epoch = self._trainer.opened, self._run.next_epoch(0)
+        group = WeightGroup(
+            run_id=self._run.run_id,
+            epoch=self._epoch,
+            store_host=opened.store_host,
+            store_port=opened.store_port,
+            store_secret=opened.store_secret,
+            world_size=1,
+            backend=opened.weight_backend,
+            timeout_s=self._run.config.weights.timeout_s,
+        )
+        await self._trainer.join(group)
+
+
+def _drawn_from(stamp: PolicyStamp, batch: Batch) -> pa.Table:
+    """The samples as the trainer takes them. Where the weights differ, which is listed, theirs is another stamp."""
+    samples = batch.samples
+    for name, value in (("policy_version", stamp.version), ("policy_digest", stamp.digest)):
+        index = samples.schema.get_field_index(name)
+        field = samples.schema.field(index)
+        samples = samples.set_column(index, field, pa.array([value] * samples.num_rows, field.type))
+    return samples
+
+
+def _name(version: int) -> str:
+    return f"weights of version {version}"

@@ -1,0 +1,140 @@
+"""Numbers of every step, from metrics.jsonl to the curves and phases of the page."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import DataLoss
+
+Row = Mapping[str, float]
+
+MAX_STEPS = 2000
+"""More are thinned evenly: a screen has no more points."""
+
+_PHASES = ("generating", "training", "publishing", "checkpointing", "evaluating")
+_NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """A plot: its title, and name -> metric of its series; `held_out` adds eval/<set>/<metric> of every set."""
+
+    title: str
+    series: Mapping[str, str]
+    held_out: str = ""
+    is_log: bool = False
+
+
+_PANELS = (
+    _Panel("Reward", {"training": "reward/mean"}, held_out="reward"),
+    _Panel("Loss", {"loss": "train/loss"}),
+    _Panel("Held-out loss, nats per token", {}, held_out="nll"),
+    _Panel("Entropy, nats per token", {"entropy": "train/entropy"}),
+    _Panel("Gradient norm", {"norm": "train/grad_norm"}),
+    _Panel(
+        "Log-probability gap, engine to trainer",
+        {"mean": "train/logprob_gap_mean", "max": "train/logprob_gap_max"},
+        is_log=True,
+    ),
+    _Panel("Response length, tokens", {"mean": "completion/tokens_mean", "longest": "completion/tokens_max"}),
+    _Panel("Tokens per second", {"tokens/s": "time/tokens_per_s"}),
+    _Panel("Shares", {"mixed groups": "reward/mixed_groups", "truncated": "completion/truncated"}),
+    _Panel("KL to the reference, nats per token", {"k1": "kl/token_mean"}),
+    _Panel("Critic: explained variance", {"of the returns": "value/explained_variance"}),
+)
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of metrics.jsonl, steps and evaluations; none if there is no file. A line being written is left out.
+
+    Raises:
+        DataLoss: A line is not a JSON object with a step.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataLoss(f"{path}, line {number}: not the numbers of a step: {error!r}") from error
+        rows.append(row)
+    return rows
+
+
+def steps_of(rows: Sequence[Row]) -> list[Row]:
+    """The rows of steps that were trained."""
+    return [row for row in rows if "time/step_s" in row]
+
+
+def thin(rows: Sequence[Row], most: int = MAX_STEPS) -> Sequence[Row]:
+    """At most about `most` rows, evenly spaced, the last one among them."""
+    every = math.ceil(len(rows) / most) if rows else 1
+    return rows[(len(rows) - 1) % every :: every]
+
+
+def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The plots that have a point, each with `title`, `log` and `series` of name, x (steps) and y."""
+    steps = thin(steps_of(rows))
+    made = []
+    for panel in (*_PANELS, _components(steps), *_learning_rate(steps)):
+        series = [_series(name, metric, steps) for name, metric in panel.series.items()]
+        if panel.held_out:
+            metrics = sorted({m for row in rows for m in row if m.startswith("eval/") and _is(m, panel.held_out)})
+            series += [_series(_set_of(metric), metric, thin([r for r in rows if metric in r])) for metric in metrics]
+        if series := [one for one in series if one["x"]]:
+            made.append({"title": panel.title, "log": panel.is_log, "series": series})
+    return made
+
+
+def phases(rows: Sequence[Row]) -> dict[str, Any]:
+    """Seconds of each phase in every step: `steps`, and `phases` of name and seconds; other is the rest of a step."""
+    steps = thin(steps_of(rows))
+    columns = {name: [row.get(f"time/{name}_s", 0.0) for row in steps] for name in _PHASES}
+    known = [sum(seconds) for seconds in zip(*columns.values(), strict=True)]
+    total = sum(row["time/step_s"] for row in steps)
+    columns["other"] = [max(0.0, row["time/step_s"] - sum_s) for row, sum_s in zip(steps, known, strict=True)]
+    shown = [
+        {"name": _phase_name(n), "seconds": [number(s) for s in c]} for n, c in columns.items() if sum(c) > total / 1000
+    ]
+    return {"steps": [row["step"] for row in steps], "phases": shown}
+
+
+def number(value: float) -> float | str:
+    """Six digits, or the name of what JSON has no number for."""
+    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+
+
+def _components(steps: Sequence[Row]) -> _Panel:
+    names = dict.fromkeys(m for row in steps for m in row if m.startswith("reward/") and m not in _NO_COMPONENT)
+    # A single component is the reward, but for its weight.
+    shown = {name.removeprefix("reward/"): name for name in names} if len(names) > 1 else {}
+    return _Panel("Reward components", shown)
+
+
+def _learning_rate(steps: Sequence[Row]) -> list[_Panel]:
+    """Shown where it changes."""
+    rates = {row["train/lr"] for row in steps if "train/lr" in row}
+    return [_Panel("Learning rate", {"lr": "train/lr"})] if len(rates) > 1 else []
+
+
+def _series(name: str, metric: str, rows: Sequence[Row]) -> dict[str, Any]:
+    points = [(row["step"], number(row[metric])) for row in rows if metric in row]
+    return {"name": name, "x": [step for step, _ in points], "y": [value for _, value in points]}
+
+
+def _is(path: str, metric: str) -> bool:
+    return path.rpartition("/")[2] == metric
+
+
+def _set_of(path: str) -> str:
+    return path.removeprefix("eval/").rpartition("/")[0]
+
+
+def _phase_name(name: str) -> str:
+    return "generating and scoring" if name == "generating" else name

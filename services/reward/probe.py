@@ -1,0 +1,29 @@
+"""`python -m services.reward.probe`: exit code 0 if programs can be run in a sandbox here, else 1 and why not."""
+
+import asyncio
+import sys
+
+from services.reward.sandbox import Limits, Sandbox
+from services.reward.scorers.base import ScoringError
+
+_LIMITS = Limits(timeout_s=10.0, memory_bytes=1 << 30, disk_bytes=16 << 20, max_processes=8, max_output_bytes=1 << 20)
+
+
+async def _probe() -> None:
+    sandbox = Sandbox(_LIMITS)
+    try:
+        await sandbox.open()
+    finally:
+        sandbox.close()
+
+
+def main() -> None:
+    """Makes one sandbox."""
+    try:
+        asyncio.run(_probe())
+    except ScoringError as error:
+        sys.exit(error.detail)
+
+
+if __name__ == "__main__":
+    main()

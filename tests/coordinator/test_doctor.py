@@ -1,0 +1,191 @@
+"""`lockstep doctor`: every check says ok here, and sees what it is for."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.types.v1.types_pb2 import ServiceInfo
+from typer.testing import CliRunner
+
+from services.common import ports
+from services.common.config.run import Config
+from services.common.errors import Unavailable
+from services.common.rpc import Server
+from services.coordinator.cli import app
+from services.coordinator.doctor import host, session
+from services.coordinator.doctor.broadcast import check_broadcast
+from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor.running import Answer, check_agreement, check_answer, check_clock, examine_services
+from services.coordinator.launch import Addresses
+from services.reward.servicer import NAME, RewardServicer
+from tests.coordinator.fake_services import make_config
+from tests.support import free_port
+
+ROOT = Path(__file__).parents[2]
+OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+GIB = 2**30
+
+
+def config_with(**sections: object) -> Config:
+    return make_config(model=str(ROOT / "deploy" / "quickstart" / "model"), **sections)
+
+
+def assert_fails(finding: Finding, verdict: Verdict, found: str, fix: str) -> None:
+    assert (finding.verdict, found in finding.found, fix in finding.fix) == (verdict, True, True), finding
+
+
+def test_python() -> None:
+    assert host.check_python().verdict is OK
+    assert_fails(host.check_python((3, 10, 2)), FAIL, "3.10.2", "Python 3.11")
+
+
+def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "cpu.txt"
+    lock.write_text("# all\nnumpy==0.0.1 \\\n    --hash=sha256:1\nnot-installed==1.0\n")
+    assert_fails(host.check_packages([lock]), WARN, "numpy", "cpu.txt is what was tested")
+    lock.write_text("not-installed==1.0\n")
+    assert host.check_packages([lock]).verdict is OK
+    assert_fails(host.check_packages([]), WARN, "nothing to compare", "lock")
+    some = [one for one in host.distributions() if one.name.lower() not in ("grpcio", "pyarrow")]
+    monkeypatch.setattr(host, "distributions", lambda: some)
+    assert_fails(host.check_packages([lock]), FAIL, "missing: grpcio, pyarrow", "make setup")
+
+
+def test_torch() -> None:
+    assert host.check_torch(0).verdict is OK
+    assert_fails(host.check_torch(2), FAIL, "cannot use the 2 GPUs", "CUDA")
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config, none = config_with(trainer={"num_ranks": 2}), Addresses()
+    assert host.check_gpus(config, none, 0).verdict is OK
+    assert host.check_gpus(config, none, 3).verdict is OK
+    assert_fails(host.check_gpus(config, none, 2), FAIL, "2", "need 3")
+    assert host.check_gpus(config, Addresses(trainer="a:1"), 2).verdict is OK
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert_fails(host.check_gpus(None, none, 2), WARN, "'1'", "unset CUDA_VISIBLE_DEVICES")
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_fails(host.check_shared_memory(tmp_path / "none"), FAIL, "not there", "tmpfs")
+    for free, verdict in ((2 * GIB, OK), (GIB // 2, WARN), (GIB // 32, FAIL)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(total=2 * GIB, free=free))
+        finding = host.check_shared_memory(tmp_path)
+        assert (finding.verdict, bool(finding.fix)) == (verdict, verdict is not OK)
+
+
+def test_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = tmp_path / "ip_local_port_range"
+    local.write_text("32768\t60999\n")
+    assert host.check_ports(2, local).verdict is OK
+    local.write_text("1024\t60999\n")
+    assert_fails(host.check_ports(2, local), WARN, "1024 to 60999", "ip_local_port_range='32768 60999'")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
+        assert_fails(host.check_ports(1, local), FAIL, "is free", "end what listens")
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"free": 100 * GIB}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(**free))
+    config = config_with(runs_dir=tmp_path / "not" / "yet", checkpoint={"save_freq": 1, "max_ckpts_to_keep": 3})
+    assert str(tmp_path) in host.check_disk(config).found
+    for verdict, left in ((OK, 100 * GIB), (WARN, 5 * GIB), (FAIL, GIB // 2)):
+        free["free"] = left
+        assert host.check_disk(None).verdict is host.check_disk(config).verdict is verdict
+    # Four checkpoints and an export of a model of 8 GiB of parameters.
+    monkeypatch.setattr(host, "read_architecture", lambda model: SimpleNamespace(num_parameters=8 * GIB))
+    free["free"] = 8 * (4 * 14 + 4) * GIB - 1
+    assert_fails(host.check_disk(config), FAIL, "the run needs 480.00", "max_ckpts_to_keep")
+    free["free"] = 2 * 8 * (4 * 14 + 4) * GIB
+    assert host.check_disk(config).verdict is OK
+    monkeypatch.undo()
+    assert "not known" in host.check_disk(config_with().model_copy(update={"model": "elsewhere"})).found
+
+
+def test_sandbox() -> None:
+    broken = ("-c", "import sys; sys.exit('bwrap: no namespaces')")
+    assert_fails(host.check_sandbox(None, broken), WARN, "bwrap: no namespaces", "bubblewrap")
+    code = config_with(reward={"scorers": [{"kind": "code"}]})
+    assert_fails(host.check_sandbox(code, broken), FAIL, "bwrap: no namespaces", "bubblewrap")
+    assert host.check_sandbox(code, ("-c", "")).verdict is OK
+
+
+def test_the_probe_of_the_sandbox_says_why_it_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.reward.probe"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={"PATH": str(tmp_path)})
+    assert (done.returncode, "bwrap not found: install bubblewrap" in done.stderr) == (1, True), done.stderr
+
+
+@pytest.fixture
+async def reward() -> AsyncIterator[str]:
+    """Address of a real reward service."""
+    server, servicer = Server(), RewardServicer()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
+    port = await server.start("127.0.0.1:0", [NAME])
+    yield f"127.0.0.1:{port}"
+    await server.grpc.stop(0)
+
+
+async def test_services(reward: str) -> None:
+    answered, clock = await examine_services(Addresses(reward=reward))
+    assert (answered.verdict, clock.verdict) == (OK, OK)
+    assert "idle" in answered.found and "no run" in answered.found
+    nobody = f"127.0.0.1:{free_port()}"
+    wrong, lost = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
+    assert_fails(wrong, FAIL, "GetInfo", "such a service")
+    assert_fails(lost, FAIL, nobody, "start it")
+
+
+def test_answers_clocks_and_versions() -> None:
+    info = ServiceInfo(state="open", run_id="r", version="1", time_ns=1)
+    assert_fails(check_answer("trainer a:1", Unavailable("gone")), FAIL, "gone", "firewall")
+    assert check_answer("trainer a:1", Answer(info, 0.001, 0)).verdict is OK
+    assert_fails(check_answer("trainer a:1", Answer(info, 0.2, 0)), WARN, "200.0 ms", "nearer host")
+    for ahead_s, verdict in ((0.1, OK), (-2, WARN), (3600, FAIL)):
+        finding = check_clock("trainer a:1", Answer(info, 0.001, ahead_s))
+        assert (finding.verdict, bool(finding.fix)) == (verdict, verdict is not OK)
+    assert check_clock("trainer a:1", Answer(ServiceInfo(), 0.001, 0)).verdict is WARN
+
+    infos = {
+        "trainer a:1": ServiceInfo(version="1", libraries={"torch": "2.13", "nccl": "2.27.3"}),
+        "rollout b:1": ServiceInfo(version="1", libraries={"torch": "2.12", "nccl": "2.28.9"}),
+    }
+    found = {finding.check: finding for finding in check_agreement(infos)}
+    assert found["lockstep-rl of all"].verdict is OK
+    assert_fails(found["nccl of all"], FAIL, "2.27.3 in trainer a:1; 2.28.9 in rollout b:1", "same nccl")
+    assert_fails(found["torch of all"], WARN, "2.12 in rollout b:1", "same torch")
+    assert "cuda of all" not in found
+
+
+_WRONG = """
+import sys
+from services.coordinator.doctor import broadcast
+broadcast._digest = lambda flat: "wrong"
+broadcast.main()
+"""
+
+
+def test_broadcast() -> None:
+    assert_fails(check_broadcast(), OK, "64 MiB in", "")
+    assert_fails(check_broadcast(("-c", _WRONG)), FAIL, "received ['wrong']", "gloo")
+    dead = check_broadcast(("-c", "raise SystemExit('no gloo here')"), timeout_s=1)
+    assert_fails(dead, FAIL, "waited 1 s for all members to join; no gloo here", "gloo")
+
+
+def test_the_exit_code_is_1_if_anything_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "examine_host", lambda config, given: [host.check_python()])
+    monkeypatch.setattr(session, "_broadcast", lambda: Finding("broadcast", "[b]fast", WARN, "wait"))
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0 and "[b]fast" in done.output and "fix: wait" in done.output
+    done = CliRunner().invoke(app, ["doctor", "--trainer", f"127.0.0.1:{free_port()}"])
+    assert done.exit_code == 1 and "fail" in done.output

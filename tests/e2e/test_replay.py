@@ -1,0 +1,114 @@
+"""`lockstep replay` with real services: a step of a run is the same again, and what was changed is named."""
+
+import hashlib
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+
+from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
+from services.coordinator.replay.record import Record, require_positive
+from services.coordinator.replay.session import parse_what
+from tests.e2e.lockstep_command import NUM_STEPS, invoke, reference
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def workspace(undisturbed: Path, tmp_path: Path) -> Path:
+    """A copy of the run and of all that it read."""
+    return shutil.copytree(undisturbed, tmp_path / "copy")
+
+
+def replay(workspace: Path, *arguments: object) -> tuple[int, str]:
+    done = invoke("replay", "runs/run", *arguments, cwd=workspace, timeout_s=200)
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def files(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file, but of those of replays."""
+    paths = [path for path in directory.rglob("*") if path.is_file() and "replay" not in path.parts]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def test_a_step_is_exactly_the_same_again(workspace: Path) -> None:
+    before = files(workspace / "runs" / "run")
+    code, output = replay(workspace, "--step", 4)
+    assert code == 0, output
+    assert "step 4: exactly as it was recorded" in output
+    assert "rewards of 32 samples: all equal" in output
+    # From the checkpoint of step 2, so that the batch of step 3 comes first.
+    assert "step-000002" in output and "training on the batch of step 3" in output
+    assert files(workspace / "runs" / "run") == before
+    (directory,) = (workspace / "runs" / "run" / "replay").iterdir()
+    assert directory.name.startswith("step-000004-")
+
+
+def test_a_changed_reward_is_named(workspace: Path) -> None:
+    path = workspace / "runs" / "run" / "batches" / "step-000003.parquet"
+    table = pq.read_table(path)
+    rewards = table["reward"].to_pylist()
+    prompt_id, number = table["prompt_id"][5].as_py(), table["sample"][5].as_py()
+    was, rewards[5] = rewards[5], rewards[5] + 0.125
+    index = table.schema.get_field_index("reward")
+    pq.write_table(table.set_column(index, table.schema.field(index), pa.array(rewards)), path)
+    code, output = replay(workspace, "--step", 4, "--what", "rewards")
+    assert code == 1, output
+    assert f"prompt {prompt_id} sample {number}: reward: recorded {rewards[5]!r}, now {was!r}\n" in output
+    assert "SHA-256 of step-000003.parquet: recorded " in output
+    assert "step 4: 2 differences" in output
+    assert not list((workspace / "runs" / "run" / "replay").rglob("trainer.log"))
+
+
+def test_a_changed_weight_is_named(workspace: Path) -> None:
+    path = workspace / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][3] += 1e-3
+    save_file(weights, path, metadata={"format": "pt"})
+    code, output = replay(workspace, "--step", 1, "--what", "train")
+    assert code == 1, output
+    for what in ("weights of version 0", "weights of version 1", "train/grad_norm"):
+        assert f"\n{what}: recorded " in output
+    assert "SHA-256" not in output  # the batch is as it was
+
+
+def test_what_cannot_be_replayed_is_said_before_anything_starts(workspace: Path) -> None:
+    run_dir = workspace / "runs" / "run"
+    code, output = replay(workspace, "--step", 99)
+    assert (code, f"has steps 1 to {NUM_STEPS}" in output) == (2, True), output
+    assert not (run_dir / "replay").exists()
+    with pytest.raises(InvalidInput, match="counted from 1"):
+        require_positive(0)
+    with pytest.raises(InvalidInput, match="must be rewards or train"):
+        parse_what("weights")
+
+    with closing(Record(run_dir)) as record:
+        assert [record.start(version)[0] for version in (0, 1, 2, 3, 4, 5)] == [0, 0, 2, 2, 4, 4]
+        (run_dir / "batches" / "step-000001.parquet").unlink()
+        with pytest.raises(NotFound, match="samples of step 2 were not kept"):
+            record.batch(2)
+        manifest = run_dir / "checkpoints" / "step-000004" / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes() + b" ")
+        with pytest.raises(DataLoss, match="not the file that was saved"):
+            record.start(4)
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database, database:
+        gone = str(workspace / "gone")
+        database.execute("UPDATE decisions SET body = json_set(body, '$.checkpoint', ?) WHERE kind = 'opened'", (gone,))
+    with closing(Record(run_dir)) as record, pytest.raises(NotFound, match="no checkpoint at or before step 1"):
+        record.start(1)
+
+    config = json.loads((run_dir / "config.json").read_text())
+    config["trainer"]["optim"]["lr"] = 1.0
+    (run_dir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PreconditionFailed, match=r"changed since the run: trainer\.optim\.lr"):
+        Record(run_dir)
