@@ -29,8 +29,8 @@ class Channel:
 
     def stub(self) -> Any:
         """The stub for a new call. The caller holds on to it until the call has ended."""
-        if self._tls is not None and self._tls.current() is not self._identity:
-            self._identity = self._tls.current()
+        if self._tls is not None and (identity := self._tls.current()) is not self._identity:
+            self._identity = identity
             self._open()
         return self._stub
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
@@ -44,15 +45,17 @@ def read_identity(directory: Path) -> Identity:
         x509.load_pem_x509_certificates(ca)
         leaf = x509.load_pem_x509_certificate(certificate)
         private = serialization.load_pem_private_key(key, password=None)
-    except (ValueError, TypeError) as error:
-        raise InvalidInput(f"{directory}: a file is no PEM without a password: {error}", field="tls") from error
+        names = _names(leaf)
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
+        raise InvalidInput(
+            f"{directory}: a file is not what it should be, PEM and a key without a password: {error}", field="tls"
+        ) from error
     ends = [
         public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         for public in (leaf.public_key(), private.public_key())
     ]
     if ends[0] != ends[1]:
         raise InvalidInput(f"{directory}: {KEY_FILE} is not the key of {CERTIFICATE_FILE}", field="tls")
-    names = _names(leaf)
     roles = roles_in(names.get_values_for_type(x509.UniformResourceIdentifier))
     if not roles:
         wanted = ", ".join(role.uri for role in Role)

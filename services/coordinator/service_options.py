@@ -16,8 +16,8 @@ _Beside = Annotated[str, typer.Option(help="HOST:PORT of the trainer that this m
 _Tls = Annotated[
     Path | None,
     typer.Option(
-        help="Directory of the coordinator's ca.pem, cert.pem and key.pem: every connection is mTLS, to services "
-        "started here too. Without it plaintext, which does not leave this host."
+        help="Directory with the coordinator's ca.pem, cert.pem and key.pem, as `lockstep certs` makes it. Every "
+        "connection is then mTLS, to services started here too; without it plaintext, which does not leave this host."
     ),
 ]
 _OPTIONS: dict[str, tuple[Any, object]] = {

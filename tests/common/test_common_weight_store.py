@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 
-from services.common.errors import Aborted
+from services.common.errors import Aborted, InvalidInput
 from services.common.weights.group import WeightGroup
 from services.common.weights.store import ServedStore, StoreAddress, connect
 
@@ -93,6 +93,12 @@ def test_only_the_given_address_listens(store) -> None:
 
 def _sockets() -> str:
     return "".join(Path(f"/proc/self/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_a_host_that_is_not_this_one_is_refused(host) -> None:
+    with pytest.raises(InvalidInput, match=f"--listen {host}"):
+        ServedStore(host)
 
 
 def test_a_member_with_another_secret_is_told_at_once(store) -> None:

@@ -160,6 +160,8 @@ def test_the_command_refuses_before_anything_is_started(command, certificates, c
     assert "one or the other" in refusal("--insecure", "--tls", certificates.of(Role.COORDINATOR))
     assert "certificate is of the role trainer" in refusal("--tls", certificates.of(Role.TRAINER))
     assert "ca.pem" in refusal("--tls", certificates.root / "none")
+    certificates.of(Role.COORDINATOR, name="torn").joinpath("key.pem").write_text("-----BEGIN")
+    assert "PEM" in refusal("--tls", certificates.root / "torn")
 
 
 async def _never(options: object) -> int:

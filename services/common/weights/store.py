@@ -17,6 +17,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from services.common.errors import InvalidInput
+
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
@@ -41,10 +43,16 @@ class ServedStore:
     """A store, reachable at `address`, for as long as the process lives."""
 
     def __init__(self, host: str):
-        """Listens on a free port of `host`, on the interface of that address only."""
-        inside, outside = socket.create_server((_LOOPBACK, 0)), socket.create_server((host, 0))
+        """Listens on a free port of `host`, on the interface of that address only.
+
+        Raises:
+            InvalidInput: `host` is not this one.
+        """
+        try:
+            inside, outside = socket.create_server((_LOOPBACK, 0)), socket.create_server((host, 0))
+        except OSError as error:
+            raise InvalidInput(f"--listen {host}: {error.strerror or error}", field="listen") from error
         self._inside_port = inside.getsockname()[1]
-        # The port is known to torch, which takes the socket over.
         self.tcp_store = dist.TCPStore(
             _LOOPBACK,
             self._inside_port,
