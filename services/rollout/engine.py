@@ -45,7 +45,10 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
         "worker_extension_cls": "services.rollout.receiver.WeightReceiver",
         "disable_log_stats": True,
     }
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        # LLM's, that whole batches of prompts start in few steps: AsyncLLM itself would choose for short waits.
+        arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
+    else:
         arguments |= {
             "dtype": config.dtype if config.dtype != "auto" else "float32",
             "enforce_eager": True,
@@ -213,4 +216,5 @@ def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # used once
     )

@@ -63,4 +63,4 @@ def make_adamw(config: OptimConfig, named_parameters: Iterable[tuple[str, torch.
         {"params": vectors, "weight_decay": 0.0, "wd_mult": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

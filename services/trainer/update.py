@@ -40,12 +40,12 @@ def update(
         FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
     """
     gap: dict[str, float] = {}
-    if config.loss.old_logprobs == "recompute" and config.loss.is_sampled and len(minibatches) > 1:
-        # Later mini-batches are compared with the policy before the first.
-        packs = [pack for minibatch in minibatches for pack in minibatch.packs]
-        outputs = backend.forward(packs, temperature)
-        gap = _require_agreement(backend, minibatches, outputs, config)
-        for pack, outputs_2N in zip(packs, outputs, strict=True):
+    compared, later_outputs = minibatches[:1], []
+    if config.loss.old_logprobs == "recompute" and config.loss.is_sampled:
+        # Later mini-batches are compared with the policy before the first; the first is with itself.
+        compared, later = minibatches, [pack for minibatch in minibatches[1:] for pack in minibatch.packs]
+        later_outputs = backend.forward(later, temperature) if later else []
+        for pack, outputs_2N in zip(later, later_outputs, strict=True):
             pack.columns["old_logprobs"] = outputs_2N[0]
     metrics: list[dict[str, float]] = []
     for index, minibatch in enumerate(minibatches):
@@ -53,8 +53,8 @@ def update(
             _set_covariance(backend, minibatch)
         loss = functools.partial(_loss, config=config.loss, totals=minibatch.totals)
         outputs, sums = backend.accumulate(minibatch.packs, temperature, loss)
-        if config.loss.is_sampled:
-            gap = gap or _require_agreement(backend, [minibatch], outputs, config)
+        if config.loss.is_sampled and index == 0:
+            gap = _require_agreement(backend, compared, [*outputs, *later_outputs], config)
         applied = apply_gradient(backend, config, version * len(minibatches) + index)
         metrics.append({name: float(value) for name, value in sums.items()} | applied)
     return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]} | gap

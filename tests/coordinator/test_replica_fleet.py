@@ -61,15 +61,15 @@ async def test_a_group_goes_where_the_fewest_tokens_are_in_flight():
         assert [replica.samples_in_flight for replica in rollout.replicas] == [0, 0]
 
 
-async def test_no_replica_gets_more_than_it_runs_at_once():
+async def test_no_replica_gets_more_than_it_runs_at_once_and_as_many_to_follow():
     async with replicas(2, max_samples=5) as fakes, serving(fakes) as rollout:
         for fake in fakes:
             fake.before_answer = lambda prompt: asyncio.sleep(0.01)
         await asyncio.gather(*(generate(rollout, index) for index in range(20)))
-        assert [fake.peak for fake in fakes] == [4, 4]
+        assert [fake.peak for fake in fakes] == [10, 10]
         # One that is larger than the limit goes alone.
-        await asyncio.gather(*(generate(rollout, index, num_samples=7) for index in range(4)))
-        assert [fake.peak for fake in fakes] == [7, 7]
+        await asyncio.gather(*(generate(rollout, index, num_samples=11) for index in range(4)))
+        assert [fake.peak for fake in fakes] == [11, 11]
 
 
 async def test_a_dead_replicas_groups_go_to_another():

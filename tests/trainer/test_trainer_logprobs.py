@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
 @pytest.fixture(params=[1, 2 * V, 3 * V, 1 << 20], ids=lambda entries: f"{entries}-entries")
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Chunks of 1 token (also when the budget is below one token's logits), 2, 3 (with a rest of 1), and all."""
-    monkeypatch.setattr(logprobs, "_ENTRIES_PER_CHUNK", request.param)
+    monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", request.param)
     return request.param
 
 
@@ -133,7 +133,7 @@ def test_weight_gradient_costs_nothing_where_it_is_not_wanted(needs_weight: bool
 
 
 def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_ENTRIES_PER_CHUNK", 2 * V)
+    monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", 2 * V)
     hidden, weight, targets = inputs()
     with Recorder() as recorder:
         linear_logprobs(hidden, weight, targets, 0.7).sum().backward()

@@ -74,8 +74,8 @@ class MegatronConfig(Strict):
     """See recompute_method."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
     """Selective recompute: parts of each layer, as Megatron names them."""
-    empty_cuda_cache: bool = True
-    """Give unused cached memory back between backward and the optimizer's step."""
+    empty_cuda_cache: bool = False
+    """Give unused cached memory back between backward and the optimizer's step, for others on the same GPU."""
     moe: MoeConfig = MoeConfig()
     """Experts."""
     dist_checkpointing_path: str = ""

@@ -17,6 +17,9 @@ from services.coordinator.groups import SampledGroup
 
 log = logging.getLogger(__name__)
 
+# Samples at a replica over those that its engine runs at once: a group's slots do not wait for its slowest sample.
+_IN_FLIGHT = 2
+
 
 class Rollout:
     """All replicas. A group goes to the serving replica with the fewest tokens in flight."""
@@ -110,6 +113,7 @@ class Rollout:
         with_room = [
             replica
             for replica in serving
-            if replica.samples_in_flight == 0 or replica.samples_in_flight + num_samples <= replica.max_samples
+            if replica.samples_in_flight == 0
+            or replica.samples_in_flight + num_samples <= _IN_FLIGHT * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)

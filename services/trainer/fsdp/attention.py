@@ -4,13 +4,17 @@ On GPU torch's variable-length kernel, which takes half precision only. Otherwis
 right-padded inside this function only: causal attention never looks at what comes later, so padding needs no mask.
 """
 
+import functools
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 NAME = "lockstep_packed"
+_CAUSAL = (-1, 0)
 
 
 def packed_attention(
@@ -38,14 +42,14 @@ def _unpadded(
     max_seqlen: int,
     scale: float | None,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return varlen_attn(query_THD, key_TKD, value_TKD, *lengths, window_size=_CAUSAL, scale=scale, **_grouped())
 
-    groups = query_THD.shape[1] // key_TKD.shape[1]
-    key_THD, value_THD = (x.repeat_interleave(groups, dim=1) for x in (key_TKD, value_TKD))
-    causal = (-1, 0)
-    return varlen_attn(
-        query_THD, key_THD, value_THD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=causal, scale=scale
-    )
+
+@functools.cache
+def _grouped() -> dict[str, bool]:
+    """Fewer heads of key and value: before torch 2.12 without being asked."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _padded(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import PreconditionFailed
 from services.trainer.backend import LossFunction, Role, compute_dtype
-from services.trainer.fsdp.model import LogprobModel, ValueModel, build
+from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.weights import WeightStream
 from services.trainer.optim import make_adamw
 from services.trainer.packing import Pack
@@ -28,7 +28,8 @@ class FsdpBackend:
         self._role, self._config, dtype = role, config, compute_dtype(config, device)
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         kind = ValueModel if role is Role.CRITIC else LogprobModel
-        self._model = build(kind, model_path, config, self._mesh, dtype)
+        kept = dtype if role is Role.REFERENCE else torch.float32
+        self._model = build(kind, model_path, config, self._mesh, (kept, dtype))
         if role is Role.REFERENCE:
             self._model.requires_grad_(False)
         else:
@@ -42,7 +43,9 @@ class FsdpBackend:
 
     def forward(self, packs: Sequence[Pack], temperature: float, *, of_base: bool = False) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [self._model(pack, temperature) for pack in packs]
+            outputs = [self._model(pack, temperature) for pack in packs]
+        reshard(self._model)
+        return outputs
 
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
@@ -67,7 +70,8 @@ class FsdpBackend:
     def step(self, lr: float, weight_decay: float) -> float:
         for group in self._optimizer.param_groups:
             group.update(lr=lr, weight_decay=weight_decay * group["wd_mult"])
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm)
+        # foreach, as fused in the optimizer: torch does not choose them itself for sharded tensors.
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm, foreach=True)
         self._optimizer.step()
         self.discard_gradients()
         return float(norm.full_tensor())

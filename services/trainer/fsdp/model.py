@@ -8,19 +8,19 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.fsdp import attention
+from services.trainer.logprobs import linear_logprobs
 from services.trainer.model_files import tensor_files
 from services.trainer.packing import Pack
 
-# Logits exist for this many entries at a time; their float32 copy and gradient are freed chunk by chunk.
-_LOGITS_PER_CHUNK = 64 << 20
+# What some architectures do to logits after the output layer, which is left out here.
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class _Model(nn.Module):
@@ -47,18 +47,8 @@ class LogprobModel(_Model):
 
     def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
         """Log-probability of each target and entropy at it, float32 [2, N]; [tokens, vocabulary] is never whole."""
-        hidden_ND = self.hidden(pack)
-        chunk = max(1, _LOGITS_PER_CHUNK // self.causal_lm.config.vocab_size)
-        parts = [
-            checkpoint(self._score, hidden, targets, temperature, use_reentrant=False)
-            for hidden, targets in zip(hidden_ND.split(chunk), pack.targets_N.split(chunk), strict=True)
-        ]
-        return torch.cat(parts, 1)
-
-    def _score(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float) -> torch.Tensor:
-        logprobs_NV = (self.causal_lm.lm_head(hidden_ND).float() / temperature).log_softmax(-1)
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-        return torch.stack([logprobs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N])
+        weight_VD = self.causal_lm.lm_head.weight
+        return linear_logprobs(self.hidden(pack), weight_VD, pack.targets_N, temperature)
 
 
 class ValueModel(_Model):
@@ -77,16 +67,24 @@ class ValueModel(_Model):
         return nn.functional.linear(self.value_head.weight.float(), self.hidden(pack).float())
 
 
-def build(kind: type[_Model], model_path: str, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> _Model:
-    """Loads `model_path` on rank 0 and shards it: float32 master weights, `dtype` in forward and backward.
+def build(
+    kind: type[_Model],
+    model_path: str,
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> _Model:
+    """Loads `model_path` on rank 0 and shards it; `dtypes` of the weights kept, and of forward and backward.
 
     Raises:
-        InvalidInput: transformers does not know the model's architecture, or it has no safetensors weights.
+        InvalidInput: transformers does not know the model's architecture, its logits are more than its output layer's,
+            or it has no safetensors weights.
     """
     tensor_files(Path(model_path))
     try:
         hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-        kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
+        _require_plain_logits(hf_config)
+        kwargs: dict[str, Any] = {"dtype": dtypes[0], "attn_implementation": attention.NAME}
         with init_empty_weights(include_buffers=False):
             empty = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except (ValueError, OSError) as error:
@@ -95,7 +93,7 @@ def build(kind: type[_Model], model_path: str, config: TrainerConfig, mesh: Devi
     if config.gradient_checkpointing:
         empty.gradient_checkpointing_enable({"use_reentrant": False})
     model = kind(empty)
-    _shard(model, config, mesh, dtype)
+    _shard(model, config, mesh, dtypes[1])
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
     for name, buffer in model.named_buffers():
@@ -120,8 +118,24 @@ def _shard(model: _Model, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.
     if config.fsdp.cpu_offload and mesh.device_type != "cpu":
         settings["offload_policy"] = CPUOffloadPolicy()
     for layer in model.causal_lm.model.layers:
+        if config.fsdp.torch_compile and mesh.device_type == "cuda":
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         fully_shard(layer, **settings)
-    fully_shard(model, **settings)
+    # The backward begins with what the forward ended with.
+    fully_shard(model, **settings | {"reshard_after_forward": False})
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the gathered weights that a forward left for a backward which does not come."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _require_plain_logits(hf_config: PretrainedConfig) -> None:
+    for name in _LOGIT_SETTINGS:
+        if getattr(hf_config, name, None) not in (None, 1):
+            raise InvalidInput(f"model: {name} in its config.json is not supported", field="model")
 
 
 def _move_buffers(model: nn.Module, device: str) -> None:

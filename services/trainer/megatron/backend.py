@@ -89,7 +89,7 @@ class MegatronBackend:
         def collect(micro: MicroBatch, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             value, metrics = loss(outputs_KN, micro.pack)
             # Megatron divides by the rows of all ranks, as its own auxiliary losses need; ours is normalised already.
-            rows = torch.tensor(micro.num_rows, dtype=torch.int, device=self.device)
+            rows = torch.full((), micro.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
             return value * all_rows, rows, (outputs_KN.detach(), metrics)
 
         kept = self._model.accumulate(micros, temperature, collect)

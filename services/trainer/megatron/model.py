@@ -279,7 +279,8 @@ def _router_ranks(megatron: MegatronConfig) -> int:
 
 def _fusion_settings(is_gpu: bool) -> dict[str, bool]:
     if is_gpu:
-        return {"persist_layer_norm": True, "bias_activation_fusion": True, "bias_dropout_fusion": True}
+        fusions = ("persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
+        return dict.fromkeys((*fusions, "moe_permute_fusion"), True)
     return dict.fromkeys(_NEEDS_GPU, False)
 
 

@@ -1,0 +1,8 @@
+#!/bin/sh
+# A certificate authority and a certificate for each container of compose.yaml, below DIRECTORY; those that exist stay.
+set -eu
+cd "$1"
+[ -e ca ] || lockstep certs init ca
+for role in rollout reward trainer coordinator; do
+  [ -e "$role" ] || lockstep certs issue "$role" --ca ca --host "$role" --host "$role-gpu" --host localhost --host 127.0.0.1 --out "$role"
+done

@@ -1,0 +1,10 @@
+#!/bin/sh
+# What the coordinator's container of compose.yaml does: the quickstart. Arguments: addresses of
+# rollout, reward and trainer, then overrides.
+set -eu
+rollout=$1 reward=$2 trainer=$3
+shift 3
+lockstep data arithmetic --out runs/data
+exec lockstep run deploy/runs/quickstart.yaml \
+  data.train=runs/data/train.parquet data.eval.held-out=runs/data/test.parquet \
+  --tls /certs --rollout "$rollout" --reward "$reward" --trainer "$trainer" "$@"

@@ -1,0 +1,172 @@
+"""Does what the Dockerfiles' `cpu` targets say without Docker, then runs compose.yaml's quickstart from what came out.
+
+`python deploy/replay.py ROOT [--steps N]`, as root on Debian 12 with Python 3.11 and bubblewrap. Each stage has a file
+system of its own below ROOT, beside this host's /usr and /etc, read-only. Packages of apt-get are taken from this host.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_REPOSITORY = Path(__file__).parents[1]
+_SERVICES = ("coordinator", "reward", "rollout", "trainer")
+# A loopback address for each container, whose port is the same in all.
+_HOSTS = {"rollout": "127.0.0.2", "reward": "127.0.0.3", "trainer": "127.0.0.4"}
+_END_S = 30
+_FROM_HOST = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", sys.base_prefix)
+
+
+@dataclass
+class Stage:
+    """One FROM: its file system, and what ENV, WORKDIR, ENTRYPOINT and CMD have set."""
+
+    root: Path
+    env: dict[str, str] = field(default_factory=dict)
+    workdir: str = "/"
+    entrypoint: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    volumes: dict[str, Path] = field(default_factory=dict)
+
+    def path(self, inside: str) -> Path:
+        """Where a path of the stage lies on this host."""
+        return self.root / str(Path(self.workdir) / inside).lstrip("/")
+
+    def sandboxed(self, command: Iterable[str]) -> list[str]:
+        """The command line that runs `command` in the stage."""
+        box = ["bwrap", "--unshare-pid", "--die-with-parent", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+        for name in sorted(name for name in _FROM_HOST if Path(name).exists()):
+            box += ["--ro-bind", name, name]
+        for inside, path in {**{f"/{top.name}": top for top in self.root.iterdir()}, **self.volumes}.items():
+            box += ["--bind", str(path), inside]
+        box.append("--clearenv")
+        for name, value in ({"PATH": f"{sys.base_prefix}/bin:/usr/bin:/bin", "HOME": "/tmp"} | self.env).items():
+            box += ["--setenv", name, value]
+        return [*box, "--chdir", self.workdir, *command]
+
+
+def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
+    """Instruction and its argument, continued lines joined."""
+    text = re.sub(r"\\\n", " ", dockerfile.read_text())
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            name, _, rest = line.partition(" ")
+            yield name, rest.strip()
+
+
+class Build:
+    """Replays one Dockerfile."""
+
+    def __init__(self, service: str, root: Path):
+        self.service, self._root = service, root
+        self._stages: dict[str, Stage] = {}
+
+    def run(self) -> Stage:
+        """The stage `cpu`."""
+        stage: Stage | None = None
+        for name, rest in instructions(_REPOSITORY / "deploy" / f"{self.service}.Dockerfile"):
+            if name == "FROM":
+                if "cpu" in self._stages:
+                    break
+                stage = self._begin(rest)
+            else:
+                assert stage is not None
+                getattr(self, f"_{name.lower()}")(stage, rest)
+        return self._stages["cpu"]
+
+    def _begin(self, rest: str) -> Stage:
+        base, _, name = rest.partition(" AS ")
+        if base != "python:3.11-slim-bookworm":
+            raise SystemExit(f"{self.service}: this script stands in for python:3.11-slim-bookworm, not for {base}")
+        stage = self._stages[name] = Stage(self._root / self.service / name)
+        shutil.rmtree(stage.root, ignore_errors=True)
+        stage.root.mkdir(parents=True)
+        return stage
+
+    def _copy(self, stage: Stage, rest: str) -> None:
+        words = shlex.split(rest)
+        origin: Path | None = _REPOSITORY
+        if words[0].startswith("--from="):
+            origin = self._stages[words.pop(0).removeprefix("--from=")].root
+        *sources, target = words
+        for source in (origin / source.lstrip("/") for source in sources):
+            into_directory = target.endswith("/") or len(sources) > 1
+            destination = stage.path(target) / source.name if into_directory else stage.path(target)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, destination, symlinks=True, dirs_exist_ok=True)
+            else:
+                shutil.copy2(source, destination)
+
+    def _run(self, stage: Stage, rest: str) -> None:
+        if rest.startswith(("apt-get", "useradd")):  # changes the base: this host's packages and user stand in
+            return
+        stage.path(".").mkdir(parents=True, exist_ok=True)
+        for directory in ("/opt", "/wheel"):
+            stage.path(directory).mkdir(parents=True, exist_ok=True)
+        subprocess.run(stage.sandboxed(["sh", "-ec", rest]), check=True)
+
+    def _workdir(self, stage: Stage, rest: str) -> None:
+        stage.workdir = rest
+        stage.path(".").mkdir(parents=True, exist_ok=True)
+
+    def _env(self, stage: Stage, rest: str) -> None:
+        for pair in shlex.split(rest):
+            name, _, value = pair.partition("=")
+            stage.env[name] = value.replace("$PATH", f"{sys.base_prefix}/bin:/usr/bin:/bin")
+
+    def _entrypoint(self, stage: Stage, rest: str) -> None:
+        stage.entrypoint = json.loads(rest)
+
+    def _cmd(self, stage: Stage, rest: str) -> None:
+        stage.command = json.loads(rest)
+
+    def _user(self, stage: Stage, rest: str) -> None:
+        pass
+
+    _expose = _healthcheck = _user
+
+
+def run_topology(stages: dict[str, Stage], root: Path, steps: int) -> None:
+    """The containers of compose.yaml as processes: certificates, then the three services, then the quickstart."""
+    coordinator, deploy, work = stages["coordinator"], _REPOSITORY / "deploy", root / "work"
+    certificates = root / "certificates"
+    certificates.mkdir(exist_ok=True)
+    coordinator.volumes = {"/certificates": certificates, "/scripts": deploy}
+    subprocess.run(coordinator.sandboxed(["sh", "/scripts/make_certificates.sh", "/certificates"]), check=True)
+    for name in ("quickstart", "runs"):
+        shutil.copytree(deploy / name, work / "deploy" / name, dirs_exist_ok=True)
+    for service, stage in stages.items():
+        stage.volumes = {"/certs": certificates / service, "/scripts": deploy, "/work": work}
+    coordinator.workdir = stages["trainer"].workdir = "/work"
+    with ExitStack() as running:
+        for service, host in _HOSTS.items():
+            stage, log = stages[service], running.enter_context((root / f"{service}.log").open("w"))
+            command = stage.sandboxed(word.replace("0.0.0.0", host) for word in (*stage.entrypoint, *stage.command))
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+            running.callback(process.wait, _END_S)
+            running.callback(process.terminate)
+        addresses = [f"{host}:50051" for host in _HOSTS.values()]
+        quickstart = ["sh", "/scripts/quickstart.sh", *addresses, f"num_steps={steps}"]
+        subprocess.run(coordinator.sandboxed(quickstart), check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    root = options.root.resolve()
+    stages = {service: Build(service, root).run() for service in _SERVICES}
+    run_topology(stages, root, options.steps)
+
+
+if __name__ == "__main__":
+    main()

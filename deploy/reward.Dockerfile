@@ -1,0 +1,33 @@
+# The reward service: rules, mathematics, code in a sandbox, judges over HTTP. No torch.
+#   docker build -f deploy/reward.Dockerfile --target cpu -t lockstep-reward .
+FROM python:3.11-slim-bookworm AS source
+WORKDIR /src
+COPY pyproject.toml README.md ./
+COPY protos/lockstep protos/lockstep
+COPY services/__init__.py services/
+COPY services/common services/common
+COPY services/reward services/reward
+COPY requirements/build.txt requirements/
+RUN python -m venv /opt/build
+RUN /opt/build/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
+RUN /opt/build/bin/python -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
+
+FROM python:3.11-slim-bookworm AS cpu-packages
+WORKDIR /src
+COPY requirements/reward-cpu.txt requirements/
+RUN python -m venv /opt/lockstep
+RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/reward-cpu.txt
+COPY --from=source /wheel /wheel
+RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
+
+FROM python:3.11-slim-bookworm AS cpu
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
+COPY --from=cpu-packages /opt/lockstep /opt/lockstep
+RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs
+USER 10001
+WORKDIR /home/lockstep
+ENV PATH=/opt/lockstep/bin:$PATH PYTHONUNBUFFERED=1
+EXPOSE 50051
+HEALTHCHECK --interval=10s --timeout=6s --start-period=120s CMD ["lockstep-health", "127.0.0.1:50051", "--tls", "/certs"]
+ENTRYPOINT ["lockstep-reward"]
+CMD ["--listen", "0.0.0.0:50051", "--tls", "/certs"]

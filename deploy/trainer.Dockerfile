@@ -1,0 +1,33 @@
+# The trainer: FSDP2 and Megatron-Core under torchrun.
+#   docker build -f deploy/trainer.Dockerfile --target cpu -t lockstep-trainer .
+FROM python:3.11-slim-bookworm AS source
+WORKDIR /src
+COPY pyproject.toml README.md ./
+COPY protos/lockstep protos/lockstep
+COPY services/__init__.py services/
+COPY services/common services/common
+COPY services/trainer services/trainer
+COPY requirements/build.txt requirements/
+RUN python -m venv /opt/build
+RUN /opt/build/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
+RUN /opt/build/bin/python -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
+
+FROM python:3.11-slim-bookworm AS cpu-packages
+WORKDIR /src
+COPY requirements/cpu-torch.txt requirements/trainer-cpu.txt requirements/
+RUN python -m venv /opt/lockstep
+RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/cpu-torch.txt
+RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/trainer-cpu.txt
+COPY --from=source /wheel /wheel
+RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
+
+FROM python:3.11-slim-bookworm AS cpu
+COPY --from=cpu-packages /opt/lockstep /opt/lockstep
+RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs
+USER 10001
+WORKDIR /home/lockstep
+ENV PATH=/opt/lockstep/bin:$PATH PYTHONUNBUFFERED=1
+EXPOSE 50051
+HEALTHCHECK --interval=10s --timeout=6s --start-period=120s CMD ["lockstep-health", "127.0.0.1:50051", "--tls", "/certs"]
+ENTRYPOINT ["torchrun"]
+CMD ["--standalone", "--nproc-per-node", "1", "-m", "services.trainer", "--listen", "0.0.0.0:50051", "--tls", "/certs"]
