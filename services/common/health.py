@@ -1,27 +1,46 @@
-"""`lockstep-health HOST:PORT`: exit code 0 if the gRPC service there says that it serves. For container probes."""
+"""`lockstep-health HOST:PORT [--tls DIR]`: exit code 0 if the service there says that it serves. For container probes."""
 
 import argparse
+import asyncio
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-
-def is_serving(address: str, *, timeout_s: float) -> bool:
-    """Whether the whole server at `address` is SERVING (grpc.health.v1)."""
-    with grpc.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=False)
-        except grpc.RpcError:
-            return False
-    return answer.status == health_pb2.HealthCheckResponse.SERVING
+from services.common.errors import LockstepError
+from services.common.rpc import Client
+from services.common.tls import Credentials, Transport
 
 
-def main() -> None:
+async def require_serving(address: str, transport: Transport, *, timeout_s: float) -> None:
+    """Returns if the whole server at `address` is SERVING (grpc.health.v1).
+
+    Raises:
+        LockstepError: It is not, or does not answer.
+    """
+    client = Client(address, health_pb2_grpc.HealthStub, transport)
+    try:
+        answer = await client.call("Check", health_pb2.HealthCheckRequest(), timeout_s=timeout_s)
+    finally:
+        await client.close()
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise LockstepError(f"{address} says {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+
+
+def main(args: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="lockstep-health", description="Asks a Lockstep service whether it serves.")
     parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--tls", type=Path, metavar="DIR", help="ca.pem, cert.pem and key.pem of any role")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
-    options = parser.parse_args()
-    sys.exit(not is_serving(options.address, timeout_s=options.timeout))
+    options = parser.parse_args(args)
+    try:
+        transport = Transport(options.tls and Credentials(options.tls))
+        asyncio.run(require_serving(options.address, transport, timeout_s=options.timeout))
+    except LockstepError as error:
+        sys.exit(f"lockstep-health: {error.message}")
+
+
+if __name__ == "__main__":
+    main()
