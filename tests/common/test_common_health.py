@@ -17,5 +17,5 @@ async def test_a_service_that_serves_is_healthy_and_one_that_ended_is_not() -> N
 
 
 def test_the_command_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="lockstep-health: .*127.0.0.1:1"):
+    with pytest.raises(SystemExit, match=r"lockstep-health: .*127\.0\.0\.1:1"):
         main(["127.0.0.1:1", "--timeout", "5"])
