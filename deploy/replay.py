@@ -1,7 +1,8 @@
 """Does what the Dockerfiles' `cpu` targets say without Docker, then runs compose.yaml's quickstart from what came out.
 
-`python deploy/replay.py ROOT [--steps N]`, as root on Debian 12 with Python 3.11 and bubblewrap. Each stage has a file
-system of its own below ROOT, beside this host's /usr and /etc, read-only. Packages of apt-get are taken from this host.
+`python deploy/replay.py ROOT [--steps N] [--wheels DIR]`, as root on Debian 12 with Python 3.11 and bubblewrap. Each stage has a file
+system of its own below ROOT, beside this host's /usr and /etc, read-only. Packages of apt-get are taken from this host,
+and Python packages also from DIR, for a site that cannot reach every index.
 """
 
 import argparse
@@ -64,8 +65,8 @@ def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
 class Build:
     """Replays one Dockerfile."""
 
-    def __init__(self, service: str, root: Path):
-        self.service, self._root = service, root
+    def __init__(self, service: str, root: Path, wheels: Path | None = None):
+        self.service, self._root, self._wheels = service, root, wheels
         self._stages: dict[str, Stage] = {}
 
     def run(self) -> Stage:
@@ -111,7 +112,9 @@ class Build:
         stage.path(".").mkdir(parents=True, exist_ok=True)
         for directory in ("/opt", "/wheel"):
             stage.path(directory).mkdir(parents=True, exist_ok=True)
-        subprocess.run(stage.sandboxed(["sh", "-ec", rest]), check=True)
+        stage.volumes = {"/wheels": self._wheels} if self._wheels else {}
+        find_links = ["env", "PIP_FIND_LINKS=/wheels"] if self._wheels else []
+        subprocess.run(stage.sandboxed([*find_links, "sh", "-ec", rest]), check=True)
 
     def _workdir(self, stage: Stage, rest: str) -> None:
         stage.workdir = rest
@@ -162,9 +165,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--wheels", type=Path)
     options = parser.parse_args()
     root = options.root.resolve()
-    stages = {service: Build(service, root).run() for service in _SERVICES}
+    stages = {service: Build(service, root, options.wheels).run() for service in _SERVICES}
     run_topology(stages, root, options.steps)
 
 

@@ -1,4 +1,4 @@
-"""`lockstep-health HOST:PORT [--tls DIR]`: exit code 0 if the service there says that it serves. A probe of containers."""
+"""`lockstep-health HOST:PORT [--tls DIR]`: exit code 0 if the service there says that it serves. Containers ask it."""
 
 import argparse
 import asyncio
