@@ -68,10 +68,7 @@ def functions(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
             named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = sum(1 for argument in named if argument.arg not in ("self", "cls"))
             is_kernel = any(_dotted(decorator) == "triton.jit" for decorator in node.decorator_list)  # pointers, sizes
-            is_command = any(
-                _dotted(getattr(d, "func", d)) == "app.command" for d in node.decorator_list
-            )  # its options
-            yield node.name, node.end_lineno - node.lineno + 1, 0 if is_kernel or is_command else count
+            yield node.name, node.end_lineno - node.lineno + 1, 0 if is_kernel else count
 
 
 def _parse(path: Path) -> ast.AST:

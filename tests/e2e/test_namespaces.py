@@ -15,7 +15,7 @@ from tests.e2e.namespaces import Host, received_bytes, two_hosts
 from tests.support import running
 
 # How services and their callers trust one another: the one place to change for another way, such as TLS.
-SERVER_SECURITY, CLIENT_SECURITY = ["--insecure"], []
+SERVER_SECURITY, CLIENT_SECURITY = ["--insecure"], ["--insecure"]
 COORDINATOR, TRAINER, REWARD, ROLLOUT, TORCHRUN = 7000, 7001, 7003, 7002, 29500
 NUM_STEPS = 3
 
