@@ -1,21 +1,23 @@
 """Does what the Dockerfiles' `cpu` targets say without Docker, then runs compose.yaml's quickstart from what came out.
 
-`python deploy/replay.py ROOT [--steps N] [--wheels DIR]`, as root on Debian 12 with Python 3.11 and bubblewrap. Each stage has a file
-system of its own below ROOT, beside this host's /usr and /etc, read-only. Packages of apt-get are taken from this host,
-and Python packages also from DIR, for a site that cannot reach every index.
+`python deploy/replay.py ROOT [--steps N] [--wheels DIR]`, as root on Debian 12 with Python 3.11 and bubblewrap. A stage
+has a file system of its own below ROOT, beside this host's /usr and /etc, read-only. Packages of apt-get are taken from
+this host, and Python packages also from DIR, for a site that cannot reach every index.
 """
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 _REPOSITORY = Path(__file__).parents[1]
 _SERVICES = ("coordinator", "reward", "rollout", "trainer")
@@ -144,21 +146,38 @@ def run_topology(stages: dict[str, Stage], root: Path, steps: int) -> None:
     certificates.mkdir(exist_ok=True)
     coordinator.volumes = {"/certificates": certificates, "/scripts": deploy}
     subprocess.run(coordinator.sandboxed(["sh", "/scripts/make_certificates.sh", "/certificates"]), check=True)
+    hosts = root / "hosts"
+    hosts.write_text("".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **_HOSTS}.items()))
     for name in ("quickstart", "runs"):
         shutil.copytree(deploy / name, work / "deploy" / name, dirs_exist_ok=True)
     for service, stage in stages.items():
-        stage.volumes = {"/certs": certificates / service, "/scripts": deploy, "/work": work}
+        stage.volumes = {"/certs": certificates / service, "/scripts": deploy, "/work": work, "/etc/hosts": hosts}
     coordinator.workdir = stages["trainer"].workdir = "/work"
+    services: dict[int, str] = {}
     with ExitStack() as running:
         for service, host in _HOSTS.items():
             stage, log = stages[service], running.enter_context((root / f"{service}.log").open("w"))
             command = stage.sandboxed(word.replace("0.0.0.0", host) for word in (*stage.entrypoint, *stage.command))
-            process = subprocess.Popen(command, stdout=log, stderr=log)
-            running.callback(process.wait, _END_S)
-            running.callback(process.terminate)
-        addresses = [f"{host}:50051" for host in _HOSTS.values()]
+            process = running.enter_context(_started(command, log))
+            services[process.pid] = service
+        addresses = [f"{service}:50051" for service in _HOSTS]
         quickstart = ["sh", "/scripts/quickstart.sh", *addresses, f"num_steps={steps}"]
-        subprocess.run(coordinator.sandboxed(quickstart), check=True)
+        run = running.enter_context(_started(coordinator.sandboxed(quickstart)))
+        pid, status = os.wait()
+        if pid != run.pid or status:
+            raise SystemExit(
+                f"{services.get(pid, 'the run')} ended with {os.waitstatus_to_exitcode(status)}: {root}/*.log"
+            )
+
+
+@contextmanager
+def _started(command: list[str], log: TextIO | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(_END_S)
 
 
 def main() -> None:

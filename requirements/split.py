@@ -40,7 +40,7 @@ def needed(root: str, lock: dict[str, str]) -> set[str]:
         name = canonicalize_name(requirement.name)
         name = INSTEAD.get(name, name)
         key = f"{name} {sorted(requirement.extras)}"
-        if key not in seen and (name in lock or requirement.name == "lockstep-rl"):
+        if key not in seen:  # also of what has a lock of its own, as torch has
             seen.add(key)
             found |= {name} & lock.keys()
             todo += _requirements(name, requirement.extras)
