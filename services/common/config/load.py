@@ -78,12 +78,17 @@ def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel],
         yield Key(
             path=prefix + name,
             type=_type_name(field.annotation) + again,
-            default="required" if default is PydanticUndefined else repr(default),
+            default="required" if default is PydanticUndefined else _shown(default),
             help=" ".join((field.description or "").split()),
         )
         for option in nested:
             if option not in listed:
                 yield from keys(option, prefix + _path_into(name, field.annotation, option), listed)
+
+
+def _shown(default: object) -> str:
+    """A default as the user's Python or YAML would have it."""
+    return repr(str(default) if isinstance(default, Path) else default)
 
 
 def _path_into(name: str, annotation: Any, option: type[BaseModel]) -> str:
