@@ -1,4 +1,4 @@
-"""One service per host, on two hosts that are network namespaces: the numbers are those of loopback."""
+"""One service per host, on two hosts that are network namespaces, over mTLS: the numbers are those of loopback."""
 
 import os
 import subprocess
@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lockstep_command import LOCKSTEP, make_workspace, numbers, reference
+from tests.e2e.lockstep_command import LOCKSTEP, invoke, make_workspace, numbers, reference
 from tests.e2e.namespaces import Host, received_bytes, two_hosts
 from tests.support import running
 
-# How services and their callers trust one another: the one place to change for another way, such as TLS.
-SERVER_SECURITY, CLIENT_SECURITY = ["--insecure"], ["--insecure"]
 COORDINATOR, TRAINER, REWARD, ROLLOUT, TORCHRUN = 7000, 7001, 7003, 7002, 29500
 NUM_STEPS = 3
 
@@ -25,7 +23,7 @@ def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
 
     def serve(host: Host, service: str, port: int, *arguments: str) -> list[str]:
         command = (sys.executable, "-m", f"services.{service}", "--listen", f"{host.address}:{port}")
-        return host.command(*command, *SERVER_SECURITY, *arguments)
+        return host.command(*command, "--tls", f"certs/{service.partition('.')[0]}", *arguments)
 
     yield "coordinator", serve(first, "coordinator.daemon", COORDINATOR, "--runs-dir", "runs")
     yield "reward", serve(first, "reward", REWARD)
@@ -49,7 +47,18 @@ def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
             "services.trainer",
         )
         # On all interfaces: by which of them others reach it, it learns from the coordinator.
-        yield f"trainer-{rank}", host.command(*command, "--listen", f"0.0.0.0:{TRAINER}", *SERVER_SECURITY)
+        yield f"trainer-{rank}", host.command(*command, "--listen", f"0.0.0.0:{TRAINER}", "--tls", "certs/trainer")
+
+
+def make_certificates(workspace: Path, first: Host, second: Host) -> None:
+    """Below certs/, for the address by which each service is called, and for the operator who calls."""
+    hosts = {"coordinator": first, "reward": first, "trainer": first, "rollout": second, "operator": second}
+    for arguments in (
+        ("init",),
+        *(("issue", role, "--host", host.address, "--out", f"certs/{role}") for role, host in hosts.items()),
+    ):
+        made = invoke("certs", *arguments, cwd=workspace)
+        assert made.returncode == 0, made.stderr
 
 
 def until_it_listens(log: Path) -> None:
@@ -64,6 +73,7 @@ def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
     """Workspace and output of a run on two hosts, and how many bytes the second one received."""
     workspace = make_workspace(tmp_path_factory.mktemp("namespaces"))
     with two_hosts() as (first, second), ExitStack() as stack, chdir(workspace):
+        make_certificates(workspace, first, second)
         for name, command in services(first, second):
             stack.enter_context(running(command, workspace / f"{name}.log"))
         until_it_listens(workspace / "coordinator.log")
@@ -74,7 +84,9 @@ def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
             "rollout": f"{second.address}:{ROLLOUT}",
         }
         options = [f"--{name}={address}" for name, address in addresses.items()]
-        command = second.command(LOCKSTEP, "run", "run.yaml", f"num_steps={NUM_STEPS}", *options, *CLIENT_SECURITY)
+        command = second.command(
+            LOCKSTEP, "run", "run.yaml", f"num_steps={NUM_STEPS}", *options, "--tls", "certs/operator"
+        )
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
         logs = {path.name: path.read_text()[-3000:] for path in workspace.rglob("*.log")}
         assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *map(str, logs.items())])

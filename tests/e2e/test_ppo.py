@@ -20,6 +20,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("ppo"),
         num_steps=4,
         advantage={"kind": "gae", "kl": {"coef": KL_COEF}},
+        trainer={"num_ranks": 1, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
         critic={"deployment": "own", "num_ranks": 1, "warmup_steps": 1, "optim": {"lr": 1e-2}},
         evaluation={},
         checkpoint={"save_freq": 2},
