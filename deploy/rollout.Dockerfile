@@ -32,3 +32,25 @@ EXPOSE 50051
 HEALTHCHECK --interval=10s --timeout=6s --start-period=120s CMD ["lockstep-health", "127.0.0.1:50051", "--tls", "/certs"]
 ENTRYPOINT ["lockstep-rollout"]
 CMD ["--listen", "0.0.0.0:50051", "--tls", "/certs"]
+
+FROM ubuntu:24.04 AS cuda-packages
+RUN apt-get update && apt-get install -y --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY requirements/rollout-cuda.txt requirements/
+RUN python3 -m venv /opt/lockstep
+RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/rollout-cuda.txt
+COPY --from=source /wheel /wheel
+RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
+
+FROM ubuntu:24.04 AS cuda
+# Triton and torch.compile build kernels when they are first used.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ python3-dev python3-venv libnuma1 && rm -rf /var/lib/apt/lists/*
+COPY --from=cuda-packages /opt/lockstep /opt/lockstep
+RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs
+USER 10001
+WORKDIR /home/lockstep
+ENV PATH=/opt/lockstep/bin:$PATH PYTHONUNBUFFERED=1 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+EXPOSE 50051
+HEALTHCHECK --interval=10s --timeout=6s --start-period=120s CMD ["lockstep-health", "127.0.0.1:50051", "--tls", "/certs"]
+ENTRYPOINT ["lockstep-rollout"]
+CMD ["--listen", "0.0.0.0:50051", "--tls", "/certs"]

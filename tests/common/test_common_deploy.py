@@ -48,10 +48,13 @@ def test_an_image_has_its_own_service_only_and_runs_without_root(service: str) -
     sources = {word for line in lines(service) if line.startswith("COPY services") for word in line.split()[1:-1]}
     assert sources == {"services/__init__.py", "services/common", f"services/{service}"}
     assert all((ROOT / source).exists() for source in sources)
-    final = lines(service)[max(i for i, line in enumerate(lines(service)) if line.startswith("FROM")) :]
-    assert "USER 10001" in final
-    (probe,) = [line for line in final if line.startswith("HEALTHCHECK")]
-    assert yaml.safe_load(probe.partition(" CMD ")[2]) == HEALTH
+    targets = {"cpu", "cuda"} if service in ("rollout", "trainer") else {"cpu"}
+    stages = dict(re.findall(r"^FROM .* AS (\S+)\n((?:(?!FROM).*\n)*)", "\n".join([*lines(service), ""]), re.MULTILINE))
+    for target in targets:
+        final = stages[target].splitlines()
+        assert "USER 10001" in final
+        (probe,) = [line for line in final if line.startswith("HEALTHCHECK")]
+        assert yaml.safe_load(probe.partition(" CMD ")[2]) == HEALTH
 
 
 def test_each_container_sees_its_own_key_only() -> None:
