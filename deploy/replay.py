@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ _SERVICES = ("coordinator", "reward", "rollout", "trainer")
 # A loopback address for each container, whose port is the same in all.
 _HOSTS = {"rollout": "127.0.0.2", "reward": "127.0.0.3", "trainer": "127.0.0.4"}
 _END_S = 30
-_FROM_HOST = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", sys.base_prefix)
+_FROM_HOST = ("/usr", "/etc", "/sys", "/bin", "/sbin", "/lib", "/lib64", sys.base_prefix)
 
 
 @dataclass
@@ -67,8 +68,8 @@ def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
 class Build:
     """Replays one Dockerfile."""
 
-    def __init__(self, service: str, root: Path, wheels: Path | None = None):
-        self.service, self._root, self._wheels = service, root, wheels
+    def __init__(self, service: str, root: Path, wheels: Path | None, *, is_built: bool):
+        self.service, self._root, self._wheels, self._is_built = service, root, wheels, is_built
         self._stages: dict[str, Stage] = {}
 
     def run(self) -> Stage:
@@ -89,11 +90,14 @@ class Build:
         if base != "python:3.11-slim-bookworm":
             raise SystemExit(f"{self.service}: this script stands in for python:3.11-slim-bookworm, not for {base}")
         stage = self._stages[name] = Stage(self._root / self.service / name)
-        shutil.rmtree(stage.root, ignore_errors=True)
-        stage.root.mkdir(parents=True)
+        if not self._is_built:
+            shutil.rmtree(stage.root, ignore_errors=True)
+            stage.root.mkdir(parents=True)
         return stage
 
     def _copy(self, stage: Stage, rest: str) -> None:
+        if self._is_built:
+            return
         words = shlex.split(rest)
         origin: Path | None = _REPOSITORY
         if words[0].startswith("--from="):
@@ -109,7 +113,7 @@ class Build:
                 shutil.copy2(source, destination)
 
     def _run(self, stage: Stage, rest: str) -> None:
-        if rest.startswith(("apt-get", "useradd")):  # changes the base: this host's packages and user stand in
+        if self._is_built or rest.startswith(("apt-get", "useradd")):
             return
         stage.path(".").mkdir(parents=True, exist_ok=True)
         for directory in ("/opt", "/wheel"):
@@ -147,7 +151,8 @@ def run_topology(stages: dict[str, Stage], root: Path, steps: int) -> None:
     coordinator.volumes = {"/certificates": certificates, "/scripts": deploy}
     subprocess.run(coordinator.sandboxed(["sh", "/scripts/make_certificates.sh", "/certificates"]), check=True)
     hosts = root / "hosts"
-    hosts.write_text("".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **_HOSTS}.items()))
+    names = {"localhost": "127.0.0.1", socket.gethostname(): "127.0.0.1", **_HOSTS}
+    hosts.write_text("".join(f"{address} {name}\n" for name, address in names.items()))
     for name in ("quickstart", "runs"):
         shutil.copytree(deploy / name, work / "deploy" / name, dirs_exist_ok=True)
     for service, stage in stages.items():
@@ -185,9 +190,11 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--built", action="store_true", help="run what is in ROOT")
     options = parser.parse_args()
     root = options.root.resolve()
-    stages = {service: Build(service, root, options.wheels).run() for service in _SERVICES}
+    builds = [Build(service, root, options.wheels, is_built=options.built) for service in _SERVICES]
+    stages = {build.service: build.run() for build in builds}
     run_topology(stages, root, options.steps)
 
 

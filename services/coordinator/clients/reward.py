@@ -1,5 +1,6 @@
 """The reward service, and what a sample without a score means for its group."""
 
+import asyncio
 import json
 import logging
 
@@ -7,7 +8,7 @@ from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 
 from services.common.config.run import Config
-from services.common.errors import LockstepError, Reason
+from services.common.errors import LockstepError, Reason, Unavailable
 from services.common.rpc import Client
 from services.common.tls import LOCAL, Transport
 from services.coordinator.data.tokenizer import Tokenizer
@@ -22,14 +23,18 @@ class Reward:
     def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
         self._config, self._timeouts = config.reward, config.timeouts
+        self._run_id, self._num_opens = "", 0
+        self._opening = asyncio.Lock()
 
     async def open(self, run_id: str) -> None:
         """Starts the scorers."""
+        self._run_id = run_id
         request = pb.OpenRunRequest(run_id=run_id, config_json=self._config.model_dump_json())
         await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+        self._num_opens += 1
 
     async def score(self, group: SampledGroup, tokenizer: Tokenizer) -> ScoredGroup | None:
-        """The group with its scores, or None if `reward.on_failure` drops it.
+        """The group with its scores, or None if `reward.on_failure` drops it. A service that restarts is waited for.
 
         Raises:
             LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
@@ -48,7 +53,7 @@ class Reward:
                 for completion in group.completions
             ],
         )
-        answer = await self._client.call("Score", request, timeout_s=self._timeouts.score_s)
+        answer = await self._score(request)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not self._tolerate(failed[0], group.prompt.prompt_id):
             return None
@@ -57,6 +62,19 @@ class Reward:
     async def close(self) -> None:
         """Closes the channel."""
         await self._client.close()
+
+    async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+        while True:
+            num_opens = self._num_opens
+            try:
+                return await self._client.call("Score", request, timeout_s=self._timeouts.score_s)
+            except LockstepError as error:
+                if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
+                    raise
+                log.warning("the reward service is gone, and waited for: %s", error.message)
+            async with self._opening:  # one of those who noticed
+                if self._num_opens == num_opens:
+                    await self.open(self._run_id)
 
     def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
         reason = pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")

@@ -1,0 +1,50 @@
+"""Reward service and one replica are replaced, one after the other, while a run goes on: nothing of it is lost."""
+
+from contextlib import ExitStack, chdir
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, running_services, weights
+from tests.support import free_port, running, service_command
+
+NAMES = ("trainer", "reward", "rollout-0", "rollout-1")
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
+    """A run whose services have addresses, and are asked to end and started anew as an orchestrator does it."""
+    workspace = make_workspace(tmp_path_factory.mktemp("rolling"))
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in NAMES}
+    with ExitStack() as stack:
+        started = stack.enter_context(running_services(addresses, workspace))
+        services = dict(zip(addresses, started, strict=True))
+
+        def restart(name: str) -> None:
+            services[name].terminate()
+            services[name].wait(30)
+            command = service_command(name.partition("-")[0], addresses[name])
+            with chdir(workspace):
+                services[name] = stack.enter_context(running(command, workspace / f"{name}-again.log"))
+
+        options = [f"--{name.partition('-')[0]}={address}" for name, address in addresses.items()]
+        with LockstepRun(workspace, *options) as run:
+            run.until(lambda: run.has("published", 0), "the first publication")
+            run.hold()
+            restart("reward")
+            run.until(lambda: "reward service is gone" in run.log, "the loss to be noticed")
+            run.release()
+            run.until(lambda: run.has("published", 2), "the next steps")
+            restart("rollout-0")
+            run.until(lambda: f"replica {addresses['rollout-0']} is back" in run.log, "the replica to be back")
+            assert run.wait() == 0, run.output
+    return run
+
+
+def test_numbers_and_model_are_those_of_an_undisturbed_run(restarted: LockstepRun, undisturbed: Path) -> None:
+    assert numbers(restarted.workspace) == numbers(undisturbed)
+    assert weights(restarted.workspace) == weights(undisturbed) != {}
+
+
+def test_the_new_replica_is_in_the_last_publication(restarted: LockstepRun) -> None:
+    assert restarted.ledger("epoch")[-1]["num_replicas"] == 2
