@@ -125,4 +125,5 @@ def log_file(config: Config) -> logging.Handler:
 def _log_to(config: Config, console: Console) -> None:
     """Everything to coordinator.log, warnings to the terminal too."""
     to_terminal = RichHandler(logging.WARNING, console, show_path=False, rich_tracebacks=False)
+    to_terminal.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[log_file(config), to_terminal], force=True)

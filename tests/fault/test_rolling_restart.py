@@ -35,8 +35,10 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
             run.until(lambda: "reward service is gone" in run.log, "the loss to be noticed")
             run.release()
             run.until(lambda: run.has("published", 2), "the next steps")
+            run.hold()  # no step ends before the replica is back
             restart("rollout-0")
             run.until(lambda: f"replica {addresses['rollout-0']} is back" in run.log, "the replica to be back")
+            run.release()
             assert run.wait() == 0, run.output
     return run
 

@@ -71,9 +71,10 @@ class Reward:
             except LockstepError as error:
                 if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
                     raise
-                log.warning("the reward service is gone, and waited for: %s", error.message)
+                why = error.message
             async with self._opening:  # one of those who noticed
                 if self._num_opens == num_opens:
+                    log.warning("the reward service is gone, and waited for: %s", why)
                     await self.open(self._run_id)
 
     def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
