@@ -179,6 +179,7 @@ def _prepare(strategy: str) -> None:
     """Random weights made on the GPU in place of those of files, and backends that say where time goes."""
     if strategy == "fsdp":
         AutoModelForCausalLM.from_pretrained = _random_model
+        import_module("services.trainer.fsdp.model").tensor_files = lambda directory: {}
         kind = import_module("services.trainer.fsdp.backend").FsdpBackend
     else:
         module = import_module("services.trainer.megatron.backend")
@@ -188,7 +189,7 @@ def _prepare(strategy: str) -> None:
         setattr(kind, name, _timed(getattr(kind, name), name))
 
 
-def _random_model(path: str, *, trust_remote_code: bool, **kwargs: Any) -> torch.nn.Module:
+def _random_model(path: str, *, use_safetensors: bool, trust_remote_code: bool, **kwargs: Any) -> torch.nn.Module:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **kwargs)
 

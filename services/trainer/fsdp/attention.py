@@ -4,7 +4,6 @@ On GPU torch's variable-length kernel, which takes half precision only. Otherwis
 right-padded inside this function only: causal attention never looks at what comes later, so padding needs no mask.
 """
 
-import functools
 import inspect
 from typing import Any
 
@@ -15,6 +14,8 @@ from transformers import AttentionInterface
 
 NAME = "lockstep_packed"
 _CAUSAL = (-1, 0)
+# Fewer heads of key and value: before torch 2.12 without being asked.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_attention(
@@ -43,13 +44,7 @@ def _unpadded(
     scale: float | None,
 ) -> torch.Tensor:
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return varlen_attn(query_THD, key_TKD, value_TKD, *lengths, window_size=_CAUSAL, scale=scale, **_grouped())
-
-
-@functools.cache
-def _grouped() -> dict[str, bool]:
-    """Fewer heads of key and value: before torch 2.12 without being asked."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return varlen_attn(query_THD, key_TKD, value_TKD, *lengths, window_size=_CAUSAL, scale=scale, **_GROUPED)
 
 
 def _padded(
