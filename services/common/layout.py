@@ -54,8 +54,6 @@ _RESERVED = {
         "overlap_param_gather": f"{_MEGATRON}.ddp_config.overlap_param_gather",
         "store_param_remainders": f"{_MEGATRON}.fully_reshardable",
         "optimizer": _ITSELF,
-        # Its state is in two optimizers, which Megatron 0.16 cannot checkpoint under other sizes.
-        **dict.fromkeys(("optimizer_cpu_offload", "optimizer_offload_fraction"), f"{_MEGATRON}.optimizer_offload"),
         **dict.fromkeys(("bf16", "fp16", "params_dtype"), "trainer.compute_dtype"),
     },
     "ddp_config": {"use_distributed_optimizer": f"{_MEGATRON}.use_distributed_optimizer"},
@@ -187,6 +185,7 @@ def _broken_rules(
     if max_tokens is not None:
         yield from _tokens(layout, max_tokens)
     yield from _pass_through(megatron)
+    yield from _optimizer(megatron)
     if architecture is not None:
         yield from _tensor_parallel(layout, architecture)
         yield from _pipeline(layout, architecture)
@@ -250,6 +249,23 @@ def _pass_through(megatron: MegatronConfig) -> _Problems:
         for key in getattr(megatron, table):
             if key in reserved:
                 yield f"{table}.{key}", f"is not for this table; use {reserved[key]}"
+
+
+def _optimizer(megatron: MegatronConfig) -> _Problems:
+    given = megatron.optimizer_config_kwargs
+    if not given.get("optimizer_cpu_offload"):
+        return
+    key = "optimizer_config_kwargs.optimizer_cpu_offload"
+    if not given.get("optimizer_offload_fraction"):
+        yield key, "true: set optimizer_offload_fraction too, the share of the weights that is updated in host memory"
+    if not given.get("use_precision_aware_optimizer"):
+        yield key, "true: Megatron has it in its precision-aware optimizer; set use_precision_aware_optimizer too"
+    for other, legal in {"use_distributed_optimizer": True, "fully_reshardable": True}.items():
+        if getattr(megatron, other) is not legal:
+            yield other, f"{not legal}: optimizer_cpu_offload needs {legal}"
+    if "optimizer" in megatron.offloads:
+        which = "auto_offload" if megatron.auto_offload else "optimizer_offload"
+        yield which, "True: optimizer_cpu_offload has the state in host memory already; set one of the two"
 
 
 def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:

@@ -46,6 +46,11 @@ def checked(num_ranks: int, megatron: Mapping[str, Any], **given: Any) -> None:
 # Rule: a legal layout, illegal ones next to it, each as (ranks, sizes, model, tokens), and what the error must name.
 MODEL, TOKENS = "architecture", "max_tokens"
 Case = tuple[int, dict[str, Any], dict[str, Any]]
+HYBRID = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+    "use_precision_aware_optimizer": True,
+}
 RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
     "world is TP x PP x CP x DP": (
         (12, {TP: 2, PP: 2, CP: 1}, {}),
@@ -160,6 +165,31 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         (1, {"optimizer_config_kwargs": {"use_precision_aware_optimizer": True}}, {}),
         [(1, {"optimizer_config_kwargs": {"lr": 1.0}}, {})],
         ["optimizer_config_kwargs.lr", "use trainer.optim.lr"],
+    ),
+    "the hybrid optimizer says how much of it is on the processor": (
+        (1, {"optimizer_config_kwargs": HYBRID}, {}),
+        [(1, {"optimizer_config_kwargs": HYBRID | {"optimizer_offload_fraction": 0.0}}, {})],
+        ["optimizer_config_kwargs.optimizer_cpu_offload", "set optimizer_offload_fraction too"],
+    ),
+    "the hybrid optimizer is a precision-aware one": (
+        (1, {"optimizer_config_kwargs": HYBRID}, {}),
+        [(1, {"optimizer_config_kwargs": HYBRID | {"use_precision_aware_optimizer": False}}, {})],
+        ["optimizer_config_kwargs.optimizer_cpu_offload", "set use_precision_aware_optimizer too"],
+    ),
+    "the hybrid optimizer is a distributed one": (
+        (2, {"optimizer_config_kwargs": HYBRID}, {}),
+        [(2, {"optimizer_config_kwargs": HYBRID, "use_distributed_optimizer": False}, {})],
+        ["use_distributed_optimizer False", "optimizer_cpu_offload needs True"],
+    ),
+    "the hybrid optimizer's state loads under all sizes": (
+        (1, {"optimizer_config_kwargs": HYBRID}, {}),
+        [(1, {"optimizer_config_kwargs": HYBRID, "fully_reshardable": False}, {})],
+        ["fully_reshardable False", "optimizer_cpu_offload needs True"],
+    ),
+    "the hybrid optimizer's state stays where it is": (
+        (1, {"optimizer_config_kwargs": HYBRID, "grad_offload": True}, {}),
+        [(1, {"optimizer_config_kwargs": HYBRID, "optimizer_offload": True}, {})],
+        ["optimizer_offload True", "set one of the two"],
     ),
     "the distributed optimizer has one key": (
         (1, {"ddp_config": {"overlap_grad_reduce": True}}, {}),

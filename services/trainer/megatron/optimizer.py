@@ -8,6 +8,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput, Reason
 from services.trainer.megatron.passthrough import make, refusals
 
 
@@ -17,7 +18,8 @@ def make_optimizer(
     """The optimizer of the policy's chunks.
 
     Raises:
-        InvalidInput: optimizer_config_kwargs has an unknown key, or Megatron refuses the combination.
+        InvalidInput: optimizer_config_kwargs has an unknown key, Megatron refuses the combination, or the weights are
+            not what optimizer_cpu_offload takes.
     """
     ddp = chunks[0].ddp_config
     settings = {
@@ -37,8 +39,22 @@ def make_optimizer(
     }
     given = config.megatron.optimizer_config_kwargs
     options = make(OptimizerConfig, settings, given, "megatron.optimizer_config_kwargs")
+    if options.optimizer_cpu_offload:
+        _require_half_precision_on_gpu(chunks)
     with refusals("megatron.optimizer_config_kwargs"):
         return get_megatron_optimizer(options, list(chunks))
+
+
+def _require_half_precision_on_gpu(chunks: Sequence[DistributedDataParallel]) -> None:
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if not parameter.is_cuda or parameter.dtype is torch.float32:
+            field = "megatron.optimizer_config_kwargs.optimizer_cpu_offload"
+            raise InvalidInput(
+                f"{field}: Megatron has it for bfloat16 weights on GPUs, and some here are {parameter.dtype} on "
+                f"{parameter.device.type}; use megatron.optimizer_offload",
+                reason=Reason.INVALID_CONFIG,
+                field=field,
+            )
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

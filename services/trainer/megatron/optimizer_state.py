@@ -4,6 +4,7 @@ Under "fully_reshardable" every model parameter has its own tensors, in its own 
 optimizer. Under "dp_reshardable" they are the flat buffers of the distributed optimizer as they lie in memory.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from services.trainer.megatron.hybrid import allocate_hybrid, inner_optimizers, is_hybrid
 from services.trainer.megatron.optimizer import chained_parts
 from services.trainer.megatron.torch_dist import Sharded
 
@@ -53,33 +55,39 @@ def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded, res
 def num_updates(optimizer: MegatronOptimizer) -> int:
     """Updates made so far, for Adam's bias correction."""
     steps = [0]
-    for _, part in chained_parts(optimizer):
-        steps += [int(group.get("step", 0)) for group in part.optimizer.param_groups]
-        steps += [int(state["step"]) for state in part.optimizer.state.values() if "step" in state]
+    for inner in _adams(optimizer):
+        steps += [int(group.get("step", 0)) for group in inner.param_groups]
+        steps += [int(state["step"]) for state in inner.state.values() if "step" in state]
     return max(steps)
 
 
 def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
     """TransformerEngine's Adam counts per parameter group, torch's per parameter."""
-    for _, part in chained_parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam):
-            for state in part.optimizer.state.values():
+    for inner in _adams(optimizer):
+        if isinstance(inner, torch.optim.Adam):
+            for state in inner.state.values():
                 state["step"] = torch.tensor(float(number))
         else:
-            for group in part.optimizer.param_groups:
+            for group in inner.param_groups:
                 group["step"] = number
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
     """Makes the moments, which are otherwise made in the first update."""
     for _, part in chained_parts(optimizer):
-        if part.config.use_precision_aware_optimizer:
+        if is_hybrid(part):
+            allocate_hybrid(part)
+        elif part.config.use_precision_aware_optimizer:
             _allocate_precision_aware(part)
         else:
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):
             for state in part.optimizer.state.values():
                 state.setdefault("step", torch.tensor(0.0))
+
+
+def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    return (inner for _, part in chained_parts(optimizer) for inner in inner_optimizers(part))
 
 
 def _allocate_precision_aware(part: Any) -> None:
