@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -32,20 +33,26 @@ _KEPT = {
 }
 
 
-def main() -> None:
-    """Runs, measures and keeps the result."""
-    name, *overrides = sys.argv[1:] or ["loop"]
-    with tempfile.TemporaryDirectory() as directory:
-        fixed = ["checkpoint.save_freq=0"]
-        config = load(Config, [_CONFIG, *fixed, *overrides, f"runs_dir={directory}"])
-        outcome = asyncio.run(run_session(config, Addresses(), OnTerminal(Console())))
-        lines = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
+def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -> Path:
+    """Runs the quickstart with `overrides` below `directory` and keeps where its steps went; the run's directory."""
+    config = load(Config, [_CONFIG, *overrides, f"runs_dir={directory}"])
+    outcome = asyncio.run(run_session(config, Addresses(), OnTerminal(Console())))
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line]
     samples = {label: [step[key] for step in steps[_WARM_UP:]] for key, label in _KEPT.items()}
     samples["training reward"] = [step["reward/mean"] for step in steps]
     for evaluation in outcome.evaluations:
         samples[f"held-out reward after {evaluation['version']} steps"] = [evaluation["eval/held-out/reward"]]
-    keep(name, samples, libraries=("torch", "grpcio", "transformers"), config=_CONFIG, overrides=overrides)
+    libraries = ("torch", "grpcio", "transformers")
+    keep(name, samples, libraries=libraries, config=_CONFIG, overrides=overrides, **settings)
+    return config.run_dir
+
+
+def main() -> None:
+    """Runs, measures and keeps the result."""
+    name, *overrides = sys.argv[1:] or ["loop"]
+    with tempfile.TemporaryDirectory() as directory:
+        measure(name, ["checkpoint.save_freq=0", *overrides], Path(directory))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,11 @@ right.
 
 Here are the start and the homework; the training is a supervised run, `lockstep sft deploy/quickstart/pretrain.yaml`.
 About 3 min on two CPU cores. One machine gives the same bytes each time; another kind or number of cores rounds
-differently and ends with slightly different weights. Needs the `trainer` extra.
+differently and ends with slightly different weights. A larger one, for a GPU, wants a smaller learning rate:
+
+    python -m deploy.quickstart.make_model data/larger --hidden-size 512 --num-layers 8 trainer.optim.lr=5e-4
+
+Needs the `trainer` extra.
 """
 
 import argparse
@@ -84,16 +88,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_start() -> Qwen3ForCausalLM:
+def make_start(hidden_size: int, num_layers: int) -> Qwen3ForCausalLM:
     """Random weights. Heads of 32 are the smallest that vLLM's CPU attention takes; all sizes divide by two ranks."""
     torch.manual_seed(SEED)
     config = Qwen3Config(
         vocab_size=len(VOCAB),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
         head_dim=32,
         max_position_embeddings=64,
         tie_word_embeddings=True,
@@ -131,12 +135,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the quickstart's model.")
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("overrides", nargs="*", help="key=value, for the supervised run")
-    arguments = parser.parse_args()
+    parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64")
+    parser.add_argument("--num-layers", type=int, default=4)
+    arguments = parser.parse_intermixed_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
     run = [str(PRETRAIN), *arguments.overrides]
     config = load(SftConfig, run)
-    make_start().save_pretrained(config.model)
+    make_start(arguments.hidden_size, arguments.num_layers).save_pretrained(config.model)
     make_tokenizer().save_pretrained(config.model)
     write_homework(config.data.train[0], config.data.eval["held-out"])
     subprocess.run([LOCKSTEP, "sft", *run], check=True)

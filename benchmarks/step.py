@@ -1,0 +1,69 @@
+"""A whole step of a model of real shape, trainer and engines apart: where its time goes, and a timeline.
+
+`python -m benchmarks.step NAME SHAPE [key=value ...]` with SHAPE one of benchmarks.megatron_layouts.MODELS; weights are
+random, and completions have the lengths of the training benchmark's fixture. The config is the quickstart's otherwise.
+The timeline of all services, for chrome://tracing or Perfetto, is kept as results/NAME.trace.json.gz.
+"""
+
+import argparse
+import gzip
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.lengths import MAX_TOKENS, PROMPT_TOKENS
+from benchmarks.loop import measure
+from benchmarks.report import RESULTS
+
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_TINY = {"prompts_per_step": 4, "max_tokens": 64, "shorter_by": 32}
+_WHOLE = {"prompts_per_step": 64, "max_tokens": MAX_TOKENS - PROMPT_TOKENS, "shorter_by": 2}
+
+
+def fixed(model: Path, sizes: dict[str, int]) -> list[str]:
+    """What the overrides of the command line go on from."""
+    return [
+        f"model={model}",
+        "num_steps=6",
+        "trace=true",
+        "data.eval={}",
+        "checkpoint.save_freq=0",
+        f"data.prompts_per_step={sizes['prompts_per_step']}",
+        f"rollout.max_model_len={sizes['max_tokens'] + 16}",
+        f"rollout.sampling.max_tokens={sizes['max_tokens']}",
+        "rollout.max_samples=512",
+        "rollout.engine.scheduler_cls=benchmarks.rollout_lengths.scheduler",
+        f"rollout.engine.additional_config={{mean_tokens: 819, shorter_by: {sizes['shorter_by']}}}",
+        "trainer.max_tokens_per_microbatch=16384",
+        "trainer.max_logprob_gap=1",
+    ]
+
+
+def main() -> None:
+    """Makes the model, runs six steps, keeps figures and timeline."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step")
+    parser.add_argument("name")
+    parser.add_argument("shape")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--tiny", action="store_true", help="a small model and short samples, for CPU")
+    options = parser.parse_intermixed_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory, tiny = Path(temporary), ["tiny"] if options.tiny else []
+        module = "benchmarks.megatron_model"
+        subprocess.run([sys.executable, "-m", module, directory, options.shape, *tiny, "weights-only"], check=True)
+        model = directory / options.shape
+        for name in _TOKENIZER:
+            shutil.copy(Path("deploy/quickstart/model") / name, model)
+        sizes = _TINY if options.tiny else _WHOLE
+        run_dir = measure(options.name, [*fixed(model, sizes), *options.overrides], directory, shape=options.shape)
+        with (
+            (run_dir / "trace.json").open("rb") as trace,
+            gzip.open(RESULTS / f"{options.name}.trace.json.gz", "wb") as kept,
+        ):
+            shutil.copyfileobj(trace, kept)
+
+
+if __name__ == "__main__":
+    main()
