@@ -2,8 +2,8 @@
 
 `python -m benchmarks.train [NAME] [--only PATTERNS] [--samples N] [--repeats N] [--profile] [--directory DIR] [--tiny]`
 runs the cases of benchmarks.train_cases that this host has GPUs for, or those that one of the comma-separated shell
-PATTERNS matches ("*3b fsdp 4 GPUs*"), and keeps the result as NAME. `--tiny` is for a machine without GPUs, where
-Megatron's tuned cases fail: their kernels need one. `--profile` writes the slowest kernels of a short batch into DIR.
+PATTERNS matches ("*3b fsdp 4 GPUs*"), and keeps the result as NAME. `--tiny` is for a machine without GPUs.
+`--profile` writes the slowest kernels of a short batch into DIR.
 
 On n of SkyRL's 8 GPUs a case has n / 8 of its 2,560 sequences, so seconds compare. With fewer than that share, by
 `--samples` of each GPU, seconds over targets are scaled up by the sequences, the optimizer's too. Weights and tokens

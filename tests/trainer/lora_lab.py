@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from services.trainer.checkpoint import begin
 from tests.trainer.fsdp_lab import samples, write
-from tests.trainer.megatron_lab import CP, PP, TP, VPP, Layout, MegatronLab, run_all, run_ranks
+from tests.trainer.megatron_lab import CP, OVERLAP, PP, TP, VPP, Layout, MegatronLab, run_all, run_ranks
 
 NUM_UPDATES = 3
 RANK, ALPHA = 4, 8.0
@@ -40,6 +40,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
         yield f"{name}-1", _layout(kind, 1, {}, lora)
         for split in splits:
             yield f"{name}-{split}", _layout(kind, 2, two[split], lora)
+    yield "untied-lora-dp2-overlap", _layout("untied", 2, OVERLAP, LORA)
     yield "untied-canonical-tp2-plain", _layout("untied", 2, TP | {"sequence_parallel": False}, CANONICAL)
     yield "tied-canonical-tp2-pp2", _layout("tied", 4, TP | PP, CANONICAL)
     yield "deep-lora-1", _layout("deep", 1, {}, LORA)

@@ -68,6 +68,15 @@ class _Shape:
         return torch.cat([part.unflatten(-1, (self.num_groups, -1)) for part in parts], -1).flatten(-2)
 
 
+class _Parts(torch.nn.ParameterDict):
+    """Matrices by part. A forward calls it for them, as DDP with overlap_param_gather gathers weights in such hooks."""
+
+    __call__ = torch.nn.Module.__call__  # torch's forbids to
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        return dict(self.items())
+
+
 class _Adapted:
     """Over a parallel linear layer. `lora_A` and `lora_B` are by part; a part may have none."""
 
@@ -106,7 +115,8 @@ class _Adapted:
     def _adapter(self, x: torch.Tensor) -> torch.Tensor:
         """scale * B A x, laid out like the layer's output."""
         shape = self.lora_shape
-        low = F.linear(self._dropped(x), torch.cat(list(self.lora_A.values()))) * shape.scale
+        a, b = self.lora_A(), self.lora_B()
+        low = F.linear(self._dropped(x), torch.cat(list(a.values()))) * shape.scale
         if shape.is_column and shape.has_sequence_parallel:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=shape.group)
         elif shape.is_column:
@@ -115,9 +125,9 @@ class _Adapted:
             low = reduce_scatter_to_sequence_parallel_region(low, group=shape.group)
         else:
             low = reduce_from_tensor_model_parallel_region(low, group=shape.group)
-        lows = dict(zip(self.lora_A, low.split([a.size(0) for a in self.lora_A.values()], -1), strict=True))
+        lows = dict(zip(a, low.split([part.size(0) for part in a.values()], -1), strict=True))
         outputs = [
-            F.linear(lows[part], self.lora_B[part]) if part in lows else low.new_zeros(*low.shape[:-1], rows)
+            F.linear(lows[part], b[part]) if part in lows else low.new_zeros(*low.shape[:-1], rows)
             for part, rows in shape.rows.items()
         ]
         return shape.fuse(outputs)
@@ -230,7 +240,7 @@ def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Par
     module, shape = site.module, _shape(site, lora, parallelism)
     tp_rank, tp_size = parallelism.tp_index
     weight = module.weight
-    module.lora_A, module.lora_B = torch.nn.ParameterDict(), torch.nn.ParameterDict()
+    module.lora_A, module.lora_B = _Parts(), _Parts()
     for part in parts:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{site.prefix}.{part}".encode()) + seed)
         a = torch.empty(lora.rank, weight.size(1) * (1 if shape.is_column else tp_size))

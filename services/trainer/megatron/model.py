@@ -190,10 +190,14 @@ def wrap_chunks(
     Raises:
         InvalidInput: ddp_config has an unknown key.
     """
+    # On CPU what is sent meanwhile takes the cores that compute.
+    overlaps = megatron.ddp_config.get("overlap_grad_reduce", next(chunks[0].parameters()).is_cuda)
     settings = {
         "use_distributed_optimizer": megatron.use_distributed_optimizer,
         "grad_reduce_in_fp32": True,
         "average_in_collective": False,
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps and megatron.use_distributed_optimizer,
     }
     ddp = make(DistributedDataParallelConfig, settings, megatron.ddp_config, "megatron.ddp_config")
     with refusals("megatron.ddp_config"):
