@@ -146,7 +146,7 @@ class LockstepRun:
         """Address to pid of the started services of a kind."""
         found = {}
         for pid, command in self.below().items():
-            match = re.search(rf"-m services\.{service} --listen (\S+)", command)
+            match = re.search(rf"-m services\.{service} .*--listen (\S+)", command)
             if match:
                 found.setdefault(match[1], pid)
         return found
