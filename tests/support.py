@@ -147,6 +147,12 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
+def engine_of(replica: int) -> int:
+    """The process of the replica's engine, by the title that vLLM gives it."""
+    (engine,) = [pid for pid, title in descendants(replica).items() if "EngineCore" in title]
+    return engine
+
+
 def cpu_seconds(pid: int) -> float:
     """Processor time that `pid` has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

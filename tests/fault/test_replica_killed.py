@@ -13,7 +13,7 @@ from lockstep.rollout.v1 import rollout_pb2_grpc
 
 from services.common.rpc import Client
 from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, weights
-from tests.support import descendants, still_there
+from tests.support import engine_of, still_there
 
 
 def info(address: str) -> pb.GetInfoResponse:
@@ -25,11 +25,6 @@ def info(address: str) -> pb.GetInfoResponse:
             await client.close()
 
     return asyncio.run(ask())
-
-
-def engine_of(service: int) -> int:
-    (engine,) = [pid for pid, command in descendants(service).items() if "resource_tracker" not in command]
-    return engine
 
 
 def all_idle(addresses: list[str]) -> bool:
