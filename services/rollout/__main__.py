@@ -36,6 +36,8 @@ def _prepare() -> None:
     import torch
 
     if not torch.cuda.is_available():
+        # A fork reads no variables; with two threads of OpenMP an engine is slow and adds up in an order of chance.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         import_before_fork("services.rollout.engine_fork")
         from services.rollout.engine_fork import fork_engines
 
