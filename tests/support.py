@@ -106,14 +106,6 @@ def free_port() -> int:
         return hold_free_port("127.0.0.1", holders)
 
 
-def run_lab(name: str, out: Path, *arguments: str, timeout_s: float = 300) -> None:
-    """Runs tests.trainer.<name>, whose ranks leave their results, and their errors, in `out`."""
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.trainer.{name}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    errors = [file.read_text() for file in out.glob("*.error")]
-    assert done.returncode == 0, "\n".join([*errors, done.stderr[-4000:]])
-
-
 def service_command(service: str, address: str, *flags: str, num_ranks: int = 1) -> list[str]:
     """How an operator starts `service`."""
     ranks = ["--nproc-per-node", str(num_ranks)] if service == "trainer" else []
@@ -145,6 +137,12 @@ def descendants(pid: int) -> dict[int, str]:
                 command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 found |= {child: command} | descendants(child)
     return found
+
+
+def engine_of(replica: int) -> int:
+    """The process of the replica's engine, by the title that vLLM gives it."""
+    (engine,) = [pid for pid, title in descendants(replica).items() if "EngineCore" in title]
+    return engine
 
 
 def cpu_seconds(pid: int) -> float:

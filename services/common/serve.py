@@ -35,8 +35,12 @@ def serve_from_command_line(
     args: Sequence[str] | None = None,
     *,
     parents: Sequence[argparse.ArgumentParser] = (),
+    prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Parses the arguments of `lockstep-<service>`, also those of `parents`, runs it and exits with its code."""
+    """Parses the arguments of `lockstep-<service>`, also those of `parents`, runs it and exits with its code.
+
+    `prepare` is called in between, before anything uses gRPC.
+    """
     parser = argparse.ArgumentParser(
         prog=f"lockstep-{service}", description=f"Serves the {service} of Lockstep.", parents=list(parents)
     )
@@ -54,6 +58,7 @@ def serve_from_command_line(
     configure_logging(service, options.log_format)
     if options.exit_with:
         exit_with(options.exit_with)
+    prepare()
     try:
         tls = options.tls and Credentials(options.tls)
         if tls:

@@ -149,8 +149,7 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
 
         trainers = {name: getattr(given, name) for name in ("trainer", "reference", "critic")}
         for name, count in ranks.items():
-            torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
-            trainers[name] = add(name, *torchrun, "-m", "services.trainer")
+            trainers[name] = add(name, "-m", "services.trainer", "--nproc-per-node", str(count))
         addresses = Addresses(
             reward=given.reward or (add("reward", "-m", "services.reward") if "reward" in services else ""),
             **trainers,

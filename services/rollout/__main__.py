@@ -2,6 +2,7 @@
 
 import os
 
+from services.common.process import import_before_fork
 from services.common.rpc import Server
 from services.common.serve import ServeOptions, serve_from_command_line
 
@@ -14,7 +15,7 @@ def _configure_vllm() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # asking for CUDA above rules out fork
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA rules out fork; see _prepare for CPU
     }
     if torch.cuda.is_available():
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
@@ -27,6 +28,20 @@ def _configure_vllm() -> None:
         }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def _prepare() -> None:
+    import_before_fork("torch")
+    _configure_vllm()
+    import torch
+
+    if not torch.cuda.is_available():
+        # A fork reads no variables; with two threads of OpenMP an engine is slow and adds up in an order of chance.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        import_before_fork("services.rollout.engine_fork")
+        from services.rollout.engine_fork import fork_engines
+
+        fork_engines()
 
 
 async def run(options: ServeOptions) -> int:
@@ -48,8 +63,7 @@ async def run(options: ServeOptions) -> int:
 
 def main() -> None:
     """Entry point."""
-    _configure_vllm()
-    serve_from_command_line("rollout", run)
+    serve_from_command_line("rollout", run, prepare=_prepare)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The `lockstep` command as a user runs it, watched from outside through its files and processes."""
 
+import asyncio
 import functools
 import json
 import os
@@ -15,7 +16,10 @@ from contextlib import ExitStack, chdir, closing, contextmanager
 from pathlib import Path
 
 import yaml
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.rollout.v1 import rollout_pb2_grpc
 
+from services.common.rpc import Client
 from tests.support import descendants, free_port, make_model, running, service_command, still_there
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
@@ -146,7 +150,7 @@ class LockstepRun:
         """Address to pid of the started services of a kind."""
         found = {}
         for pid, command in self.below().items():
-            match = re.search(rf"-m services\.{service} --listen (\S+)", command)
+            match = re.search(rf"-m services\.{service} .*--listen (\S+)", command)
             if match:
                 found.setdefault(match[1], pid)
         return found
@@ -173,6 +177,17 @@ def weights(workspace: Path) -> dict[str, bytes]:
     """The exported weights, by file."""
     directory = workspace / "runs" / "run" / "model"
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+
+
+def replica_info(address: str) -> pb.GetInfoResponse:
+    async def ask() -> pb.GetInfoResponse:
+        client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
+        try:
+            return await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
 
 
 def assert_gone(pids: Iterable[int], *, within_s: float) -> None:

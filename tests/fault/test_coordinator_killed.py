@@ -24,7 +24,7 @@ def test_a_killed_coordinator_takes_its_services_with_it(workspace: Path):
         run.until(lambda: run.has("published", 3), "version 3 to be served")
         assert run.has("saved", 2)
         below = run.below()
-        assert len(below) >= 7  # torchrun, 2 ranks, rollout and its engine, reward and its worker
+        assert len(below) >= 7  # the trainer's launcher and 2 ranks, rollout and its engine, reward and its worker
         run.process.kill()
         assert_gone(below, within_s=15)
 

@@ -1,6 +1,5 @@
 """Replicas that die while they generate and while they receive: the run goes on with the same numbers."""
 
-import asyncio
 import os
 import signal
 import time
@@ -8,34 +7,15 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from lockstep.rollout.v1 import rollout_pb2 as pb
-from lockstep.rollout.v1 import rollout_pb2_grpc
 
-from services.common.rpc import Client
-from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, weights
-from tests.support import descendants, still_there
-
-
-def info(address: str) -> pb.GetInfoResponse:
-    async def ask() -> pb.GetInfoResponse:
-        client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
-        try:
-            return await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
-        finally:
-            await client.close()
-
-    return asyncio.run(ask())
-
-
-def engine_of(service: int) -> int:
-    (engine,) = [pid for pid, command in descendants(service).items() if "resource_tracker" not in command]
-    return engine
+from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, replica_info, weights
+from tests.support import engine_of, still_there
 
 
 def all_idle(addresses: list[str]) -> bool:
     """Whether nothing is in the engines, twice in a row: a next group would be there at once."""
     for _ in range(2):
-        if any(info(address).samples_in_flight for address in addresses):
+        if any(replica_info(address).samples_in_flight for address in addresses):
             return False
         time.sleep(0.3)
     return True
@@ -44,7 +24,7 @@ def all_idle(addresses: list[str]) -> bool:
 def kill_while_generating(run: LockstepRun, address: str, version: int) -> None:
     """Kills the replica in the generation from `version`, and lets the step end only when it is back."""
     run.until(lambda: run.has("published", version), f"version {version} to be served")
-    run.until(lambda: info(address).samples_in_flight, "samples in the replica")
+    run.until(lambda: replica_info(address).samples_in_flight, "samples in the replica")
     os.kill(run.services("rollout")[address], signal.SIGKILL)
     run.until(lambda: f"replica {address} is out" in run.log, "the loss to be noticed", timeout_s=15)
     run.until(lambda: f"replica {address} is back" in run.log, "the replica to be back")
@@ -58,7 +38,7 @@ def kill_while_receiving(run: LockstepRun, victim: str, survivor: str, version: 
     service = run.services("rollout")[victim]
     os.kill(engine_of(service), signal.SIGSTOP)
     run.release()
-    run.until(lambda: not info(survivor).HasField("stamp"), "the survivor to receive")
+    run.until(lambda: not replica_info(survivor).HasField("stamp"), "the survivor to receive")
     os.kill(service, signal.SIGKILL)
 
 
@@ -75,7 +55,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LockstepRun, ob
         refused = invoke("run", "run.yaml", cwd=workspace)
         run.release()
         run.until(lambda: run.has("published", 2), "the next publication")
-        served_again = info(first)
+        served_again = replica_info(first)
         run.until(lambda: run.has("collected", 2), "the batch after it")
         run.hold()
         kill_while_receiving(run, second, first, version=3)

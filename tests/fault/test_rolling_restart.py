@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, running_services, weights
+from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, replica_info, running_services, weights
 from tests.support import free_port, running, service_command
 
 NAMES = ("trainer", "reward", "rollout-0", "rollout-1")
@@ -34,8 +34,9 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
             restart("reward")
             run.until(lambda: "reward service is gone" in run.log, "the loss to be noticed")
             run.release()
-            run.until(lambda: run.has("published", 2), "the next steps")
+            run.until(lambda: run.has("collected", 2), "the next steps")
             run.hold()  # no step ends before the replica is back
+            run.until(lambda: replica_info(addresses["rollout-0"]).samples_in_flight, "samples in the replica")
             restart("rollout-0")
             run.until(lambda: f"replica {addresses['rollout-0']} is back" in run.log, "the replica to be back")
             run.release()

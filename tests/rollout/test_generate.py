@@ -9,7 +9,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
 from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
-from tests.support import VOCAB, cpu_seconds, descendants
+from tests.support import VOCAB, cpu_seconds, engine_of
 
 
 async def publish(played: PlayedTrainer, version: int) -> PolicyStamp:
@@ -54,7 +54,7 @@ async def test_the_longest_prompt_has_room_for_one_token(played: PlayedTrainer):
 
 async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
     stamp = await publish(played, 104)
-    (engine,) = [pid for pid, command in descendants(played.replica.pid).items() if "resource_tracker" not in command]
+    engine = engine_of(played.replica.pid)
     request = pb.GenerateRequest(
         expected_stamp=stamp,
         prompts=[pb.Prompt(prompt_id=str(i), tokens=[3 + i], seeds=range(8)) for i in range(30)],

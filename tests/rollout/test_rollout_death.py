@@ -13,7 +13,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from tests.rollout.rollout_stack import PlayedTrainer, Replica
-from tests.support import descendants, still_there
+from tests.support import descendants, engine_of, still_there
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -77,7 +77,7 @@ async def test_a_killed_engine_ends_its_service_with_a_word(opened: list, model:
     played = PlayedTrainer(model("untied"), replica, "mortal")
     stamp = await played.publish(0)
     below = descendants(replica.pid)
-    (engine,) = [pid for pid, command in below.items() if "resource_tracker" not in command]
+    engine = engine_of(replica.pid)
     generating = asyncio.create_task(replica.generate(stamp, seeds=range(32), temperature=1.0, max_tokens=480))
     await replica.until_sampling()
     began = time.perf_counter()

@@ -1,8 +1,6 @@
 """One trainer deployment and one run of the FSDP scenarios, shared by all tests."""
 
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from tests.support import make_model
 from tests.trainer import fsdp_lab
 from tests.trainer.deployment import Deployment, deployed
 from tests.trainer.fsdp_lab import KINDS, Lab
+from tests.trainer.labs import start_lab
 
 disable_progress_bar()
 
@@ -44,13 +43,12 @@ def worlds(trainer_files: Path, lab: Lab) -> dict[int, Path]:
     results = {world: trainer_files / f"world{world}" for world in (1, 2)}
     for directory in results.values():
         directory.mkdir()
-    ranks = [
-        subprocess.Popen([sys.executable, "-m", "tests.trainer.fsdp_lab", str(rank), "2", str(results[2])])
-        for rank in range(2)
-    ]
+    ranks = [start_lab("fsdp_lab", rank, 2, results[2]) for rank in range(2)]
     try:
         fsdp_lab.run_all(lab, results[1])
-        assert [rank.wait(300) for rank in ranks] == [0, 0]
+        for rank in ranks:
+            rank.join(300)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

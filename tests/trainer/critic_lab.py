@@ -1,4 +1,4 @@
-"""Real trainer ranks with a critic, on both backends: `python -m tests.trainer.critic_lab DIRECTORY`.
+"""Real trainer ranks with a critic, on both backends.
 
 One process imports everything and forks the ranks of one world after the other. What came out lies in
 DIRECTORY/NAME.{safetensors,json}.
@@ -7,7 +7,6 @@ DIRECTORY/NAME.{safetensors,json}.
 import functools
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -308,7 +307,3 @@ def main(directory: Path) -> int:
         if any(run_ranks(world, directory, functools.partial(act, directory=directory))):
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

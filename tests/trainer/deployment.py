@@ -113,10 +113,9 @@ class Deployment:
 
 @contextlib.asynccontextmanager
 async def deployed(module: str, files: Path) -> AsyncIterator[Deployment]:
-    """`module` under torchrun with two ranks."""
+    """`module` with two ranks."""
     address = f"127.0.0.1:{free_port()}"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launcher, "-m", module, "--listen", address]
+    command = [sys.executable, "-m", module, "--nproc-per-node", "2", "--listen", address]
     with running(command, files / f"{module}.log") as process:
         deployment = Deployment(address, files / "models", process.pid)
         await deployment.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=400, wait_for_ready=True)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from services.common.serve import serve_from_command_line
 from services.trainer import __main__ as entry
 from services.trainer.fsdp.backend import FsdpBackend
 
@@ -20,5 +19,5 @@ def _fails_on_rank_1(self: FsdpBackend, packs: Any, temperature: float, loss: An
 
 
 if __name__ == "__main__":
-    FsdpBackend.accumulate = _fails_on_rank_1
-    serve_from_command_line("trainer", entry._run)
+    FsdpBackend.accumulate = _fails_on_rank_1  # before it forks
+    entry.main()

@@ -1,10 +1,9 @@
 """Updates by real trainer ranks, without the service around them: the same scenarios at any world size.
 
-`python -m tests.trainer.fsdp_lab RANK WORLD DIRECTORY` runs one rank; rank 0 leaves what came out in DIRECTORY.
+`main` runs one rank; rank 0 leaves what came out in DIRECTORY.
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -170,8 +169,8 @@ def _resume(lab: Lab, directory: Path) -> None:
         write(directory, "resumed", resumed, metrics)
 
 
-if __name__ == "__main__":
-    _rank, _world, _directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def main(rank: int, world: int, directory: Path) -> None:
+    """One rank."""
     torch.set_num_threads(1)
-    _store = dist.FileStore(str(_directory / "store"), _world)
-    run_all(Lab(_store, _rank, _world, _directory.parent / "models"), _directory)
+    store = dist.FileStore(str(directory / "store"), world)
+    run_all(Lab(store, rank, world, directory.parent / "models"), directory)

@@ -1,11 +1,10 @@
-"""Real Megatron ranks that train adapters, in every layout: `python -m tests.trainer.lora_lab DIRECTORY [NAMES]`.
+"""Real Megatron ranks that train adapters, in every layout.
 
 One process imports everything and forks the ranks of one world after the other. What came out lies in
 DIRECTORY/NAME.{safetensors,json} and NAME-export.
 """
 
 import functools
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -137,14 +136,10 @@ def _rows(logprobs: list[np.ndarray]) -> list[list[float]]:
     return [row.tolist() for row in logprobs]
 
 
-def main(directory: Path, names: list[str]) -> int:
+def main(directory: Path) -> int:
     """0 if every rank came to its end."""
-    for world in sorted({LAYOUTS[name].world for name in names}):
-        mine = [name for name in names if LAYOUTS[name].world == world]
+    for world in sorted({LAYOUTS[name].world for name in LAYOUTS}):
+        mine = [name for name in LAYOUTS if LAYOUTS[name].world == world]
         if any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=mine, run=run))):
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(LAYOUTS)))

@@ -1,4 +1,4 @@
-"""Every policy loss on real trainer ranks in layouts of both backends: `python -m tests.trainer.loss_lab DIRECTORY`.
+"""Every policy loss on real trainer ranks in layouts of both backends.
 
 One process imports everything and forks the ranks of one world after the other. A layout is opened once; every loss
 then has one update of two mini-batches, from the same weights. What came out lies in DIRECTORY/NAME.{safetensors,json}.
@@ -6,7 +6,6 @@ then has one update of two mini-batches, from the same weights. What came out li
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -228,7 +227,3 @@ def main(directory: Path) -> int:
         if any(run_ranks(world, directory, functools.partial(act, directory=directory))):
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

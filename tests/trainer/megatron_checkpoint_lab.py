@@ -1,7 +1,7 @@
 """Real Megatron ranks that save, are killed, and are followed by others that load, in other layouts.
 
-`python -m tests.trainer.megatron_checkpoint_lab DIRECTORY` forks all of them from one process that has imported
-everything. What came out lies in DIRECTORY/NAME.{safetensors,json}, and DIRECTORY/checkpoints has what was saved.
+`main` forks all of them from one process that has imported everything. What came out lies in
+DIRECTORY/NAME.{safetensors,json}, and DIRECTORY/checkpoints has what was saved.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -266,7 +265,3 @@ def main(directory: Path) -> None:
     for world in (1, 2, 4):
         more = [convert_all] if world == 2 else []
         play(world, directory, [load_all, refuse_all, *more])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
 """Real trainer ranks in every Megatron layout, without the service around them: some updates of one batch each.
 
-`python -m tests.trainer.megatron_lab WORLD DIRECTORY` forks WORLD ranks from one process that has imported everything,
-and runs all layouts of that world size. What came out lies in DIRECTORY/NAME.{safetensors,json}.
+`main` forks the ranks of a world from one process that has imported everything, and runs layouts of that world size.
+What came out lies in DIRECTORY/NAME.{safetensors,json}.
 """
 
 import functools
@@ -9,10 +9,9 @@ import gc
 import importlib
 import multiprocessing
 import os
-import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -342,12 +341,6 @@ def _rank(store: Path, rank: int, world: int, act: Callable[[MegatronLab], None]
         raise
 
 
-def main(world: int, directory: Path, names: list[str]) -> int:
+def main(world: int, directory: Path, names: Sequence[str]) -> int:
     """0 if every rank came to its end."""
     return int(any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=names))))
-
-
-if __name__ == "__main__":
-    _world = int(sys.argv[1])
-    _names = sys.argv[3:] or [name for name, layout in LAYOUTS.items() if layout.world == _world]
-    sys.exit(main(_world, Path(sys.argv[2]), _names))

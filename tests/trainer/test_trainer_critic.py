@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from services.common.config.roles import CriticSettings
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.trainer.backend import Role
-from tests.support import make_model, run_lab
+from tests.support import make_model
 from tests.trainer.critic_lab import (
     CHECKPOINTS,
     FSDP,
@@ -36,6 +36,7 @@ from tests.trainer.critic_lab import (
 )
 from tests.trainer.deployment import Deployment
 from tests.trainer.fsdp_lab import SMALL, config, read
+from tests.trainer.labs import run_lab
 from tests.trainer.megatron_lab import Layout, MegatronLab
 
 # A value is a float32 sum of 64 products of size up to 1e-1 over a hidden state of size 1 to 4; up to 8e-7 here.
@@ -56,7 +57,7 @@ def results(trainer_files: Path) -> Path:
     """What the ranks of critic_lab left."""
     make_model(trainer_files / "models" / "deep", "deep")
     out = trainer_files / "critic"
-    run_lab("critic_lab", out, str(out))
+    run_lab("critic_lab", out, out)
     return out
 
 

@@ -38,7 +38,7 @@ async def test_failure_of_one_rank_reaches_the_caller_and_ends_all(trainer_files
         assert (await trainer.train(trainer.batch())).version == 1
         await trainer.publish()
         processes = [trainer.pid, *descendants(trainer.pid)]
-        assert len(processes) == 3  # torchrun and two ranks
+        assert len(processes) == 3  # the launcher and two ranks
         begin = time.monotonic()
         with pytest.raises(InternalError) as caught:
             await trainer.train(trainer.batch(), temperature=FAULTY_TEMPERATURE)
@@ -49,7 +49,7 @@ async def test_failure_of_one_rank_reaches_the_caller_and_ends_all(trainer_files
         assert (error.metadata["rank"], error.metadata["host"]) == ("1", os.uname().nodename)
         assert "ZeroDivisionError: injected on purpose" in error.message
         assert "_fails_on_rank_1" in error.metadata["traceback"]
-        # The server's grace of 2 s, and torchrun, which looks at its children ten times a second.
+        # The server's grace of 2 s.
         async with asyncio.timeout(15):
             await asyncio.gather(*map(ended, processes))
         with pytest.raises(Unavailable):

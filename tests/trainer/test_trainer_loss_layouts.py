@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from services.common.config.loss import Aggregation, LossConfig
 from services.trainer.losses import LOSSES as KINDS
-from tests.support import run_lab
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, config, read
+from tests.trainer.labs import run_lab
 from tests.trainer.loss_lab import HALVES, LAYOUTS, LOSSES, MISTAKES, REFERENCE, samples
 
 # Means of 70 terms of size 1 to 10 and the norm of 1e5 numbers, in float32 and in another order: up to 8e-7 here. The
@@ -41,7 +41,7 @@ _read = functools.cache(read)
 def results(trainer_files: Path) -> Path:
     """What the ranks of loss_lab left."""
     out = trainer_files / "loss"
-    run_lab("loss_lab", out, str(out))
+    run_lab("loss_lab", out, out)
     return out
 
 

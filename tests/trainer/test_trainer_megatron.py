@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support import make_model, run_lab
+from tests.support import make_model
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, Lab, samples
+from tests.trainer.labs import run_lab
 from tests.trainer.megatron_lab import FULL_LOSS, LAYOUTS, LOSS
 
 WORLDS = (1, 2, 4)
@@ -54,7 +55,8 @@ def megatron(trainer_files: Path) -> Path:
         directory = trainer_files / "megatron" / f"world{world}"
         directory.parent.mkdir(exist_ok=True)
         (directory.parent / "models").exists() or (directory.parent / "models").symlink_to(trainer_files / "models")
-        run_lab("megatron_lab", directory, str(world), str(directory), timeout_s=240)
+        names = [name for name, layout in LAYOUTS.items() if layout.world == world]
+        run_lab("megatron_lab", directory, world, directory, names, timeout_s=240)
     return trainer_files / "megatron"
 
 

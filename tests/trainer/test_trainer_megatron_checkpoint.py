@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from services.trainer import checkpoint
 from tests.support import make_model
 from tests.trainer.fsdp_lab import read
+from tests.trainer.labs import start_lab
 from tests.trainer.megatron_checkpoint_lab import PAIRS, REFUSED, SAME
 
 KINDS = ("untied", "tied", "moe", "deep")
@@ -33,18 +32,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.num_experts = 8
     Qwen3MoeForCausalLM(config).save_pretrained(directory / "models" / "moe8")
     out = directory / "out"
-    command = [sys.executable, "-m", "tests.trainer.megatron_checkpoint_lab", str(out)]
-    with (directory / "log").open("wb") as log:
-        lab = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    lab = start_lab("megatron_checkpoint_lab", out)
     try:
-        lab.wait(300)
+        lab.join(300)
     finally:
         left = session_of(lab.pid)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        lab.wait()
-    errors = "".join(file.read_text() for file in out.glob("*.error"))
-    assert lab.returncode == 0, errors or (directory / "log").read_text()[-4000:]
+        lab.join()
+    assert lab.exitcode == 0, "".join(file.read_text() for file in out.glob("*.error"))
     assert left == [], "processes outlived the ranks"
     return out
 

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support import VOCAB, run_lab
+from tests.support import VOCAB
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, Lab, read, samples
+from tests.trainer.labs import run_lab
 from tests.trainer.megatron_lab import FAMILIES, LOSS
 
 SHAPE = {
@@ -62,7 +63,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in (*FAMILIES, *HALF):
         make_family(directory / "models" / kind, kind)
     results = directory / "results"
-    run_lab("megatron_lab", results, "1", str(results), *FAMILIES, *HALF)
+    run_lab("megatron_lab", results, 1, results, [*FAMILIES, *HALF])
     return directory
 
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from services.common.errors import InvalidInput
-from tests.support import make_model, run_lab
+from tests.support import make_model
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, read, samples
+from tests.trainer.labs import run_lab
 from tests.trainer.lora_engine import PROMPTS
 from tests.trainer.lora_lab import ALPHA, LAYOUTS, LOADS, RANK
 from tests.trainer.megatron_lab import Layout, MegatronLab
@@ -36,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_model(directory / "models" / kind, kind)
     out = directory / "out"
     out.mkdir()
-    run_lab("lora_lab", out, str(out))
+    run_lab("lora_lab", out, out)
     return out
 
 

@@ -1,0 +1,71 @@
+"""The ranks of a trainer on one host: forked from a process that has imported once what is slow to import."""
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import wait
+
+from services.common.ports import hold_free_port
+from services.common.process import configure_logging, exit_with, import_before_fork
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+
+
+def run_ranks(num_ranks: int, serve: Callable[[], None], method: str = "") -> int:
+    """Calls `serve` in `num_ranks` processes with torchrun's variables, and ends all of them when one ends.
+
+    SIGTERM and SIGINT go to rank 0, which ends when it has finished. If this process is killed, the ranks end too.
+
+    Args:
+        method: Of multiprocessing: fork, unless this torch is built for CUDA, which does not survive a fork.
+
+    Returns:
+        The exit code of the rank that ended first, 1 if that was a signal.
+    """
+    configure_logging("trainer")
+    import_before_fork("torch")
+    method = method or _method()
+    if method == "fork":
+        import_before_fork("services.trainer.rank")
+    with ExitStack() as holders:
+        port = hold_free_port(_HOST, holders)
+    context = multiprocessing.get_context(method)
+    shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": _HOST, "MASTER_PORT": port}
+    ranks = [
+        context.Process(target=_rank, args=(rank, shared, os.getpid(), serve), name=f"rank {rank}")
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ranks[0].terminate())
+    ended = wait([rank.sentinel for rank in ranks])
+    first = next(rank for rank in ranks if rank.sentinel in ended)
+    first.join()
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    if first.exitcode:
+        log.error("%s ended with exit code %d, and so do all", first.name, first.exitcode)
+    return first.exitcode if first.exitcode >= 0 else 1
+
+
+def _method() -> str:
+    import torch
+
+    return "spawn" if torch.backends.cuda.is_built() else "fork"
+
+
+def _rank(rank: int, shared: dict[str, object], launcher: int, serve: Callable[[], None]) -> None:
+    variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Rank 0 ends first, in its own time: the others, which it may be waiting for, only when it has.
+        signal.signal(number, signal.SIG_IGN if rank else signal.SIG_DFL)
+    exit_with(launcher)
+    serve()

@@ -1,0 +1,72 @@
+"""One rank of a trainer, with torchrun's variables: rank 0 serves, every rank works."""
+
+import logging
+import os
+import socket
+import threading
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from lockstep.trainer.v1 import trainer_pb2_grpc
+
+import services.trainer.fsdp.backend  # noqa: F401  slow to import: before anyone waits for it
+from services.common.rpc import Server, parse_address
+from services.common.serve import ServeOptions
+from services.common.weights.store import ServedStore
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.network import published_host, use_interface_to
+from services.trainer.ranks import Ranks, follow
+from services.trainer.servicer import NAME, TrainerServicer
+from services.trainer.worker import Worker
+
+
+def _join_torchrun() -> tuple[dist.Store, int, int]:
+    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+        use_interface_to(os.environ["MASTER_ADDR"])
+    return next(dist.rendezvous("env://"))
+
+
+def _device() -> torch.device:
+    # torchrun leaves one thread to each; an optimizer on CPU wants its share of the cores also where there are GPUs.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+async def run(options: ServeOptions) -> int:
+    """Serves on rank 0 until it is told to end, or a rank fails; works on every rank."""
+    store, rank, world_size = _join_torchrun()
+    worker = Worker(store, rank, world_size, _device())
+    if rank > 0:
+        follow(rank, store.get("lockstep/ranks").decode(), worker)
+    return await _serve(options, worker, store, world_size)
+
+
+async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world_size: int) -> int:
+    server = Server(options.trace, options.tls, options.metrics.registry)
+    metrics = TrainerMetrics(options.metrics.registry)
+    ranks = Ranks(world_size, socket.gethostbyname(os.environ["MASTER_ADDR"]), server.fail, metrics.phase)
+    store.set("lockstep/ranks", ranks.address)
+    threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()
+    await ranks.wait_for_all()
+    host, _ = parse_address(options.listen, field="listen")
+    store_address = replace(ServedStore(host).address, host=published_host(host))
+    servicer = TrainerServicer(ranks, worker, store_address, metrics)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    options.metrics.serve()
+    await server.start(options.listen, [NAME], insecure=options.insecure)
+    code = await server.serve()
+    options.trace.close()
+    logging.shutdown()
+    # A rank may be inside a collective that nobody will answer; whoever started the ranks ends them with this process.
+    os._exit(code)
+
+
+def _follow_on_device(address: str, worker: Worker) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    follow(0, address, worker)

@@ -1,0 +1,54 @@
+"""The ranks of one host are started with torchrun's variables, and none of them outlives another, or the launcher."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support import still_there
+from tests.trainer.toy_ranks import EXIT_CODE
+
+
+@pytest.fixture(params=["fork", "spawn"])
+def started(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, object]]]]:
+    """The launcher, leader of a session of its own, and what its ranks say, in rank order."""
+    command = [sys.executable, "-m", "tests.trainer.toy_ranks", request.param]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as launcher:
+        said = [json.loads(launcher.stdout.readline()) for _ in range(2)]
+        try:
+            yield launcher, sorted(said, key=lambda rank: rank["RANK"])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+
+
+def test_a_killed_rank_ends_all(started) -> None:
+    launcher, ranks = started
+    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [("0", "0"), ("1", "1")]
+    assert all(rank["WORLD_SIZE"] == rank["LOCAL_WORLD_SIZE"] == "2" for rank in ranks)
+    assert ranks[0]["MASTER_ADDR"] == ranks[1]["MASTER_ADDR"] == "127.0.0.1"
+    assert ranks[0]["MASTER_PORT"] == ranks[1]["MASTER_PORT"]
+    os.kill(ranks[1]["pid"], signal.SIGKILL)
+    assert launcher.wait(5) == 1
+    assert "rank 1 ended with exit code -9, and so do all" in launcher.stderr.read()
+    assert not still_there([rank["pid"] for rank in ranks], after_s=0)
+
+
+@pytest.mark.parametrize("ask", [os.kill, os.killpg])
+def test_rank_0_decides_how_a_trainer_ends_that_is_asked_to(started, ask: Callable[[int, int], None]) -> None:
+    launcher, ranks = started
+    ask(launcher.pid, signal.SIGTERM)
+    assert launcher.wait(5) == EXIT_CODE
+    assert not still_there([rank["pid"] for rank in ranks], after_s=0)
+
+
+def test_a_killed_launcher_leaves_no_rank(started) -> None:
+    launcher, ranks = started
+    launcher.kill()
+    assert not still_there([rank["pid"] for rank in ranks], after_s=5)

@@ -1,0 +1,28 @@
+"""`python -m tests.trainer.toy_ranks METHOD`: two ranks that each say who they are, and wait."""
+
+import json
+import os
+import signal
+import sys
+
+from services.common import process
+from services.trainer import launcher
+
+EXIT_CODE = 5
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def work() -> None:
+    """Rank 0 ends with a code of its own when it is asked to."""
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODE))
+    says = {"pid": os.getpid(), **{name: os.environ[name] for name in NAMES}}
+    os.write(1, f"{json.dumps(says)}\n".encode())
+    while True:
+        signal.pause()
+
+
+process._GRACE_S = 0.2  # in a spawned rank too
+if __name__ == "__main__":
+    launcher.import_before_fork = lambda *_: None  # these ranks need no torch
+    sys.exit(launcher.run_ranks(2, work, sys.argv[1]))
