@@ -18,7 +18,7 @@ from services.common.stamps import require_stamp, show
 from services.common.tasks import gather
 from services.common.weights.libraries import accelerator_libraries
 from services.rollout.engine import Engine
-from services.rollout.metrics import RolloutMetrics, State
+from services.rollout.metrics import RolloutMetrics, State, with_statistics
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,9 @@ NAME = "lockstep.rollout.v1.RolloutService"
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """One engine and the stamp that it holds."""
 
-    def __init__(self, fail: Callable[[str], None], registry: CollectorRegistry | None = None):
-        self._fail, self._metrics = fail, RolloutMetrics(registry, self._state)
+    def __init__(self, fail: Callable[[str], None], registry: CollectorRegistry | None = None, *, counts: bool = False):
+        """With `counts` vLLM counts too, such as the use of its KV cache, for whoever reads `registry`."""
+        self._fail, self._metrics, self._counts = fail, RolloutMetrics(registry, self._state), counts
         self._engine: Engine | None = None
         self._run: tuple[str, str] = ("", "")  # run id, digest of the config section
         self._adapter_rank = 0
@@ -54,6 +55,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def OpenRun(self, request: rollout_pb2.OpenRunRequest, context: Any) -> rollout_pb2.OpenRunResponse:
         config = parse_json(RolloutConfig, request.config_json)
+        if self._counts:
+            config = with_statistics(config)
         run = (request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
             if self._engine and (self._run, self._adapter_rank) != (run, request.adapter_rank):
