@@ -11,7 +11,6 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
-
 from torch.distributed import DistError
 
 from services.common import batch as batches
