@@ -17,6 +17,7 @@ from services.common.rpc import service_info
 from services.common.stamps import require_stamp, show
 from services.common.tasks import gather
 from services.common.weights.libraries import accelerator_libraries
+from services.common.weights.trial import take_part
 from services.rollout.engine import Engine
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
 
@@ -160,6 +161,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await engine.resume()
             self._stamp, self._received = self._received, None
         return rollout_pb2.CommitWeightsResponse()
+
+    async def ReceiveTestBroadcast(
+        self, request: rollout_pb2.ReceiveTestBroadcastRequest, context: Any
+    ) -> rollout_pb2.ReceiveTestBroadcastResponse:
+        async with self._changing:
+            if self._engine is not None:
+                raise PreconditionFailed(
+                    f"run {self._run[0]} is open on this replica, which a test broadcast would disturb; end it first"
+                )
+            return rollout_pb2.ReceiveTestBroadcastResponse(outcome=await take_part(request.group, request.rank))
 
     async def close(self) -> None:
         """Ends the engine, if any."""

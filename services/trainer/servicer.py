@@ -24,6 +24,7 @@ from services.common.rpc import service_info
 from services.common.stamps import require_stamp
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
+from services.common.weights.trial import take_part, trial_group
 from services.trainer import checkpoint
 from services.trainer.backend import Role
 from services.trainer.checkpoint import TrainState
@@ -234,6 +235,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             checkpoint.begin(Path(request.path))
             answers = await self._ranks.call("export", path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
+
+    async def SendTestBroadcast(
+        self, request: pb.SendTestBroadcastRequest, context: Any
+    ) -> AsyncIterator[pb.SendTestBroadcastResponse]:
+        async with self._saving, self._changing:
+            if self._roles:
+                raise PreconditionFailed(
+                    f"run {self._run_id} is open on this trainer, which a test broadcast would disturb; end it first"
+                )
+            try:
+                group = trial_group(
+                    self._store.renew(), num_receivers=request.num_receivers, timeout_s=request.timeout_s
+                )
+                group.store_host = published_host(group.store_host) or request.host
+                yield pb.SendTestBroadcastResponse(group=group)
+                yield pb.SendTestBroadcastResponse(outcome=await take_part(group, rank=0))
+            finally:
+                self._store.renew()
 
     async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> _Held:
         card = read_model_card(request.model_path)

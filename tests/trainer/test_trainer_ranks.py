@@ -244,6 +244,13 @@ async def test_every_run_has_a_secret_of_its_own(service: Service) -> None:
     assert await opened("s") != second
 
 
+async def test_no_test_broadcast_disturbs_a_run(service: Service) -> None:
+    request = pb.SendTestBroadcastRequest(num_receivers=1, host="127.0.0.1", timeout_s=1.0)
+    with pytest.raises(PreconditionFailed, match="run r is open on this trainer"):
+        _ = [answer async for answer in service.client.stream("SendTestBroadcast", request, timeout_s=10)]
+    assert await service.version() == 0
+
+
 async def test_batch_whose_caller_gave_up_is_applied_once(service: Service) -> None:
     crew = service.crew
     crew.close_gates()

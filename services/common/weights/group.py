@@ -6,7 +6,6 @@ the epoch's kill key and aborts; the others see the key while they wait, so nobo
 """
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from lockstep.types.v1 import types_pb2
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from services.common.errors import Aborted, InvalidInput
+from services.common.network import route_to
 from services.common.weights.store import StoreAddress, StoreClient
 
 # Completion of a collective, and a key in the store, can only be asked for: torch offers no event for either.
@@ -185,6 +185,4 @@ class WeightGroup:
 
 def _gloo_device(store_host: str) -> object:
     """The interface that reaches the store's host; loopback when everything is on one machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store_host, 9))  # no packet is sent: this only picks a route
-        return dist.ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+    return dist.ProcessGroupGloo.create_device(hostname=route_to(store_host).address)
