@@ -12,7 +12,6 @@ from services.coordinator.resume import open_run
 from services.coordinator.run import Run
 from tests.coordinator.fake_services import make_config
 
-
 DIRECTORIES = ("critic_checkpoints", "checkpoints")
 
 
