@@ -17,7 +17,7 @@ DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "run.json").read_text())
 EXPORTED = exported()
 METRICS = {name: metric for own in EXPORTED.values() for name, metric in own.items()}
 SAMPLES = {sample: metric for metric in METRICS.values() for sample in metric.samples}
-# vLLM's own: tests/rollout/test_rollout_metrics.py reads them from a replica.
+# vLLM's own: tests/rollout/test_generate_metrics.py reads them from a replica.
 FOREIGN = {"vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"}
 # Of every process; useful where something is wrong with it, but nothing to look at.
 NOT_SHOWN = {
