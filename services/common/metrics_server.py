@@ -43,6 +43,11 @@ class Metrics:
         about = Info("lockstep_service", "What the process is.", registry=self.registry)
         about.info({"service": service, "version": version("lockstep-rl"), "incarnation": INCARNATION})
 
+    @property
+    def is_served(self) -> bool:
+        """Whether there is a page, or will be."""
+        return bool(self._page.address)
+
     def serve(self) -> int:
         """Answers http://HOST:PORT/metrics from a thread, if there is an address; the port, of which 0 picks one.
 

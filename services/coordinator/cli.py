@@ -101,7 +101,7 @@ def report(
 
 
 @app.command()
-@takes_addresses("reward", "trainer")
+@takes_addresses("reward", "trainer", "critic")
 def replay(
     run_dir: _RunDir,
     step: Annotated[int, typer.Option(help="Step to do again, counted from 1.")],

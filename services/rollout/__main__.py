@@ -52,7 +52,7 @@ async def run(options: ServeOptions) -> int:
 
     registry = options.metrics.registry
     server = Server(options.trace, options.tls, registry)
-    servicer = RolloutServicer(server.fail, registry)
+    servicer = RolloutServicer(server.fail, registry, counts=options.metrics.is_served)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
     options.metrics.serve()
     await server.start(options.listen, [NAME], insecure=options.insecure)

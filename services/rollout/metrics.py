@@ -7,6 +7,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 
+from services.common.config.rollout import RolloutConfig
 from services.common.rpc_metrics import SECONDS
 
 
@@ -17,6 +18,11 @@ class State:
     samples_in_flight: int
     max_samples: int
     stamp: PolicyStamp | None
+
+
+def with_statistics(config: RolloutConfig) -> RolloutConfig:
+    """A config with which vLLM counts what it does, unless `rollout.engine` says otherwise."""
+    return config.model_copy(update={"engine": {"disable_log_stats": False} | config.engine})
 
 
 class RolloutMetrics:
@@ -38,7 +44,7 @@ class RolloutMetrics:
             registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """What the replica does and serves; and vLLM's own, if rollout.engine.disable_log_stats is false."""
+        """What the replica does and serves; and vLLM's own, if it counts."""
         state = self._state()
         in_flight = ("lockstep_rollout_in_flight_samples", "Samples that the engine was given and has not finished.")
         yield GaugeMetricFamily(*in_flight, state.samples_in_flight)

@@ -17,8 +17,9 @@ from services.common.rpc import service_info
 from services.common.stamps import require_stamp, show
 from services.common.tasks import gather
 from services.common.weights.libraries import accelerator_libraries
+from services.common.weights.trial import take_part
 from services.rollout.engine import Engine
-from services.rollout.metrics import RolloutMetrics, State
+from services.rollout.metrics import RolloutMetrics, State, with_statistics
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,9 @@ NAME = "lockstep.rollout.v1.RolloutService"
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """One engine and the stamp that it holds."""
 
-    def __init__(self, fail: Callable[[str], None], registry: CollectorRegistry | None = None):
-        self._fail, self._metrics = fail, RolloutMetrics(registry, self._state)
+    def __init__(self, fail: Callable[[str], None], registry: CollectorRegistry | None = None, *, counts: bool = False):
+        """With `counts` vLLM counts too, such as the use of its KV cache, for whoever reads `registry`."""
+        self._fail, self._metrics, self._counts = fail, RolloutMetrics(registry, self._state), counts
         self._engine: Engine | None = None
         self._run: tuple[str, str] = ("", "")  # run id, digest of the config section
         self._adapter_rank = 0
@@ -54,6 +56,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def OpenRun(self, request: rollout_pb2.OpenRunRequest, context: Any) -> rollout_pb2.OpenRunResponse:
         config = parse_json(RolloutConfig, request.config_json)
+        if self._counts:
+            config = with_statistics(config)
         run = (request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
             if self._engine and (self._run, self._adapter_rank) != (run, request.adapter_rank):
@@ -157,6 +161,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await engine.resume()
             self._stamp, self._received = self._received, None
         return rollout_pb2.CommitWeightsResponse()
+
+    async def ReceiveTestBroadcast(
+        self, request: rollout_pb2.ReceiveTestBroadcastRequest, context: Any
+    ) -> rollout_pb2.ReceiveTestBroadcastResponse:
+        async with self._changing:
+            if self._engine is not None:
+                raise PreconditionFailed(
+                    f"run {self._run[0]} is open on this replica, which a test broadcast would disturb; end it first"
+                )
+            return rollout_pb2.ReceiveTestBroadcastResponse(outcome=await take_part(request.group, request.rank))
 
     async def close(self) -> None:
         """Ends the engine, if any."""

@@ -1,40 +1,6 @@
-"""`lockstep-trainer --listen HOST:PORT`, or `torchrun -m services.trainer`: rank 0 serves, every rank works."""
+"""`python -m services.trainer`, or `torchrun -m services.trainer`."""
 
-import argparse
-import os
-import sys
-from collections.abc import Sequence
-from functools import partial
-
-from services.common.serve import ServeOptions, serve_from_command_line
-from services.trainer.launcher import run_ranks
-
-
-async def _run(options: ServeOptions) -> int:
-    from services.trainer.rank import run
-
-    return await run(options)
-
-
-def serve(args: Sequence[str] | None) -> None:
-    """One rank, with torchrun's variables."""
-    serve_from_command_line("trainer", _run, args, parents=[_own_arguments()])
-
-
-def _own_arguments() -> argparse.ArgumentParser:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--nproc-per-node", type=int, default=1, help="ranks of a trainer on this host alone")
-    return own
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Entry point. Outside of torchrun it starts the ranks of this host."""
-    own, rest = _own_arguments().parse_known_args(args)
-    if "RANK" in os.environ or {"-h", "--help"} & set(rest):
-        serve(args)
-    else:
-        sys.exit(run_ranks(own.nproc_per_node, partial(serve, args)))
-
+from services.trainer.command import main
 
 if __name__ == "__main__":
     main()

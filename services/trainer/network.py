@@ -2,11 +2,9 @@
 
 import ipaddress
 import os
-import socket
-
-import psutil
 
 from services.common.errors import InvalidInput
+from services.common.network import route_to
 
 
 def use_interface_to(host: str) -> None:
@@ -17,15 +15,12 @@ def use_interface_to(host: str) -> None:
     Raises:
         InvalidInput: No interface has the address that the kernel would use.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # no packet is sent: this only picks a route
-        address = probe.getsockname()[0]
-    names = [name for name, found in psutil.net_if_addrs().items() if address in [entry.address for entry in found]]
-    if not names:
+    route = route_to(host)
+    if not route.interface:
         raise InvalidInput(
-            f"no interface of this host has {address}, from which {host} is reached", field="master-addr"
+            f"no interface of this host has {route.address}, from which {host} is reached", field="master-addr"
         )
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
 
 
 def published_host(host: str) -> str:

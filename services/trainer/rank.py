@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 import threading
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from services.common.rpc import Server, parse_address
 from services.common.serve import ServeOptions
 from services.common.weights.store import ServedStore
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.network import published_host, use_interface_to
+from services.trainer.network import use_interface_to
 from services.trainer.ranks import Ranks, follow
 from services.trainer.servicer import NAME, TrainerServicer
 from services.trainer.worker import Worker
@@ -54,8 +53,7 @@ async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world
     threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()
     await ranks.wait_for_all()
     host, _ = parse_address(options.listen, field="listen")
-    store_address = replace(ServedStore(host).address, host=published_host(host))
-    servicer = TrainerServicer(ranks, worker, store_address, metrics)
+    servicer = TrainerServicer(ranks, worker, ServedStore(host), metrics)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     options.metrics.serve()
     await server.start(options.listen, [NAME], insecure=options.insecure)

@@ -23,11 +23,13 @@ from services.common.model_card import read_model_card
 from services.common.rpc import service_info
 from services.common.stamps import require_stamp
 from services.common.weights.libraries import accelerator_libraries
-from services.common.weights.store import StoreAddress
+from services.common.weights.store import ServedStore
+from services.common.weights.trial import take_part, trial_group
 from services.trainer import checkpoint
 from services.trainer.backend import Role
 from services.trainer.checkpoint import TrainState
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.network import published_host
 from services.trainer.ranks import Ranks
 from services.trainer.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.worker import CONFIGS, Worker
@@ -74,11 +76,11 @@ def _to_the_end(method: Method) -> Method:
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Rank 0's face, of which `worker` is a part; weight groups meet at `store`."""
 
-    def __init__(self, ranks: Ranks, worker: Worker, store: StoreAddress, metrics: TrainerMetrics | None = None):
+    def __init__(self, ranks: Ranks, worker: Worker, store: ServedStore, metrics: TrainerMetrics | None = None):
         self._metrics = metrics or TrainerMetrics()
         self._metrics.watch(lambda: {str(role): held.state.version for role, held in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
-        self._store_address = store
+        self._store = store
         self._run_id = ""
         self._roles: dict[Role, _Held] = {}
         self._epoch = -1
@@ -234,6 +236,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             answers = await self._ranks.call("export", path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
 
+    async def SendTestBroadcast(
+        self, request: pb.SendTestBroadcastRequest, context: Any
+    ) -> AsyncIterator[pb.SendTestBroadcastResponse]:
+        async with self._saving, self._changing:
+            if self._roles:
+                raise PreconditionFailed(
+                    f"run {self._run_id} is open on this trainer, which a test broadcast would disturb; end it first"
+                )
+            try:
+                group = trial_group(
+                    self._store.renew(), num_receivers=request.num_receivers, timeout_s=request.timeout_s
+                )
+                group.store_host = published_host(group.store_host) or request.host
+                yield pb.SendTestBroadcastResponse(group=group)
+                yield pb.SendTestBroadcastResponse(outcome=await take_part(group, rank=0))
+            finally:
+                self._store.renew()
+
     async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> _Held:
         card = read_model_card(request.model_path)
         state = TrainState(0, "", {})
@@ -251,11 +271,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             seed=request.seed,
             bucket_bytes=request.bucket_bytes,
         )
+        address = self._store.renew() if role is Role.POLICY else self._store.address
         opened = pb.OpenRunResponse(
             model_card=card,
-            store_host=self._store_address.host,
-            store_port=self._store_address.port,
-            store_secret=self._store_address.secret,
+            store_host=published_host(address.host),
+            store_port=address.port,
+            store_secret=address.secret,
             weight_backend="nccl" if torch.cuda.is_available() else "gloo",
             num_ranks=self._ranks.num_ranks,
         )
@@ -267,6 +288,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
+        self._store.renew()  # and nobody is told
         await self._ranks.call("close")
 
     async def _killing_epoch_on_cancel(self, method: str, **arguments: Any) -> Any:

@@ -17,8 +17,8 @@ DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "run.json").read_text())
 EXPORTED = exported()
 METRICS = {name: metric for own in EXPORTED.values() for name, metric in own.items()}
 SAMPLES = {sample: metric for metric in METRICS.values() for sample in metric.samples}
-# vLLM's own, which it counts only if it is asked to.
-FOREIGN = {"vllm:kv_cache_usage_perc"}
+# vLLM's own: tests/rollout/test_generate_metrics.py reads them from a replica.
+FOREIGN = {"vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"}
 # Of every process; useful where something is wrong with it, but nothing to look at.
 NOT_SHOWN = {
     "process_virtual_memory_bytes",
@@ -70,6 +70,13 @@ def test_every_metric_is_in_a_panel() -> None:
     shown = set().union(*(names_in(promql)[0] for _, promql in expressions()))
     missing = {name for name, metric in METRICS.items() if not shown & set(metric.samples)}
     assert missing == NOT_SHOWN
+
+
+def test_what_vllm_counts_is_shown_and_in_the_manual() -> None:
+    shown = set().union(*(names_in(promql)[0] for _, promql in expressions()))
+    manual = (ROOT / "docs" / "observability.md").read_text()
+    assert {name for name in shown if name.startswith("vllm:")} == FOREIGN
+    assert all(f"`{name}`" in manual for name in FOREIGN)
 
 
 def test_a_wrong_expression_would_be_noticed() -> None:

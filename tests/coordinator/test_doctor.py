@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.types.v1 import types_pb2
 from lockstep.types.v1.types_pb2 import ServiceInfo
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from services.common.config.run import Config
 from services.common.errors import Unavailable
 from services.common.rpc import Server
 from services.coordinator.cli import app
-from services.coordinator.doctor import host, session
+from services.coordinator.doctor import broadcast, host, session
 from services.coordinator.doctor.broadcast import check_broadcast
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.running import Answer, check_agreement, check_answer, check_clock, examine_services
@@ -141,9 +142,10 @@ async def test_services(reward: str) -> None:
     assert (answered.verdict, clock.verdict) == (OK, OK)
     assert "idle" in answered.found and "no run" in answered.found
     nobody = f"127.0.0.1:{free_port()}"
-    wrong, lost = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
+    wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
     assert_fails(wrong, FAIL, "GetInfo", "such a service")
     assert_fails(lost, FAIL, nobody, "start it")
+    assert_fails(untried, WARN, f"not tried without trainer {reward}, rollout {nobody}", "above")
 
 
 def test_answers_clocks_and_versions() -> None:
@@ -167,19 +169,16 @@ def test_answers_clocks_and_versions() -> None:
     assert "cuda of all" not in found
 
 
-_WRONG = """
-import sys
-from services.coordinator.doctor import broadcast
-broadcast._digest = lambda flat: "wrong"
-broadcast.main()
-"""
+async def test_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_fails(await check_broadcast(), OK, "64 MiB in", "")
+    dead = await check_broadcast(("-c", "raise SystemExit('no gloo here')"), timeout_s=1)
+    assert_fails(dead, FAIL, "no gloo here", "gloo")
 
+    async def wrong(group: object, rank: int) -> types_pb2.TestBroadcast:
+        return types_pb2.TestBroadcast(digest=str(rank), num_bytes=1 << 20, duration_s=1)
 
-def test_broadcast() -> None:
-    assert_fails(check_broadcast(), OK, "64 MiB in", "")
-    assert_fails(check_broadcast(("-c", _WRONG)), FAIL, "received ['wrong']", "gloo")
-    dead = check_broadcast(("-c", "raise SystemExit('no gloo here')"), timeout_s=1)
-    assert_fails(dead, FAIL, "waited 1 s for all members to join; no gloo here", "gloo")
+    monkeypatch.setattr(broadcast, "take_part", wrong)
+    assert_fails(await check_broadcast(), FAIL, "sent 0, received 1", "gloo")
 
 
 def test_the_exit_code_is_1_if_anything_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,14 @@ from services.coordinator.resume import open_run
 from services.coordinator.run import Run
 from tests.coordinator.fake_services import make_config
 
+DIRECTORIES = ("critic_checkpoints", "checkpoints")
+
 
 class FakeTrainer:
     """Ends a save, or lets it fail, when the test says so."""
 
-    name = "trainer"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = "trainer") -> None:
+        self.name = name
         self.saving: list[int] = []
         self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
 
@@ -70,6 +71,18 @@ async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callabl
         "step-000002",
         "step-000003",
     ]
+
+
+async def test_of_a_critic_the_newest_is_kept_and_saved_before_the_policy(open_again: Callable[[], Run]) -> None:
+    run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
+    for version in (1, 2, 3):
+        for model in (critic, trainer):
+            model.ends.put_nowait(None)
+        await run.begin_checkpoint([critic, trainer], version)
+        await run.finish_checkpoint()
+    assert recorded(run, Kind.SAVED_CRITIC) == ["step-000001", "step-000002", "step-000003"]
+    kept = {name: sorted(path.name for path in (run.config.run_dir / name).iterdir()) for name in DIRECTORIES}
+    assert kept == {"critic_checkpoints": ["step-000003"], "checkpoints": ["step-000002", "step-000003"]}
 
 
 async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], Run]) -> None:

@@ -1,6 +1,7 @@
 """One service per host, on two hosts that are network namespaces, over mTLS: the numbers are those of loopback."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -68,6 +69,12 @@ def until_it_listens(log: Path) -> None:
         time.sleep(0.05)
 
 
+def doctor(host: Host, options: list[str]) -> str:
+    """What `lockstep doctor` says there, a line for each check."""
+    command = host.command("env", "COLUMNS=400", LOCKSTEP, "doctor", *options, "--tls", "certs/coordinator")
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False).stdout
+
+
 @pytest.fixture(scope="module")
 def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     """Workspace and output of a run on two hosts, and how many bytes the second one received."""
@@ -76,7 +83,8 @@ def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
         make_certificates(workspace, first, second)
         for name, command in services(first, second):
             stack.enter_context(running(command, workspace / f"{name}.log"))
-        until_it_listens(workspace / "coordinator.log")
+        for name in ("coordinator", "trainer-0", "rollout"):
+            until_it_listens(workspace / f"{name}.log")
         addresses = {
             "coordinator": f"{first.address}:{COORDINATOR}",
             "reward": f"{first.address}:{REWARD}",
@@ -84,13 +92,15 @@ def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
             "rollout": f"{second.address}:{ROLLOUT}",
         }
         options = [f"--{name}={address}" for name, address in addresses.items()]
+        (workspace / "doctor.out").write_text(doctor(first, options[2:]))
+        before = received_bytes(second)
         command = second.command(
             LOCKSTEP, "run", "run.yaml", f"num_steps={NUM_STEPS}", *options, "--tls", "certs/operator"
         )
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
         logs = {path.name: path.read_text()[-3000:] for path in workspace.rglob("*.log")}
         assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *map(str, logs.items())])
-        return workspace, done.stdout, received_bytes(second)
+        return workspace, done.stdout, received_bytes(second) - before
 
 
 def test_it_trains_over_the_network_with_the_numbers_of_loopback(
@@ -104,3 +114,9 @@ def test_it_trains_over_the_network_with_the_numbers_of_loopback(
     kept = [line for line in there if line["step"] < NUM_STEPS or "train/loss" in line]
     assert [line["step"] for line in kept] == [0, 1, 2, 2, 3]
     assert kept == here[: len(kept)]
+
+
+def test_doctor_broadcasts_from_one_host_to_the_other(run_there: tuple[Path, str, int]):
+    said = (run_there[0] / "doctor.out").read_text()
+    (line,) = [line for line in said.splitlines() if "broadcast" in line]
+    assert re.search(r"64 MiB in .* GB/s, by gloo from veth0 10\.177\.0\.1 to veth0 10\.177\.0\.2 *│ ok", line), said

@@ -1,13 +1,19 @@
 """PPO with real services: what critic and reference say is in the batch, and after a kill both models go on exactly."""
 
 import json
+import re
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, assert_gone, make_workspace, numbers
+from services.common.errors import DataLoss
+from services.coordinator.replay.record import Record
+from tests.e2e.lockstep_command import LockstepRun, assert_gone, invoke, make_workspace, numbers
 
 KL_COEF = 0.1
 
@@ -23,7 +29,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainer={"num_ranks": 1, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
         critic={"deployment": "own", "num_ranks": 1, "warmup_steps": 1, "optim": {"lr": 1e-2}},
         evaluation={},
-        checkpoint={"save_freq": 2},
+        checkpoint={"save_freq": 2, "max_critic_ckpts_to_keep": 2},
         trace=True,
     )
     with LockstepRun(directory, "rollout.num_replicas=1") as run:
@@ -69,8 +75,8 @@ def test_both_models_go_on_from_one_step(workspace: Path):
     assert lines[2] == json.loads((workspace / "before").read_text())
     assert all(line["kl/coef"] == KL_COEF and line["train/logprob_gap_max"] < 1e-4 for line in lines)
     assert lines[-1]["train/critic_lr"] == 1e-2
-    assert sorted(path.name for path in (run / "critic_checkpoints").iterdir()) == ["step-000004"]
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:06d}" for step in (2, 4)]
+    for directory in ("checkpoints", "critic_checkpoints"):
+        assert sorted(path.name for path in (run / directory).iterdir()) == [f"step-{step:06d}" for step in (2, 4)]
 
 
 def test_the_time_of_all_services_is_in_one_trace(workspace: Path):
@@ -85,3 +91,36 @@ def test_the_time_of_all_services_is_in_one_trace(workspace: Path):
     assert {"Generate", "ReceiveWeights", "CommitWeights"} <= spans["rollout"]
     assert {"Train", "Forward", "SendWeights", "SaveCheckpoint"} <= spans["trainer"]
     assert "Score" in spans["reward"]
+
+
+def test_a_replay_trains_both_models_again_and_names_what_differs(workspace: Path, tmp_path: Path):
+    copy = shutil.copytree(workspace, tmp_path / "copy")
+    name = "train/critic_grad_norm"
+    with closing(sqlite3.connect(copy / "runs" / "run" / "ledger.sqlite")) as database, database:
+        changed = database.execute(
+            "UPDATE decisions SET body = json_set(body, ?, 0.125) WHERE kind = 'finished' AND version = 3",
+            (f'$."{name}"',),
+        )
+        assert changed.rowcount == 2  # before the kill and after it
+    done = invoke("replay", "runs/run", "--step", 4, "--what", "train", cwd=copy, timeout_s=200)
+    assert done.returncode == 1, done.stdout + done.stderr
+    was = steps(workspace)[3][name]
+    assert f"\nstep 3: {name}: recorded 0.125, now {was!r}\n" in done.stdout
+    assert "step 4: 1 differences" in done.stdout
+    # Everything else is the same to the last bit: weights and moments of the critic are in its checkpoint of step 4.
+    (policy,) = re.findall(r"weights and metrics, (\d+) values: all equal", done.stdout)
+    (critic,) = re.findall(r"critic's weights and metrics, (\d+) values: 1 differ", done.stdout)
+    num_metrics = sum("train/critic_" in name for name in steps(workspace)[4])
+    assert int(policy) > 10 and int(critic) == 2 * num_metrics + 1
+
+
+def test_where_a_critic_can_begin_again(workspace: Path, tmp_path: Path):
+    run = shutil.copytree(workspace / "runs" / "run", tmp_path / "run")
+    with closing(Record(run)) as record:
+        checkpoint = str(run / "critic_checkpoints" / "step-000002")
+        assert record.critic_start(3) == record.critic_start(2) == (2, checkpoint)
+        assert record.critic_start(1) is None  # what it was warmed up with is not kept
+        assert [record.critic_checkpoint(step) for step in (1, 2, 3)] == [None, Path(checkpoint), None]
+        (Path(checkpoint) / "manifest.json").write_text("{}")
+        with pytest.raises(DataLoss, match="not the file that was saved"):
+            record.critic_start(3)

@@ -72,6 +72,8 @@ def test_prometheus_reads_the_same_of_the_services(workspace: Path):
         assert value(trainer, "lockstep_trainer_trained_tokens_total", role="policy", part=part) == num_tokens
     generated = sum(value(replica, "lockstep_rollout_generated_tokens_total") for replica in replicas)
     assert generated > num_tokens  # the evaluations too
+    # vLLM counts with nobody having asked it to.
+    assert all({"vllm:kv_cache_usage_perc", "vllm:num_requests_running"} <= replica.keys() for replica in replicas)
     assert value(trainer, "lockstep_trainer_version", role="policy") == NUM_STEPS
     assert value(trainer, "lockstep_trainer_phase_seconds_count", phase="train", role="policy") == NUM_STEPS
     assert value(trainer, "lockstep_rpc_finished_total", method="Train", code="OK") == NUM_STEPS

@@ -30,13 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], contextlib.AbstractAsyncContextManager]:
+def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., contextlib.AbstractAsyncContextManager]:
     @contextlib.asynccontextmanager
-    async def started() -> AsyncIterator[tuple[Replica, object]]:
+    async def started(*flags: str) -> AsyncIterator[tuple[Replica, object]]:
         address = f"127.0.0.1:{free_port()}"
         log = tmp_path_factory.mktemp("rollout") / "log"
         client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
-        with running(service_command("rollout", address), log) as process:
+        with running(service_command("rollout", address, *flags), log) as process:
             yield Replica(client, process.pid), process
             await client.close()
 
@@ -45,7 +45,10 @@ def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], cont
 
 @pytest_asyncio.fixture(scope="session")
 async def replicas(start_replica: Callable) -> AsyncIterator[list[Replica]]:
-    async with start_replica() as (first, _), start_replica() as (second, _):
+    """The first serves metrics."""
+    page = f"127.0.0.1:{free_port()}"
+    async with start_replica("--metrics", page) as (first, _), start_replica() as (second, _):
+        first.page = page
         yield [first, second]
 
 

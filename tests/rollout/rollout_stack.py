@@ -47,10 +47,11 @@ def load_model(directory: Path) -> torch.nn.Module:
 
 @dataclass
 class Replica:
-    """One rollout process."""
+    """One rollout process, and where it serves metrics, if it does."""
 
     client: Client
     pid: int
+    page: str = ""
 
     async def open(self, model: Path, run_id: str, *, adapter_rank: int = 0, **config: object) -> pb.OpenRunResponse:
         config_json, card = json.dumps({"max_model_len": MAX_MODEL_LEN} | config), read_model_card(model)

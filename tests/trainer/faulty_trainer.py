@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from services.trainer import __main__ as entry
+from services.trainer.command import main
 from services.trainer.fsdp.backend import FsdpBackend
 
 FAULTY_TEMPERATURE = 13.0
@@ -20,4 +20,4 @@ def _fails_on_rank_1(self: FsdpBackend, packs: Any, temperature: float, loss: An
 
 if __name__ == "__main__":
     FsdpBackend.accumulate = _fails_on_rank_1  # before it forks
-    entry.main()
+    main()

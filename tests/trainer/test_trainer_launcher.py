@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support import still_there
+from tests.trainer.deployment import deployed
 from tests.trainer.toy_ranks import EXIT_CODE
 
 
@@ -52,3 +54,10 @@ def test_a_killed_launcher_leaves_no_rank(started) -> None:
     launcher, ranks = started
     launcher.kill()
     assert not still_there([rank["pid"] for rank in ranks], after_s=5)
+
+
+async def test_spawned_ranks_train(trainer_files: Path) -> None:
+    async with deployed("tests.trainer.spawned_trainer", trainer_files) as trainer:
+        await trainer.open()
+        await trainer.publish()
+        assert (await trainer.train(trainer.batch())).version == 1

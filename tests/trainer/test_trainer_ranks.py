@@ -11,11 +11,12 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
+from torch.distributed import DistError
 
 from services.common import batch as batches
 from services.common.errors import DeadlineExceeded, InternalError, PreconditionFailed, Reason
 from services.common.rpc import Client, Server
-from services.common.weights.store import StoreAddress
+from services.common.weights.store import ServedStore, StoreAddress, StoreClient
 from services.trainer import ranks as ranks_module
 from services.trainer.ranks import Message, Ranks, follow
 from services.trainer.servicer import NAME, TrainerServicer
@@ -175,8 +176,8 @@ async def test_cancelled_call_is_finished_before_the_next(crew: Crew) -> None:
 class Service:
     """The real servicer and server over fake workers."""
 
-    def __init__(self, crew: Crew, client: Client):
-        self.crew, self.client = crew, client
+    def __init__(self, crew: Crew, client: Client, model: Path):
+        self.crew, self.client, self.model = crew, client, model
 
     async def train(self, *, timeout_s: float) -> pb.TrainResponse:
         stamp = PolicyStamp(version=0, digest=DIGEST)
@@ -199,7 +200,7 @@ class Service:
 @pytest.fixture
 async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
     server = Server()
-    servicer = TrainerServicer(crew.ranks, crew.workers[0], StoreAddress("127.0.0.1", 1, b""))
+    servicer = TrainerServicer(crew.ranks, crew.workers[0], ServedStore("127.0.0.1"))
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     client = Client(f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}", trainer_pb2_grpc.TrainerServiceStub)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64}))
@@ -208,12 +209,46 @@ async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
     join = pb.JoinWeightGroupRequest()
     join.group.epoch = 1
     await client.call("JoinWeightGroup", join, timeout_s=10)
-    service = Service(crew, client)
+    service = Service(crew, client, tmp_path)
     await service.send()
     yield service
     crew.open_gates()
     await client.close()
     await server.grpc.stop(None)
+
+
+async def test_every_run_has_a_secret_of_its_own(service: Service) -> None:
+    async def opened(run_id: str) -> StoreAddress:
+        request = pb.OpenRunRequest(run_id=run_id, config_json="{}", model_path=str(service.model), bucket_bytes=1024)
+        answer = await service.client.call("OpenRun", request, timeout_s=10)
+        return StoreAddress(answer.store_host, answer.store_port, answer.store_secret)
+
+    async def closed(run_id: str) -> None:
+        await service.client.call("CloseRun", pb.CloseRunRequest(run_id=run_id), timeout_s=10)
+
+    first, again = await opened("r"), await opened("r")
+    assert first == again  # asked twice, opened once
+    member = StoreClient(first, 5.0)
+    second = await opened("s")
+    assert (second.host, second.port) == (first.host, first.port)
+    with pytest.raises(ConnectionRefusedError, match="does not accept the secret"):
+        StoreClient(first, 5.0)
+    with pytest.raises(DistError):
+        member.check(["a key"])
+    StoreClient(second, 5.0)
+    await closed("r")  # late, which changes nothing
+    StoreClient(second, 5.0)
+    await closed("s")
+    with pytest.raises(ConnectionRefusedError):
+        StoreClient(second, 5.0)
+    assert await opened("s") != second
+
+
+async def test_no_test_broadcast_disturbs_a_run(service: Service) -> None:
+    request = pb.SendTestBroadcastRequest(num_receivers=1, host="127.0.0.1", timeout_s=1.0)
+    with pytest.raises(PreconditionFailed, match="run r is open on this trainer"):
+        _ = [answer async for answer in service.client.stream("SendTestBroadcast", request, timeout_s=10)]
+    assert await service.version() == 0
 
 
 async def test_batch_whose_caller_gave_up_is_applied_once(service: Service) -> None:

@@ -6,7 +6,6 @@ the epoch's kill key and aborts; the others see the key while they wait, so nobo
 """
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from lockstep.types.v1 import types_pb2
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from services.common.errors import Aborted, InvalidInput
-from services.common.weights.store import StoreAddress, connect
+from services.common.network import route_to
+from services.common.weights.store import StoreAddress, StoreClient
 
 # Completion of a collective, and a key in the store, can only be asked for: torch offers no event for either.
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
@@ -55,8 +55,9 @@ class WeightGroup:
         timeout = timedelta(seconds=group.timeout_s)
         try:
             # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
-            client = connect(StoreAddress(group.store_host, group.store_port, group.store_secret), group.timeout_s)
-            self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
+            address = StoreAddress(group.store_host, group.store_port, group.store_secret)
+            self._client = StoreClient(address, group.timeout_s)
+            self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", self._client)
             self._store.set(f"member/{rank}", b"1")
         except (OSError, RuntimeError) as error:
             store = f"{group.store_host}:{group.store_port}"
@@ -127,6 +128,7 @@ class WeightGroup:
 
     def abort(self) -> None:
         """Leaves at once, whatever is in flight."""
+        self._client.leave()
         pg, self._pg = self._pg, None
         if pg is None:
             return
@@ -183,6 +185,4 @@ class WeightGroup:
 
 def _gloo_device(store_host: str) -> object:
     """The interface that reaches the store's host; loopback when everything is on one machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store_host, 9))  # no packet is sent: this only picks a route
-        return dist.ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+    return dist.ProcessGroupGloo.create_device(hostname=route_to(store_host).address)

@@ -1,8 +1,8 @@
 """The store through which the members of a weight group meet, behind a gate that wants a secret.
 
 torch's TCPStore asks nobody who they are: whoever can connect can list all keys, read, change and delete them, and it
-listens on every interface. Here it listens on loopback, and the gate before it lets in the connections of a host that
-has proved that it knows the secret. The secret is made with the store and travels in calls only, so over mTLS.
+listens on every interface. Here it listens on loopback, and the gate before it lets a connection through that has
+proved to know the secret. Every run has a secret of its own, which travels in calls only, so over mTLS.
 """
 
 import asyncio
@@ -12,22 +12,19 @@ import logging
 import secrets
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from services.common.errors import InvalidInput
+from services.common.weights.passage import CHUNK_BYTES, KNOCK, NONCE_BYTES, WELCOME, Passage, knock, proof, pump
 
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-_SECRET_BYTES = 32
-# No connection of a TCPStore begins with this byte, which is the kind of its first query.
-_KNOCK, _WELCOME = b"\xfe", b"\xff"
 # Whoever connects says this soon what it wants.
 _SILENCE_S = 10.0
-_CHUNK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -61,63 +58,82 @@ class ServedStore:
             timeout=timedelta(seconds=60),
             master_listen_fd=inside.detach(),
         )
-        self.address = StoreAddress(host, outside.getsockname()[1], secrets.token_bytes(_SECRET_BYTES))
-        self._admitted: set[str] = set()
-        threading.Thread(target=asyncio.run, args=(self._serve(outside),), name="weight-store", daemon=True).start()
+        self.address = StoreAddress(host, outside.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
+        self._admitted: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        serving = self._serve(outside)
+        threading.Thread(
+            target=self._loop.run_until_complete, args=(serving,), name="weight-store", daemon=True
+        ).start()
+
+    def renew(self) -> StoreAddress:
+        """Another secret in the place of the one before, which admits nobody from now on; ends what it admitted."""
+        self.address = replace(self.address, secret=secrets.token_bytes(NONCE_BYTES))
+        self._loop.call_soon_threadsafe(self._end_connections)
+        return self.address
+
+    def _end_connections(self) -> None:
+        for connection in self._admitted:
+            connection.cancel()
 
     async def _serve(self, listener: socket.socket) -> None:
         async with await asyncio.start_server(self._answer, sock=listener) as server:
             await server.serve_forever()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host = writer.get_extra_info("peername")[0]
-        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, TimeoutError):
-            async with asyncio.timeout(_SILENCE_S):
-                first = await reader.read(_CHUNK_BYTES)  # whole: TCPStore closes if its greeting comes in pieces
-                if first == _KNOCK:
-                    await self._admit(host, reader, writer)
-                    return
-            if host not in self._admitted:
-                log.warning("%s connects to the weight group's store without its secret; refused", host)
-                return
-            inner_reader, inner_writer = await asyncio.open_connection(_LOOPBACK, self._inside_port)
-            inner_writer.write(first)
-            await asyncio.gather(_pump(reader, inner_writer), _pump(inner_reader, writer))
+        connection = asyncio.current_task()
+        assert connection
+        self._admitted.add(connection)
+        try:
+            with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, TimeoutError):
+                async with asyncio.timeout(_SILENCE_S):
+                    if not await self._admits(reader, writer):
+                        host = writer.get_extra_info("peername")[0]
+                        log.warning("%s does not know the secret of this run's weight group; refused", host)
+                        return
+                    first = await reader.read(CHUNK_BYTES)  # whole: TCPStore closes if its greeting comes in pieces
+                if first:
+                    await self._let_through(first, reader, writer)
+        finally:
+            self._admitted.discard(connection)
 
-    async def _admit(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonce = secrets.token_bytes(_SECRET_BYTES)
+    async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if await reader.read(1) != KNOCK:
+            return False
+        nonce = secrets.token_bytes(NONCE_BYTES)
         writer.write(nonce)
-        if hmac.compare_digest(await reader.readexactly(_SECRET_BYTES), _proof(self.address.secret, nonce)):
-            self._admitted.add(host)
-            writer.write(_WELCOME)
-        else:
-            log.warning("%s does not know the secret of the weight group's store; refused", host)
+        given = await reader.readexactly(NONCE_BYTES)
+        if not hmac.compare_digest(given, proof(self.address.secret, nonce)):
+            return False
+        writer.write(WELCOME)
+        return True
+
+    async def _let_through(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection(_LOOPBACK, self._inside_port)
+        with contextlib.closing(inner_writer):
+            inner_writer.write(first)
+            await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.closing(writer), contextlib.suppress(OSError):
-        while data := await reader.read(_CHUNK_BYTES):
-            writer.write(data)
-            await writer.drain()
-
-
-def connect(address: StoreAddress, timeout_s: float) -> dist.TCPStore:
-    """A client of a served store.
+class StoreClient(dist.TCPStore):
+    """A client of a served store, each of whose connections is proved to the gate; `leave` it.
 
     Raises:
         OSError: There is none, or it does not accept the secret.
         RuntimeError: As torch's own.
     """
-    with socket.create_connection((address.host, address.port), timeout_s) as gate:
-        gate.sendall(_KNOCK)
-        nonce = gate.recv(_SECRET_BYTES, socket.MSG_WAITALL)
-        gate.sendall(_proof(address.secret, nonce))
-        if gate.recv(1) != _WELCOME:
-            raise ConnectionRefusedError("it does not accept the secret of this group")
-    return dist.TCPStore(
-        address.host, address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
 
+    def __init__(self, address: StoreAddress, timeout_s: float):
+        outside = (address.host, address.port)
+        knock(outside, address.secret, timeout_s)
+        self._passage = Passage(outside, address.secret)
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            super().__init__(_LOOPBACK, self._passage.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except BaseException:
+            self.leave()
+            raise
 
-def _proof(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, nonce, "sha256")
+    def leave(self) -> None:
+        """Nothing more is connected; what is goes on until it is closed."""
+        self._passage.close()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lockstep.types.v1.types_pb2 import TestBroadcast
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -28,6 +29,12 @@ class Finding:
     found: str
     verdict: Verdict = Verdict.OK
     fix: str = ""
+
+
+def rate(received: TestBroadcast) -> str:
+    """What came, how soon and how fast."""
+    per_s = received.num_bytes / received.duration_s / 1e9
+    return f"{received.num_bytes >> 20} MiB in {received.duration_s:.3f} s, {per_s:.1f} GB/s"
 
 
 def show_findings(findings: Sequence[Finding], console: Console) -> None:

@@ -15,6 +15,7 @@ from services.common.rpc import Client
 from services.common.tasks import gather
 from services.common.tls import Transport
 from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor.publication import check_publication
 from services.coordinator.launch import Addresses
 
 _NUM_CALLS = 5
@@ -52,7 +53,10 @@ async def examine_services(given: Addresses) -> list[Finding]:
         if isinstance(answer, Answer):
             findings.append(check_clock(name, answer))
             infos[name] = answer.info
-    return [*findings, *check_agreement(infos)]
+    findings += check_agreement(infos)
+    if given.trainer and given.rollout:
+        findings += await check_publication(given, infos)
+    return findings
 
 
 async def _ask(kind: str, address: str, transport: Transport) -> Answer | LockstepError:

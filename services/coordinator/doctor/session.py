@@ -15,7 +15,10 @@ from services.coordinator.launch import Addresses
 def examine(config: Config | None, given: Addresses, console: Console) -> bool:
     """Checks this host and the services at `given`, and shows what was found; whether nothing failed."""
     with console.status("looking"):
-        findings = [*examine_host(config, given), _broadcast(), *asyncio.run(examine_services(given))]
+        findings = list(examine_host(config, given))
+        if not (given.trainer and given.rollout):
+            findings.append(_broadcast())
+        findings += asyncio.run(examine_services(given))
     show_findings(findings, console)
     return all(finding.verdict is not Verdict.FAIL for finding in findings)
 
@@ -26,4 +29,4 @@ def _broadcast() -> Finding:
         return Finding("broadcast", "not tried: torch is not installed here", Verdict.WARN, fix)
     from services.coordinator.doctor.broadcast import check_broadcast
 
-    return check_broadcast()
+    return asyncio.run(check_broadcast())

@@ -14,7 +14,9 @@ from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.ledger import Kind
 from services.coordinator.recorded import RecordedLedger
-from services.coordinator.resume import CHECKPOINTS, differences
+from services.coordinator.resume import CHECKPOINTS, CRITIC_CHECKPOINTS, differences
+
+_DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,8 @@ class Record:
             NotFound: There are none.
             DataLoss: The checkpoint is not the one that was saved.
         """
-        there = {row["path"]: row["manifest_digest"] for row in self._ledger.checkpoints(Kind.SAVED)}
-        saved = [row for row in self._ledger.all(Kind.SAVED) if row["path"] in there and row["version"] <= version]
-        for row in sorted(saved, key=lambda row: -row["version"]):
-            if path := self._present(row["path"]):
-                return row["version"], _verified(path, there[row["path"]])
+        if saved := self._newest(Kind.SAVED, version):
+            return saved
         first, began = self._opened[0]["checkpoint"], self._ledger.all(Kind.PUBLISHED)[0]["version"]
         if began > version or (first and not (Path(first) / "manifest.json").is_file()):
             raise NotFound(
@@ -114,9 +113,33 @@ class Record:
             )
         return began, first
 
-    def _present(self, path: str) -> Path | None:
+    def critic_start(self, version: int) -> tuple[int, str] | None:
+        """The same of the critic, if it is left: with warm-up, whose batches are not kept, only from a checkpoint.
+
+        Raises:
+            DataLoss: The checkpoint is not the one that was saved.
+        """
+        if saved := self._newest(Kind.SAVED_CRITIC, version):
+            return saved
+        is_fresh = not self._opened[0]["checkpoint"] and self.config.critic and not self.config.critic.warmup_steps
+        return (0, "") if is_fresh else None
+
+    def critic_checkpoint(self, step: int) -> Path | None:
+        """The critic as it was saved after `step`, if it is left."""
+        saved = self._newest(Kind.SAVED_CRITIC, step)
+        return Path(saved[1]) if saved and saved[0] == step else None
+
+    def _newest(self, kind: Kind, version: int) -> tuple[int, str] | None:
+        there = {row["path"]: row["manifest_digest"] for row in self._ledger.checkpoints(kind)}
+        saved = [row for row in self._ledger.all(kind) if row["path"] in there and row["version"] <= version]
+        for row in sorted(saved, key=lambda row: -row["version"]):
+            if path := self._present(row["path"], _DIRECTORIES[kind]):
+                return row["version"], _verified(path, there[row["path"]])
+        return None
+
+    def _present(self, path: str, directory: str) -> Path | None:
         """A checkpoint, also of a run directory that was moved."""
-        places = (self.run_dir / CHECKPOINTS / Path(path).name, Path(path))
+        places = (self.run_dir / directory / Path(path).name, Path(path))
         return next((place.absolute() for place in places if (place / "manifest.json").is_file()), None)
 
     def _read_config(self) -> Config:

@@ -14,11 +14,12 @@ from services.common.config.roles import ReferenceConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.clients.reward import Reward
-from services.coordinator.clients.trainer import Trainer
+from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.launch import Addresses
 from services.coordinator.lifecycle import with_services
+from services.coordinator.replay.critic import replay_critic
 from services.coordinator.replay.record import Difference, Record, require_positive
 from services.coordinator.replay.rewards import replay_rewards
 from services.coordinator.replay.training import replay_training
@@ -70,11 +71,17 @@ async def replay_session(
     """
     require_positive(step)
     with closing(Record(run_dir)) as record:
+        given.require_own(record.config)
         record.require_step(step)
         record.batch(step)
         _, checkpoint = record.start(step - 1) if What.TRAIN in what else (0, "")
+        has_critic = What.TRAIN in what and record.config.critic and record.critic_start(step - 1)
         session = _Session(record, step, what, console)
-        with closing(Run(config := _config(record, step, checkpoint), open_run(config))) as run:
+        config = _config(record, step, checkpoint)
+        start = open_run(config)  # without the critic, whose checkpoint need not be of the policy's step
+        if has_critic:
+            config = config.model_copy(update={"critic": record.config.critic})
+        with closing(Run(config, start)) as run:
             services = [_SERVICES[part] for part in what]
             return await with_services(
                 lambda addresses: session.run(run, addresses), run, given, console, services=services
@@ -115,6 +122,10 @@ class _Session:
             num_values, found = await self._training(run, addresses)
             compared.append(f"weights and metrics, {num_values} values: {_verdict(found)}")
             differences += (one for one in found if one not in differences)
+        if What.TRAIN in self.what and self.record.config.critic:
+            line, found = await self._critic(run, addresses)
+            compared.append(line)
+            differences += (one for one in found if one not in differences)
         return Replayed(self.step, compared, differences, run.config.run_dir)
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
@@ -134,12 +145,22 @@ class _Session:
         finally:
             await trainer.close()
 
+    async def _critic(self, run: Run, addresses: Addresses) -> tuple[str, list[Difference]]:
+        if run.config.critic is None:
+            return "critic: not trained again, since no checkpoint of it before this step is left", []
+        critic = Model("critic", addresses.of("critic"), run.config, addresses.transport)
+        try:
+            num_values, found = await replay_critic(run, self.record, self.step, critic, self._say)
+        finally:
+            await critic.close()
+        return f"critic's weights and metrics, {num_values} values: {_verdict(found)}", found
+
     def _say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, highlight=False)
 
 
 def _config(record: Record, step: int, checkpoint: str) -> Config:
-    """The run's, in a directory of its own. What other models say of the samples is in the batch: none is started."""
+    """The run's, in a directory of its own. What other models say of the samples is in the batch: none is asked."""
     alone = {"reference": ReferenceConfig(), "critic": None, "advantage": AdvantageConfig()}
     here = {
         "runs_dir": record.run_dir / "replay",

@@ -132,3 +132,17 @@ class CommitWeightsRequest(_message.Message):
 class CommitWeightsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ReceiveTestBroadcastRequest(_message.Message):
+    __slots__ = ("group", "rank")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    group: _types_pb2.WeightGroup
+    rank: int
+    def __init__(self, group: _Optional[_Union[_types_pb2.WeightGroup, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class ReceiveTestBroadcastResponse(_message.Message):
+    __slots__ = ("outcome",)
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: _types_pb2.TestBroadcast
+    def __init__(self, outcome: _Optional[_Union[_types_pb2.TestBroadcast, _Mapping]] = ...) -> None: ...

@@ -70,6 +70,11 @@ class RolloutServiceStub(object):
                 request_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
                 response_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsResponse.FromString,
                 _registered_method=True)
+        self.ReceiveTestBroadcast = channel.unary_unary(
+                '/lockstep.rollout.v1.RolloutService/ReceiveTestBroadcast',
+                request_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.ReceiveTestBroadcastRequest.SerializeToString,
+                response_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.ReceiveTestBroadcastResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -125,6 +130,13 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReceiveTestBroadcast(self, request, context):
+        """Receives a trainer's test broadcast; refused while a run is open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +174,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.CommitWeights,
                     request_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsRequest.FromString,
                     response_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsResponse.SerializeToString,
+            ),
+            'ReceiveTestBroadcast': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReceiveTestBroadcast,
+                    request_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.ReceiveTestBroadcastRequest.FromString,
+                    response_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.ReceiveTestBroadcastResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +371,33 @@ class RolloutService(object):
             '/lockstep.rollout.v1.RolloutService/CommitWeights',
             lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
             lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReceiveTestBroadcast(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.rollout.v1.RolloutService/ReceiveTestBroadcast',
+            lockstep_dot_rollout_dot_v1_dot_rollout__pb2.ReceiveTestBroadcastRequest.SerializeToString,
+            lockstep_dot_rollout_dot_v1_dot_rollout__pb2.ReceiveTestBroadcastResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -215,3 +215,21 @@ class ExportHuggingFaceResponse(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
+
+class SendTestBroadcastRequest(_message.Message):
+    __slots__ = ("num_receivers", "host", "timeout_s")
+    NUM_RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    num_receivers: int
+    host: str
+    timeout_s: float
+    def __init__(self, num_receivers: _Optional[int] = ..., host: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class SendTestBroadcastResponse(_message.Message):
+    __slots__ = ("group", "outcome")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    group: _types_pb2.WeightGroup
+    outcome: _types_pb2.TestBroadcast
+    def __init__(self, group: _Optional[_Union[_types_pb2.WeightGroup, _Mapping]] = ..., outcome: _Optional[_Union[_types_pb2.TestBroadcast, _Mapping]] = ...) -> None: ...

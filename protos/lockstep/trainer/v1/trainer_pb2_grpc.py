@@ -85,6 +85,11 @@ class TrainerServiceStub(object):
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.SerializeToString,
                 response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.FromString,
                 _registered_method=True)
+        self.SendTestBroadcast = channel.unary_stream(
+                '/lockstep.trainer.v1.TrainerService/SendTestBroadcast',
+                request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SendTestBroadcastRequest.SerializeToString,
+                response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SendTestBroadcastResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -161,6 +166,14 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendTestBroadcast(self, request, context):
+        """Broadcasts bytes to replicas as a publication does, for a look before a run; refused while one is open. Answers the
+        group that the replicas are to be told of, then how it went.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -213,6 +226,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ExportHuggingFace,
                     request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.FromString,
                     response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.SerializeToString,
+            ),
+            'SendTestBroadcast': grpc.unary_stream_rpc_method_handler(
+                    servicer.SendTestBroadcast,
+                    request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SendTestBroadcastRequest.FromString,
+                    response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SendTestBroadcastResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -486,6 +504,33 @@ class TrainerService(object):
             '/lockstep.trainer.v1.TrainerService/ExportHuggingFace',
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.SerializeToString,
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendTestBroadcast(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lockstep.trainer.v1.TrainerService/SendTestBroadcast',
+            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SendTestBroadcastRequest.SerializeToString,
+            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SendTestBroadcastResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,6 +79,18 @@ class WeightGroup(_message.Message):
     store_secret: bytes
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_s: _Optional[float] = ..., store_secret: _Optional[bytes] = ...) -> None: ...
 
+class TestBroadcast(_message.Message):
+    __slots__ = ("digest", "num_bytes", "duration_s", "route")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    num_bytes: int
+    duration_s: float
+    route: str
+    def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., route: _Optional[str] = ...) -> None: ...
+
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,103 @@
+"""From this process through the gate of a weight group's store: torch's client can prove nothing by itself.
+
+The client connects to a port of loopback that is open to this process only; what connects there is connected to the
+gate, and each of these connections begins with a proof, by HMAC over a fresh nonce, that the secret is known.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+KNOCK, WELCOME = b"\xfe", b"\xff"
+NONCE_BYTES = 32
+CHUNK_BYTES = 64 << 10
+_LOOPBACK = "127.0.0.1"
+# The gate answers at once or not at all.
+_TIMEOUT_S = 10.0
+
+
+def proof(secret: bytes, nonce: bytes) -> bytes:
+    """That its maker knows the secret."""
+    return hmac.digest(secret, nonce, "sha256")
+
+
+def knock(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None:
+    """Asks whether the gate accepts the secret.
+
+    Raises:
+        OSError: It does not, or there is none.
+    """
+    with socket.create_connection(gate, timeout_s) as connection:
+        connection.sendall(KNOCK)
+        connection.sendall(proof(secret, connection.recv(NONCE_BYTES, socket.MSG_WAITALL)))
+        if connection.recv(1) != WELCOME:
+            raise ConnectionRefusedError("it does not accept the secret of this group")
+
+
+class Passage:
+    """Takes connections of this process at `port` of loopback; close it."""
+
+    def __init__(self, gate: tuple[str, int], secret: bytes):
+        self._gate, self._secret = gate, secret
+        listener = socket.create_server((_LOOPBACK, 0))
+        self.port = listener.getsockname()[1]
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        threading.Thread(target=self._run, args=(listener,), name="weight-store-passage", daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no more; those that there are go on until either end closes them."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it was done before
+            self._loop.call_soon_threadsafe(self._closing.set)
+
+    def _run(self, listener: socket.socket) -> None:
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._serve(listener))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        connections: set[asyncio.Task[None]] = set()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task
+            connections.add(task)
+            with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, TimeoutError):
+                await self._pass(reader, writer)
+
+        server = await asyncio.start_server(answer, sock=listener)
+        await self._closing.wait()
+        server.close()
+        await asyncio.gather(*connections)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not _is_of_this_process(writer.get_extra_info("peername")[1], self.port):
+            log.warning("another process connects to port %d, the weight group's of this one; refused", self.port)
+            return
+        async with asyncio.timeout(_TIMEOUT_S):
+            outer_reader, outer_writer = await asyncio.open_connection(*self._gate)
+            with contextlib.ExitStack() as unless_welcome:
+                unless_welcome.callback(outer_writer.close)
+                outer_writer.write(KNOCK)
+                outer_writer.write(proof(self._secret, await outer_reader.readexactly(NONCE_BYTES)))
+                await outer_reader.readexactly(1)
+                unless_welcome.pop_all()
+        await asyncio.gather(pump(reader, outer_writer), pump(outer_reader, writer))
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """All that comes goes on, until either end closes."""
+    with contextlib.closing(writer), contextlib.suppress(OSError):
+        while data := await reader.read(CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
+
+
+def _is_of_this_process(port: int, listening: int) -> bool:
+    found = psutil.Process().net_connections("tcp")
+    return any(one.raddr and (one.laddr.port, one.raddr.port) == (port, listening) for one in found)

@@ -1,0 +1,124 @@
+"""A broadcast of bytes that mean nothing, by the weight group's own code: whether a publication would come through.
+
+Each end takes part in a process of its own, as engine workers do: on a GPU it leaves no memory behind, and a process
+that hangs can be ended.
+"""
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from lockstep.types.v1 import types_pb2
+
+from services.common.errors import Aborted, InvalidInput, LockstepError
+from services.common.network import route_to
+from services.common.weights.digest import WeightDigest
+from services.common.weights.group import WeightGroup
+from services.common.weights.store import StoreAddress
+
+NUM_BYTES = 64 << 20
+_COMMAND = ("-W", "ignore", "-m", "services.common.weights.trial")
+# To start Python with torch, and a deadline for each of the three things that members wait for.
+_START_S, _MAX_TIMEOUT_S, _NUM_WAITS = 60.0, 600.0, 3
+
+
+def trial_group(store: StoreAddress, *, num_receivers: int, timeout_s: float) -> types_pb2.WeightGroup:
+    """A group of one broadcast: of GPUs, if this end has any.
+
+    Raises:
+        InvalidInput: There is nobody to receive it, or no sensible timeout.
+    """
+    if num_receivers < 1:
+        raise InvalidInput("num_receivers: must be 1 or more", field="num_receivers")
+    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise InvalidInput(f"timeout_s: must be above 0, to {_MAX_TIMEOUT_S:g}", field="timeout_s")
+    return types_pb2.WeightGroup(
+        run_id=f"trial-{secrets.token_hex(8)}",
+        epoch=1,
+        store_host=store.host,
+        store_port=store.port,
+        store_secret=store.secret,
+        world_size=1 + num_receivers,
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        timeout_s=timeout_s,
+    )
+
+
+async def take_part(
+    group: types_pb2.WeightGroup, rank: int, command: Sequence[str] = _COMMAND
+) -> types_pb2.TestBroadcast:
+    """This host's end of the broadcast, of which rank 0 is the sender. Cancelling it ends the process.
+
+    Raises:
+        Aborted: It failed, or a member waited too long; `route` is how this host reaches the store's.
+    """
+    try:
+        route = str(route_to(group.store_host))
+    except OSError as error:
+        raise Aborted(f"{group.store_host} is not known here: {error}", route="none") from error
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        async with asyncio.timeout(_START_S + _NUM_WAITS * min(group.timeout_s, _MAX_TIMEOUT_S)):
+            output, errors = await process.communicate(f"{rank} {group.SerializeToString().hex()}\n".encode())
+    except TimeoutError as error:
+        raise Aborted("the process of the test broadcast did not end and was killed", route=route) from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        why = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        raise Aborted(why[-1], route=route)
+    outcome = types_pb2.TestBroadcast.FromString(output)
+    outcome.route = route
+    return outcome
+
+
+def _broadcast(group: types_pb2.WeightGroup, rank: int) -> types_pb2.TestBroadcast:
+    device = torch.device("cuda", 0) if group.backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("the trainer broadcasts from a GPU, and torch can use none here", field="backend")
+    flat, again = (_payload(rank, device) for _ in range(2))
+    member = WeightGroup(group, rank=rank, device=device)
+    try:
+        member.wait(member.broadcast(flat))  # makes all connections
+        begin = time.perf_counter()
+        member.wait(member.broadcast(again))
+        duration_s = time.perf_counter() - begin
+        digest = WeightDigest("trial", device)
+        digest.update(again, start=0)
+        member.agrees(digest.sums())  # nobody leaves while others still receive; whoever asked compares the digests
+    finally:
+        member.abort()
+    return types_pb2.TestBroadcast(digest=digest.hexdigest(), num_bytes=NUM_BYTES, duration_s=duration_s)
+
+
+def _payload(rank: int, device: torch.device) -> torch.Tensor:
+    if rank:
+        return torch.zeros(NUM_BYTES, dtype=torch.uint8, device=device)
+    return torch.randint(256, (NUM_BYTES,), dtype=torch.uint8, device=device)
+
+
+def main() -> None:
+    """Takes part as the one line of the input says, and writes what came of it, or why nothing did."""
+    rank, message = sys.stdin.readline().split()
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        outcome = _broadcast(types_pb2.WeightGroup.FromString(bytes.fromhex(message)), int(rank))
+        sys.stdout.buffer.write(outcome.SerializeToString())
+    except LockstepError as error:
+        sys.stderr.write(" ".join(error.message.split()))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a broken gloo group would be waited for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Trains the critic on the recorded batches again, from its own newest checkpoint before a step."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.coordinator.clients.trainer import Model
+from services.coordinator.replay.record import Difference, Record, compare
+from services.coordinator.resume import CRITIC_CHECKPOINTS
+from services.coordinator.run import Run
+
+# Of a checkpoint: the tensors. What lies beside them has random names in it.
+_TENSORS = ".distcp"
+
+
+async def replay_critic(
+    run: Run, record: Record, step: int, critic: Model, say: Callable[[str], None]
+) -> tuple[int, list[Difference]]:
+    """Makes the critic of `step` again; the number of values compared, and what differs.
+
+    The metrics of every step on the way are compared, and at the end its weights and its optimizer's state, if the run
+    kept a checkpoint of that step.
+
+    Raises:
+        NotFound: The samples of a step on the way were not kept.
+    """
+    assert run.config.critic
+    start, warmup_steps = record.critic_start(step - 1), run.config.critic.warmup_steps
+    assert start, "the caller has looked"
+    await critic.open(run.run_id, start[1])
+    found, compared = [], 0
+    for version in range(start[0], step):
+        batch = record.batch(version + 1)
+        found += batch.differences
+        say(f"training the critic on the batch of step {version + 1}")
+        sampled_from = batch.samples.slice(0, 1).to_pylist()[0]
+        stamp = PolicyStamp(version=sampled_from["policy_version"], digest=sampled_from["policy_digest"])
+        _, metrics = await critic.train(batch.samples, run.batch_id(stamp), stamp, version + warmup_steps)
+        now = {f"train/{name}": value for name, value in metrics.items()}
+        compared += len(now)
+        found += _at(f"step {version + 1}: ", compare(record.metrics(version + 1), now))
+    if recorded := record.critic_checkpoint(step):
+        now = await _tensors_now(run, critic, step, step + warmup_steps)
+        compared += len(now)
+        found += _at("critic's checkpoint: ", compare(_tensors(recorded), now))
+    return compared, found
+
+
+async def _tensors_now(run: Run, critic: Model, step: int, version: int) -> dict[str, str]:
+    path = (run.config.run_dir / CRITIC_CHECKPOINTS / f"step-{step:06d}").absolute()
+    await critic.save(str(path), version)
+    try:
+        return _tensors(path)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, path)
+
+
+def _tensors(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of each file of tensors, as the manifest has it."""
+    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+    return {name: about["sha256"] for name, about in files.items() if name.endswith(_TENSORS)}
+
+
+def _at(where: str, differences: Iterator[Difference]) -> Iterator[Difference]:
+    return (Difference(where + one.what, one.recorded, one.now) for one in differences)

@@ -1,0 +1,9 @@
+"""The trainer as on a host with GPUs, where ranks are not forked."""
+
+import runpy
+
+from services.trainer import launcher
+
+if __name__ == "__main__":
+    launcher._method = lambda: "spawn"
+    runpy.run_module("services.trainer", run_name="__main__", alter_sys=True)
