@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 forks = multiprocessing.get_context("forkserver")
-forks.setforkserver_preload(
+forks.set_forkserver_preload(
     ["services.trainer.megatron.backend", "services.trainer.fsdp.backend", "tests.trainer.megatron_lab"]
 )
 
