@@ -7,15 +7,15 @@ from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(
     ["services.trainer.megatron.backend", "services.trainer.fsdp.backend", "tests.trainer.megatron_lab"]
 )
 
 
 def start_lab(name: str, *arguments: object) -> BaseProcess:
     """`main(*arguments)` of tests.trainer.<name> in a process that leads a session of its own."""
-    lab = _forks.Process(target=_main, args=(name, arguments), name=name)
+    lab = forks.Process(target=_main, args=(name, arguments), name=name)
     lab.start()
     return lab
 

@@ -1,7 +1,6 @@
 """Log-probabilities from hidden states: values, gradients, split vocabularies, memory."""
 
 import math
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from services.trainer import logprobs
 from services.trainer.logprobs import linear_logprobs
+from tests.trainer.labs import forks
 
 M, D, V = 7, 5, 12
 
@@ -170,8 +170,7 @@ def _mixed(values_2M: torch.Tensor) -> torch.Tensor:
 
 
 def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, tmp_path)) for rank in range(2)]
+    ranks = [forks.Process(target=_rank, args=(rank, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
