@@ -39,7 +39,8 @@ def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -
     outcome = asyncio.run(run_session(config, Addresses(), OnTerminal(Console())))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line]
-    samples = {label: [step[key] for step in steps[_WARM_UP:]] for key, label in _KEPT.items()}
+    warm = steps[min(_WARM_UP, len(steps) - 1) :]  # of a run that was interrupted, what there is
+    samples = {label: [step[key] for step in warm] for key, label in _KEPT.items()}
     samples["training reward"] = [step["reward/mean"] for step in steps]
     for evaluation in outcome.evaluations:
         samples[f"held-out reward after {evaluation['version']} steps"] = [evaluation["eval/held-out/reward"]]
