@@ -12,10 +12,15 @@ EXIT_CODE = 5
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def _end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a group is asked twice, once by way of the launcher
+    sys.exit(EXIT_CODE)
+
+
 def work() -> None:
     """Rank 0 ends with a code of its own when it is asked to."""
     if os.environ["RANK"] == "0":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODE))
+        signal.signal(signal.SIGTERM, _end)
     says = {"pid": os.getpid(), **{name: os.environ[name] for name in NAMES}}
     os.write(1, f"{json.dumps(says)}\n".encode())
     while True:
