@@ -14,6 +14,7 @@ from services.common.process import configure_logging, exit_with, import_before_
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_ranks(num_ranks: int, serve: Callable[[], None], method: str = "") -> int:
@@ -40,10 +41,12 @@ def run_ranks(num_ranks: int, serve: Callable[[], None], method: str = "") -> in
         context.Process(target=_rank, args=(rank, shared, os.getpid(), serve), name=f"rank {rank}")
         for rank in range(num_ranks)
     ]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # here and in the ranks, until each knows what to do
     for rank in ranks:
         rank.start()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ENDING:
         signal.signal(number, lambda *_: ranks[0].terminate())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     ended = wait([rank.sentinel for rank in ranks])
     first = next(rank for rank in ranks if rank.sentinel in ended)
     first.join()
@@ -64,8 +67,9 @@ def _method() -> str:
 def _rank(rank: int, shared: dict[str, object], launcher: int, serve: Callable[[], None]) -> None:
     variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ENDING:
         # Rank 0 ends first, in its own time: the others, which it may be waiting for, only when it has.
         signal.signal(number, signal.SIG_IGN if rank else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     exit_with(launcher)
     serve()
