@@ -119,7 +119,7 @@ class WeightGroup:
         """
         keys = [f"ack/{version}/{rank}" for rank in range(1, self.world_size)]
         self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge")
-        return [self._store.get(key).decode() for key in keys]
+        return [digest.decode() for digest in self._store.multi_get(keys)] if keys else []
 
     def kill(self) -> None:
         """Makes every member of the epoch give up. Any thread of any member may call it."""
