@@ -29,7 +29,10 @@ def _own_arguments() -> argparse.ArgumentParser:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point. Outside of torchrun it starts the ranks of this host."""
-    own, rest = _own_arguments().parse_known_args(args)
+    parser = _own_arguments()
+    own, rest = parser.parse_known_args(args)
+    if own.nproc_per_node < 1:
+        parser.error(f"--nproc-per-node {own.nproc_per_node}: a trainer has at least one rank")
     if "RANK" in os.environ or {"-h", "--help"} & set(rest):
         serve(args)
     else:

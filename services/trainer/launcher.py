@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 
 from services.common.ports import hold_free_port
@@ -17,20 +18,17 @@ _HOST = "127.0.0.1"
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_ranks(num_ranks: int, serve: Callable[[], None], method: str = "") -> int:
+def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     """Calls `serve` in `num_ranks` processes with torchrun's variables, and ends all of them when one ends.
 
     SIGTERM and SIGINT go to rank 0, which ends when it has finished. If this process is killed, the ranks end too.
-
-    Args:
-        method: Of multiprocessing: fork, unless this torch is built for CUDA, which does not survive a fork.
 
     Returns:
         The exit code of the rank that ended first, 1 if that was a signal.
     """
     configure_logging("trainer")
     import_before_fork("torch")
-    method = method or _method()
+    method = _method()
     if method == "fork":
         import_before_fork("services.trainer.rank")
     with ExitStack() as holders:
@@ -41,6 +39,7 @@ def run_ranks(num_ranks: int, serve: Callable[[], None], method: str = "") -> in
         context.Process(target=_rank, args=(rank, shared, os.getpid(), serve), name=f"rank {rank}")
         for rank in range(num_ranks)
     ]
+    resource_tracker.ensure_running()  # spawning would start it, which unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # here and in the ranks, until each knows what to do
     for rank in ranks:
         rank.start()
@@ -59,6 +58,7 @@ def run_ranks(num_ranks: int, serve: Callable[[], None], method: str = "") -> in
 
 
 def _method() -> str:
+    """Of multiprocessing. CUDA does not survive a fork."""
     import torch
 
     return "spawn" if torch.backends.cuda.is_built() else "fork"

@@ -83,11 +83,19 @@ def test_who_knows_it_does_not_open_it_for_others_of_its_host(store) -> None:
     assert member.get("digest") == b"secret of the run"
 
 
+STRANGER = """
+import socket, sys
+source, port = sys.argv[1], int(sys.argv[2])
+own = port if source != "127.0.0.1" else 0  # a port that the member itself has on another address
+print(socket.create_connection(("127.0.0.1", port), 5, (source, own)).recv(1))
+"""
+
+
 def test_the_way_of_a_member_is_closed_to_other_processes_of_its_host(store) -> None:
     member = StoreClient(store.address, 5.0)
-    program = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5); print(s.recv(1))"
-    command = [sys.executable, "-c", program, str(member.port)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout == "b''\n"
+    for source in ("127.0.0.1", "127.0.0.2"):
+        command = [sys.executable, "-c", STRANGER, source, str(member.port)]
+        assert subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout == "b''\n"
     # This very process may come as often as it likes, as torch's backends do, until the member has left.
     other = dist.TCPStore(HOST, member.port, is_master=False, wait_for_workers=False)
     assert other.get("digest") == b"secret of the run"

@@ -63,6 +63,14 @@ class WeightGroup:
             store = f"{group.store_host}:{group.store_port}"
             message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {error}"
             raise Aborted(message, epoch=group.epoch) from error
+        try:
+            self._meet(group, timeout)
+        except BaseException:
+            self.kill()
+            self.abort()
+            raise
+
+    def _meet(self, group: types_pb2.WeightGroup, timeout: timedelta) -> None:
         members = [f"member/{r}" for r in range(group.world_size)]
         self._wait_until(lambda: self._store.check(members), "all members to join")
         try:
@@ -70,7 +78,7 @@ class WeightGroup:
         except RuntimeError as error:  # a member died after it had said that it is there
             self._give_up(f"the members could not connect: {error}", cause=error)
         # Proves that every member is in before any weight moves.
-        count = torch.ones(1, device=device)
+        count = torch.ones(1, device=self.device)
         self._wait(self._pg.allreduce([count]))
         if int(count.item()) != self.world_size:
             self._give_up(f"{int(count.item())} of {self.world_size} members answered")

@@ -36,8 +36,9 @@ def knock(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None:
     """
     with socket.create_connection(gate, timeout_s) as connection:
         connection.sendall(KNOCK)
-        connection.sendall(proof(secret, connection.recv(NONCE_BYTES, socket.MSG_WAITALL)))
-        if connection.recv(1) != WELCOME:
+        answers = connection.makefile("rb")
+        connection.sendall(proof(secret, answers.read(NONCE_BYTES)))
+        if answers.read(1) != WELCOME:
             raise ConnectionRefusedError("it does not accept the secret of this group")
 
 
@@ -76,7 +77,9 @@ class Passage:
         await asyncio.gather(*connections)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not _is_of_this_process(writer.get_extra_info("peername")[1], self.port):
+        host, port = writer.get_extra_info("peername")[:2]
+        # Any other of loopback's addresses could have the port of one of this process's connections.
+        if host != _LOOPBACK or not _is_of_this_process(port, self.port):
             log.warning("another process connects to port %d, the weight group's of this one; refused", self.port)
             return
         async with asyncio.timeout(_TIMEOUT_S):

@@ -16,14 +16,16 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.errors import Aborted, InvalidInput, LockstepError
 from services.common.network import route_to
+from services.common.process import exit_with
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
 from services.common.weights.store import StoreAddress
 
 NUM_BYTES = 64 << 20
 _COMMAND = ("-W", "ignore", "-m", "services.common.weights.trial")
-# To start Python with torch, and a deadline for each of the three things that members wait for.
-_START_S, _MAX_TIMEOUT_S, _NUM_WAITS = 60.0, 600.0, 3
+# To start Python with torch, and a deadline for each thing that members wait for: the store, the others, their
+# connections and the first collective, two broadcasts, the end.
+_START_S, _MAX_TIMEOUT_S, _NUM_WAITS = 60.0, 600.0, 7
 
 
 def trial_group(store: StoreAddress, *, num_receivers: int, timeout_s: float) -> types_pb2.WeightGroup:
@@ -106,14 +108,20 @@ def _payload(rank: int, device: torch.device) -> torch.Tensor:
 
 def main() -> None:
     """Takes part as the one line of the input says, and writes what came of it, or why nothing did."""
+    exit_with(os.getppid())
+    result = os.dup(1)
+    os.dup2(2, 1)  # what libraries say, NCCL for one, is not the result
     rank, message = sys.stdin.readline().split()
     torch.set_num_threads(1)
     code = 0
     try:
         outcome = _broadcast(types_pb2.WeightGroup.FromString(bytes.fromhex(message)), int(rank))
-        sys.stdout.buffer.write(outcome.SerializeToString())
+        os.write(result, outcome.SerializeToString())
     except LockstepError as error:
-        sys.stderr.write(" ".join(error.message.split()))
+        sys.stderr.write("\n" + " ".join(error.message.split()))
+        code = 1
+    except Exception as error:  # noqa: BLE001  the edge of this process
+        sys.stderr.write("\n" + " ".join(f"{type(error).__name__}: {error}".split()))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

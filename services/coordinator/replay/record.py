@@ -122,7 +122,7 @@ class Record:
         if saved := self._newest(Kind.SAVED_CRITIC, version):
             return saved
         is_fresh = not self._opened[0]["checkpoint"] and self.config.critic and not self.config.critic.warmup_steps
-        return (0, "") if is_fresh else None
+        return (0, "") if is_fresh and self.start(version)[0] == 0 else None
 
     def critic_checkpoint(self, step: int) -> Path | None:
         """The critic as it was saved after `step`, if it is left."""
