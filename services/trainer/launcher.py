@@ -31,6 +31,8 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     method = _method()
     if method == "fork":
         import_before_fork("services.trainer.rank")
+    else:
+        resource_tracker.ensure_running()  # spawning would start it later, and it unblocks signals
     with ExitStack() as holders:
         port = hold_free_port(_HOST, holders)
     context = multiprocessing.get_context(method)
@@ -39,7 +41,6 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
         context.Process(target=_rank, args=(rank, shared, os.getpid(), serve), name=f"rank {rank}")
         for rank in range(num_ranks)
     ]
-    resource_tracker.ensure_running()  # spawning would start it, which unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # here and in the ranks, until each knows what to do
     for rank in ranks:
         rank.start()
