@@ -14,8 +14,6 @@ dispatch.
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -27,6 +25,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.lengths import MAX_TOKENS, PROMPT_TOKENS
+from benchmarks.random_model import make_random_model
 from benchmarks.report import keep
 from benchmarks.rollout_ends import Bare, Batch, Drawn, Service, bare_engine, serving
 from benchmarks.rollout_lengths import by_seed
@@ -157,10 +156,8 @@ def main() -> None:
         keep(options.name, samples, libraries=("torch", "vllm", "grpcio"), **settings)
 
     with tempfile.TemporaryDirectory() as directory:
-        tiny = ["tiny"] if options.tiny else []
-        module = "benchmarks.megatron_model"
-        subprocess.run([sys.executable, "-m", module, directory, options.shape, *tiny, "weights-only"], check=True)
-        config = load(Config, [_CONFIG, *fixed(options, Path(directory) / options.shape), *options.overrides])
+        model = make_random_model(Path(directory), options.shape, is_tiny=options.tiny)
+        config = load(Config, [_CONFIG, *fixed(options, model), *options.overrides])
         (config.run_dir / "logs").mkdir(parents=True)
         try:
             asyncio.run(measure(config, options, keep_now))

@@ -8,13 +8,12 @@ The timeline of all services, for chrome://tracing or Perfetto, is kept as resul
 import argparse
 import gzip
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.lengths import MAX_TOKENS, PROMPT_TOKENS
 from benchmarks.loop import measure
+from benchmarks.random_model import make_random_model
 from benchmarks.report import RESULTS
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -50,10 +49,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model and short samples, for CPU")
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as temporary:
-        directory, tiny = Path(temporary), ["tiny"] if options.tiny else []
-        module = "benchmarks.megatron_model"
-        subprocess.run([sys.executable, "-m", module, directory, options.shape, *tiny, "weights-only"], check=True)
-        model = directory / options.shape
+        directory = Path(temporary)
+        model = make_random_model(directory, options.shape, is_tiny=options.tiny)
         for name in _TOKENIZER:
             shutil.copy(Path("deploy/quickstart/model") / name, model)
         sizes = _TINY if options.tiny else _WHOLE

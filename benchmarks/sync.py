@@ -6,17 +6,18 @@ random. The config is that of the quickstart, changed by the overrides: strategy
 
 import asyncio
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from pathlib import Path
 
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2
 from rich.console import Console
 
 from benchmarks.publishing import open_publisher
+from benchmarks.random_model import make_random_model
 from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
@@ -76,11 +77,9 @@ def main() -> None:
     """Makes the model, measures and keeps the result."""
     name, shape, *overrides = sys.argv[1:]
     with tempfile.TemporaryDirectory() as directory:
-        tiny = ["tiny"] if "--tiny" in overrides else []
+        model = make_random_model(Path(directory), shape, is_tiny="--tiny" in overrides)
         overrides = [override for override in overrides if override != "--tiny"]
-        module = "benchmarks.megatron_model"
-        subprocess.run([sys.executable, "-m", module, directory, shape, *tiny, "weights-only"], check=True)
-        fixed = [f"model={directory}/{shape}", f"runs_dir={directory}/runs", "name=sync", "weights.timeout_s=60"]
+        fixed = [f"model={model}", f"runs_dir={directory}/runs", "name=sync", "weights.timeout_s=60"]
         config = load(Config, [_CONFIG, *fixed, *overrides])
         config.run_dir.mkdir(parents=True)
         (config.run_dir / "logs").mkdir()

@@ -260,9 +260,9 @@ def _optimizer(megatron: MegatronConfig) -> _Problems:
         yield key, "true: set optimizer_offload_fraction too, the share of the weights that is updated in host memory"
     if not given.get("use_precision_aware_optimizer"):
         yield key, "true: Megatron has it in its precision-aware optimizer; set use_precision_aware_optimizer too"
-    for other, legal in {"use_distributed_optimizer": True, "fully_reshardable": True}.items():
-        if getattr(megatron, other) is not legal:
-            yield other, f"{not legal}: optimizer_cpu_offload needs {legal}"
+    for other in ("use_distributed_optimizer", "fully_reshardable"):
+        if not getattr(megatron, other):
+            yield other, "False: optimizer_cpu_offload needs True"
     if "optimizer" in megatron.offloads:
         which = "auto_offload" if megatron.auto_offload else "optimizer_offload"
         yield which, "True: optimizer_cpu_offload has the state in host memory already; set one of the two"

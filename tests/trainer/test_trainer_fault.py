@@ -10,14 +10,9 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.errors import InternalError, Reason, Unavailable
+from tests.support import descendants
 from tests.trainer.deployment import deployed
 from tests.trainer.faulty_trainer import FAULTY_TEMPERATURE
-
-
-def descendants(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return children + [below for child in children for below in descendants(child)]
 
 
 async def ended(pid: int) -> None:

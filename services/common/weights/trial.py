@@ -117,11 +117,9 @@ def main() -> None:
     try:
         outcome = _broadcast(types_pb2.WeightGroup.FromString(bytes.fromhex(message)), int(rank))
         os.write(result, outcome.SerializeToString())
-    except LockstepError as error:
-        sys.stderr.write("\n" + " ".join(error.message.split()))
-        code = 1
     except Exception as error:  # noqa: BLE001  the edge of this process
-        sys.stderr.write("\n" + " ".join(f"{type(error).__name__}: {error}".split()))
+        why = error.message if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
+        sys.stderr.write("\n" + " ".join(why.split()))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
