@@ -34,6 +34,8 @@ WORKLOADS = {
     "qwen2.5-3b": Workload(658, 13, 8, {"megatron": (48, 39, 8), "fsdp": (42, 28, 8)}),
     "qwen2.5-7b": Workload(819, 35, 19, {"megatron": (93, 46, 8), "fsdp": (100, 33, 8)}),
     "qwen3-30b-a3b": Workload(1158, 97, 60, {"megatron": (189, 145, 32)}),
+    # A third of the layers of the one above, and of its targets, for two GPUs.
+    "qwen3-a3b-16-layers": Workload(1158, 97 / 3, 60 / 3, {}),
 }
 
 
@@ -70,32 +72,36 @@ _GATHERED: dict[str, Any] = {"fsdp": {"reshard_after_forward": False}}
 _MAX_TOKENS = {
     ("qwen2.5-3b", "megatron"): 16384,
     ("qwen2.5-3b", "fsdp"): 8192,
-    ("qwen2.5-7b", "megatron"): 8192,
-    ("qwen2.5-7b", "fsdp"): 4096,
+    ("qwen2.5-7b", "megatron"): 6144,
+    ("qwen2.5-7b", "fsdp"): 6144,
 }
 
 
-# Fewest GPUs that hold weights, gradients, states and a reference, with all activations and with recompute.
-_FEWEST_GPUS = {"qwen2.5-3b": (1, 1), "qwen2.5-7b": (4, 2)}
+# Fewest GPUs that hold weights, gradients, states and a reference.
+_FEWEST_GPUS = {"qwen2.5-3b": 1, "qwen2.5-7b": 2}
 
 
 def cases() -> Iterator[tuple[str, Case]]:
     """Name and case, for all numbers of GPUs, the largest first."""
     for world in (8, 4, 2, 1):
         for (model, strategy), max_tokens in _MAX_TOKENS.items():
-            name, (fewest, fewest_recompute) = f"{model} {strategy} {world} GPUs", _FEWEST_GPUS[model]
-            if world >= fewest:
-                yield name, Case(model, world, strategy, max_tokens)
-                if strategy == "fsdp":
-                    yield f"{name} tuned", Case(model, world, strategy, max_tokens, _GATHERED)
-            if world >= fewest_recompute:
-                yield f"{name} recompute", Case(model, world, strategy, 16384, _RECOMPUTE)
-        if world >= 4:
+            if world < _FEWEST_GPUS[model]:
+                continue
+            name = f"{model} {strategy} {world} GPUs"
+            yield name, Case(model, world, strategy, max_tokens)
+            if strategy == "fsdp":
+                yield f"{name} tuned", Case(model, world, strategy, max_tokens, _GATHERED)
+            yield f"{name} recompute", Case(model, world, strategy, 16384, _RECOMPUTE)
+        if world >= 2:
             yield from _experts(world)
 
 
 def _experts(world: int) -> Iterator[tuple[str, Case]]:
     """Qwen3-30B-A3B. On 4 GPUs gradients and states only fit in less than float32, and a reference does not."""
+    if world == 2:
+        model = "qwen3-a3b-16-layers"
+        yield f"{model} megatron 2 GPUs", Case(model, world, "megatron", 6144, {"megatron": {EP: world}})
+        return
     name, model = f"qwen3-30b-a3b megatron {world} GPUs", "qwen3-30b-a3b"
     plain = {EP: world, **(BF16_GRADIENTS if world == 4 else {})}
     trainer = _RECOMPUTE | {"megatron": plain}

@@ -148,6 +148,8 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
         "overlap_p2p_comm": vpp is not None and is_gpu,
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
+        # Only for float8; without it a first micro-batch does not overwrite gradients, see _add_gradients_in_place.
+        "disable_parameter_transpose_cache": True,
         **_moe_settings(megatron),
         **_recompute_settings(trainer, megatron),
         **_fusion_settings(is_gpu),
@@ -208,7 +210,19 @@ def wrap_chunks(
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    _add_gradients_in_place(wrapped)
     return wrapped
+
+
+def _add_gradients_in_place(chunks: Sequence[DistributedDataParallel]) -> None:
+    """TransformerEngine's products add to the buffer of gradients themselves: nothing is rounded before, or copied.
+
+    Megatron's key for it, gradient_accumulation_fusion, needs Apex for the output layer, whose product is not Megatron's.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
 
 
 def half_precision(chunk: Chunk, config: TransformerConfig) -> torch.nn.Module:

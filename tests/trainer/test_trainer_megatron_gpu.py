@@ -1,4 +1,4 @@
-"""Megatron's hybrid optimizer, which takes a GPU: its checkpoints go on in itself and in the precision-aware one."""
+"""What of Megatron takes a GPU: the hybrid optimizer, and gradients that TransformerEngine adds in place."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.checkpoint import begin
+from services.trainer.megatron import model
 from services.trainer.worker import Worker
 from tests.support import make_model
 from tests.trainer.fsdp_lab import SMALL, Lab, samples
@@ -32,6 +33,10 @@ class GpuLab(Lab):
         megatron = {"strategy": "megatron", "megatron": {"optimizer_config_kwargs": OPTIMIZERS[optimizer]}}
         self.open("untied", SMALL | {"compute_dtype": "bfloat16"} | megatron, checkpoint)
 
+    def gradient_norm(self, kind: str) -> float:
+        self.open(kind, SMALL | {"compute_dtype": "bfloat16", "strategy": "megatron"})
+        return self.train(samples(0), version=0)["grad_norm"]
+
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.cpu().clone() for name, tensor in self.backend.weights()}
 
@@ -39,7 +44,8 @@ class GpuLab(Lab):
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuLab]:
     models = tmp_path_factory.mktemp("models")
-    make_model(models / "untied", "untied")
+    for kind in ("untied", "moe"):
+        make_model(models / kind, kind)
     lab = GpuLab(models)
     yield lab
     lab.worker.close()
@@ -70,3 +76,13 @@ def test_a_checkpoint_goes_on(lab: GpuLab, saved, before: str, after: str) -> No
     # Another Adam rounds differently: weights may land on a neighbour in bfloat16.
     tolerance = {"rtol": 0, "atol": 0} if before == after else {"rtol": 2**-7, "atol": 1e-6}
     torch.testing.assert_close(lab.weights(), went_on, **tolerance)
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_gradients_added_in_place_are_those_added_afterwards(
+    lab: GpuLab, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_place = lab.gradient_norm(kind)
+    monkeypatch.setattr(model, "_add_gradients_in_place", lambda chunks: None)
+    # Added afterwards, each micro-batch's part is rounded to bfloat16 first: 2**-9 at most, and to both sides.
+    assert in_place == pytest.approx(lab.gradient_norm(kind), rel=2**-9)
