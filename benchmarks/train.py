@@ -89,10 +89,21 @@ def _run(directory: Path, plan: dict[str, object], chosen: dict[str, Case]) -> N
         (directory / "plan.json").write_text(json.dumps(plan | {"cases": now}))
         launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m")
         command = [sys.executable, "-m", *launcher, "benchmarks.train_rank", str(directory)]
-        if code := subprocess.run(command).returncode:
+        if code := _finished(command):
             sys.stderr.write(f"benchmarks.train: {' '.join(command)} ended with {code}\n")
         begun = set(_measured(directory)) & set(now) or set(now)
         left = [name for name in left if name not in begun]
+
+
+def _finished(command: list[str]) -> int:
+    """Its exit code. What interrupts this ends torchrun in order, which takes its ranks along."""
+    with subprocess.Popen(command) as torchrun:
+        try:
+            return torchrun.wait()
+        except BaseException:
+            torchrun.terminate()
+            torchrun.wait()
+            raise
 
 
 def _measured(directory: Path) -> dict[str, Samples]:

@@ -100,7 +100,7 @@ def _experts(world: int) -> Iterator[tuple[str, Case]]:
     """Qwen3-30B-A3B. On 4 GPUs gradients and states only fit in less than float32, and a reference does not."""
     if world == 2:
         model = "qwen3-a3b-16-layers"
-        yield f"{model} megatron 2 GPUs", Case(model, world, "megatron", 6144, {"megatron": {EP: world}})
+        yield f"{model} megatron 2 GPUs", Case(model, world, "megatron", 9216, {"megatron": {EP: world}})
         return
     name, model = f"qwen3-30b-a3b megatron {world} GPUs", "qwen3-30b-a3b"
     plain = {EP: world, **(BF16_GRADIENTS if world == 4 else {})}
