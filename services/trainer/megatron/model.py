@@ -217,7 +217,7 @@ def wrap_chunks(
 def _add_gradients_in_place(chunks: Sequence[DistributedDataParallel]) -> None:
     """TransformerEngine's products add to the buffer of gradients themselves: nothing is rounded before, or copied.
 
-    Megatron's key for it, gradient_accumulation_fusion, needs Apex for the output layer, whose product is not Megatron's.
+    Megatron's key for it, gradient_accumulation_fusion, needs Apex, for an output layer that is not used here.
     """
     for chunk in chunks:
         for module in chunk.modules():
