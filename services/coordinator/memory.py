@@ -1,20 +1,25 @@
 """Device memory that a run needs, in bytes per rank, and what one publication sends. Estimates for `lockstep plan`.
 
-Weights, gradients and optimizer state are exact up to the padding of Megatron's buffers. Activations are counted as in
+Weights, gradients and optimizer state are exact up to the padding of Megatron's buffers, and to which whole weights
+optimizer_offload_fraction is made of. Activations are counted as in
 Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2: with flash attention, no 5as/h term), every term with
 this model's own widths: grouped-query attention, a gated feed-forward layer, num_experts_per_tok of them with experts.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from services.common.architecture import Architecture, Tensor
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
+from services.common.errors import InvalidInput
 from services.common.layout import Layout
 from services.common.lora import FUSED, PARTS
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _ACTIVATION = 2  # bfloat16
 _ALIGN = 16  # of tensors in a bucket, as in services.common.weights.plan
 
@@ -61,20 +66,56 @@ def weight_bytes(trainer: TrainerConfig) -> int:
     return 4 if trainer.compute_dtype == "float32" else 2
 
 
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that one parameter's gradient, master weight and Adam moments take, with strategy megatron."""
+
+    gradient: int
+    master: int
+    moments: int
+    device_share: float
+    """Of the parameters: those whose master and moments are on the device, and not where the processor updates them."""
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> "StateBytes":
+        """By the trainer's dtype, `ddp_config` and `optimizer_config_kwargs`.
+
+        Raises:
+            InvalidInput: A dtype there is unknown.
+        """
+        held, megatron, options = weight_bytes(trainer), trainer.megatron, trainer.megatron.optimizer_config_kwargs
+        gradient = _GRADIENT if megatron.ddp_config.get("grad_reduce_in_fp32", True) else held
+        master, moments = _MASTER if held == 2 else 0, _MOMENTS
+        if options.get("use_precision_aware_optimizer"):
+            moments = _num_bytes(options, "exp_avg_dtype") + _num_bytes(options, "exp_avg_sq_dtype")
+            whole = _num_bytes(options, "main_params_dtype")
+            # The weight itself has the other half of its float32 value.
+            master = min(master, whole if megatron.fully_reshardable else 2)
+        offloaded = options.get("optimizer_offload_fraction", 0) if options.get("optimizer_cpu_offload") else 0
+        return cls(gradient, master, moments, 1 - offloaded)
+
+
+def _num_bytes(options: Mapping[str, Any], name: str) -> int:
+    dtype, field = str(options.get(name, "fp32")).lower(), f"trainer.megatron.optimizer_config_kwargs.{name}"
+    if dtype not in _BYTES:
+        raise InvalidInput(f"{field}: {dtype!r} is none of {', '.join(_BYTES)}", field=field)
+    return _BYTES[dtype]
+
+
 def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
     """Of a rank in stage `pp` of strategy megatron."""
     trainer, megatron = config.trainer, config.trainer.megatron
     layout = Layout.of(megatron, trainer.num_ranks)
     dense, expert = stage_parameters(model, layout, pp)
     trained = (adapter_parameters(trainer, model, layout), 0) if trainer.lora.rank else (dense, expert)
-    held = weight_bytes(trainer)
-    per_parameter = _MOMENTS + (_MASTER if held == 2 else 0)
+    held, state = weight_bytes(trainer), StateBytes.of(trainer)
+    per_parameter = (state.master + state.moments) * state.device_share
     shards = (layout.dp * layout.cp, layout.edp) if megatron.use_distributed_optimizer else (1, 1)
     return Memory(
         parameters=dense + expert,
         weights=held * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
-        gradients=_GRADIENT * sum(trained),
-        optimizer=sum(-(-per_parameter * count // ranks) for count, ranks in zip(trained, shards, strict=True)),
+        gradients=state.gradient * sum(trained),
+        optimizer=sum(math.ceil(per_parameter * count / ranks) for count, ranks in zip(trained, shards, strict=True)),
         activations=stage_activations(trainer, model, layout),
         in_flight=_in_flight(layout, pp),
         reference=_reference(config, model),

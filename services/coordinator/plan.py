@@ -11,7 +11,7 @@ from services.common.architecture import Architecture, read_architecture
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
 from services.common.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
-from services.coordinator.memory import Memory, fsdp_memory, publication, stage_memory, weight_bytes
+from services.coordinator.memory import Memory, StateBytes, fsdp_memory, publication, stage_memory, weight_bytes
 
 _GPUS_PER_HOST = 8
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
@@ -127,13 +127,16 @@ def _assumptions(config: Config) -> str:
         )
     held = weight_bytes(trainer)
     of_weights = "bf16 weights 2" if held == 2 else "float32 weights 4"
-    master = "fp32 master 4 + " if held == 2 else ""
+    state = StateBytes.of(trainer)
+    optimizer = (f"master {state.master} + " if state.master else "") + f"Adam moments {state.moments}"
+    if state.device_share < 1:
+        optimizer += f" of {state.device_share:.0%} of them, the rest in host memory"
     if trainer.gradient_checkpointing and trainer.megatron.recompute_granularity == "full":
         activations = "layer inputs (full recompute)"
     else:
         activations = "Korthikanti et al. 2022, arXiv 2205.05198, flash attention, this model's widths"
     return (
-        f"Bytes per parameter: {of_weights}, grads fp32 4, optimizer: {master}Adam moments 8. Activations: one "
+        f"Bytes per parameter: {of_weights}, grads {state.gradient}, optimizer: {optimizer}. Activations: one "
         f"micro-batch of {trainer.max_tokens_per_microbatch} tokens x those in flight, {activations}. Not counted: "
         "logits, buffers of collectives and kernels."
     )

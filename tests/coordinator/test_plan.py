@@ -40,6 +40,8 @@ MOE = {
 }
 # q, k and v, 128 + 64 + 64 rows; o.
 ATTENTION = 64 * 256 + 128 * 64
+AWARE = {"use_precision_aware_optimizer": True}
+HYBRID = AWARE | {"optimizer_cpu_offload": True}
 # Two norms of the layer, those of q and of k.
 NORMS = 2 * 64 + 2 * 32
 
@@ -161,6 +163,34 @@ def test_keys_that_change_memory(dense: Path) -> None:
     assert memory(loss={"kl_coef": 0.1}, lora={"rank": 4}).reference == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "gradient", "optimizer"),
+    [
+        ({"ddp_config": {"grad_reduce_in_fp32": False}}, 2, 12),
+        ({"optimizer_config_kwargs": {"use_precision_aware_optimizer": True}}, 4, 12),
+        ({"optimizer_config_kwargs": {"exp_avg_dtype": "bf16"}}, 4, 12),  # Megatron takes no notice without the former
+        ({"optimizer_config_kwargs": AWARE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "BF16"}}, 4, 8),
+        ({"optimizer_config_kwargs": AWARE, "fully_reshardable": False}, 4, 10),
+        ({"optimizer_config_kwargs": AWARE | {"main_params_dtype": "fp16"}}, 4, 10),
+        ({"optimizer_config_kwargs": HYBRID | {"optimizer_offload_fraction": 0.75}}, 4, 3),
+        ({"optimizer_config_kwargs": AWARE | {"optimizer_offload_fraction": 0.75}}, 4, 12),
+    ],
+)
+def test_dtypes_and_places_of_optimizer_state(
+    dense: Path, changes: dict[str, Any], gradient: int, optimizer: int
+) -> None:
+    config, model = make(dense, num_ranks=1, megatron=changes)
+    memory = stage_memory(config, model, 0)
+    assert memory.gradients == gradient * memory.parameters
+    assert memory.optimizer == optimizer * memory.parameters
+
+
+def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:
+    config, model = make(dense, megatron={"optimizer_config_kwargs": AWARE | {"exp_avg_dtype": "bfloat16"}})
+    with pytest.raises(InvalidInput, match="exp_avg_dtype: 'bfloat16' is none of fp32, fp16, bf16, fp8"):
+        stage_memory(config, model, 0)
+
+
 def test_micro_batches_in_flight_of_an_interleaved_pipeline(dense: Path) -> None:
     """arXiv 2205.05198: stage 0 holds 1 + (PP - 1) / (PP x VPP) times the activations of the whole model."""
     megatron = sizes(pp=4, virtual_pipeline_model_parallel_size=2)
@@ -223,7 +253,7 @@ def test_plan_fits_the_terminal(moe: Path, width: int) -> None:
     assert "16 ranks = TP 2 x PP 2 x CP 1 x DP 4, VPP 2 experts: ETP 1 x EP 4 x PP 2 x 2 copies" in flat
     assert "in host memory between phases (idle): params" in flat
     assert "batch: 64 samples per mini-batch, 16 on each of 4 data-parallel ranks" in flat
-    assert "bf16 weights 2, grads fp32 4, optimizer: fp32 master 4 + Adam moments 8" in flat
+    assert "bf16 weights 2, grads 4, optimizer: master 4 + Adam moments 8" in flat
     assert "arXiv 2205.05198" in flat
 
 
