@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,7 +42,7 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
     path.write_text(json.dumps(result, indent=1) + "\n")
     table = Table("quantity", "median", "samples", title=f"{name}: {path.relative_to(Path.cwd())}")
     for quantity, median in medians.items():
-        table.add_row(quantity, f"{median:.4g}", str(len(samples[quantity])))
+        table.add_row(escape(quantity), f"{median:.4g}", str(len(samples[quantity])))
     Console().print(table)
 
 

@@ -22,6 +22,7 @@ from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.tasks import gather
+from services.common.weights.plan import Plan
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.launch import Addresses, launch
@@ -29,6 +30,7 @@ from services.coordinator.launch import Addresses, launch
 _CONFIG = "deploy/runs/quickstart.yaml"
 # The first two are watched and checked by the engine, which then goes the short way.
 _WARM_UP, _REPEATS = 3, 20
+_LINK_GB_PER_S = 450  # NVLink of an H100 or H200, each way
 
 
 async def measure(config: Config) -> dict[str, list[float]]:
@@ -40,8 +42,9 @@ async def measure(config: Config) -> dict[str, list[float]]:
         begin = time.perf_counter()
         await publisher.publish(version)
         samples["first publication, with joining [s]"].append(time.perf_counter() - begin)
+        largest = max(bucket.num_bytes for bucket in Plan(trainer.opened.plan).buckets)
         for _ in range(_WARM_UP - 1 + _REPEATS):
-            timed = await _publish(trainer, rollout, version)
+            timed = await _publish(trainer, rollout, version, largest)
             for name, seconds in timed.items():
                 samples[name].append(seconds)
         await gather([trainer.close(), rollout.close()])
@@ -51,8 +54,8 @@ async def measure(config: Config) -> dict[str, list[float]]:
     return samples
 
 
-async def _publish(trainer: Trainer, rollout: Rollout, version: int) -> dict[str, float]:
-    """One publication as `Publisher` does it, with what each end says about it."""
+async def _publish(trainer: Trainer, rollout: Rollout, version: int, largest: int) -> dict[str, float]:
+    """One publication as `Publisher` does it, with what each end says about it; `largest`: bytes of a bucket."""
     begin = time.perf_counter()
     send = trainer._client.call("SendWeights", trainer_pb2.SendWeightsRequest(epoch=1, version=version), timeout_s=120)
     request = rollout_pb2.ReceiveWeightsRequest(epoch=1, version=version)
@@ -62,6 +65,8 @@ async def _publish(trainer: Trainer, rollout: Rollout, version: int) -> dict[str
     moved = time.perf_counter()
     await gather(replica.commit(sent.stamp) for replica in rollout.replicas)
     end = time.perf_counter()
+    per_s = sent.num_bytes / 1e9 / (end - begin)
+    hashing_s = max(part.cost.digest_s for part in (sent, *received))
     return {
         "publication [s]": end - begin,
         "send and receive, with pausing [s]": moved - begin,
@@ -69,7 +74,12 @@ async def _publish(trainer: Trainer, rollout: Rollout, version: int) -> dict[str
         "sender [s]": sent.duration_s,
         "receiver [s]": max(answer.duration_s for answer in received),
         "receiver waiting for bytes [s]": max(answer.wait_s for answer in received),
-        "GB/s per receiver": sent.num_bytes / 1e9 / (end - begin),
+        "GB/s per receiver": per_s,
+        "GB/s per receiver [share of 450]": per_s / _LINK_GB_PER_S,
+        "hashing, slower end [s]": hashing_s,
+        "hashing, slower end [share of publication]": hashing_s / (end - begin),
+        "sender's extra memory [largest buckets]": sent.cost.extra_bytes / largest,
+        "receiver's extra memory [largest buckets]": max(part.cost.extra_bytes for part in received) / largest,
     }
 
 

@@ -13,6 +13,7 @@ from lockstep.types.v1 import types_pb2
 from vllm.config import set_current_vllm_config
 
 from services.common.errors import InternalError, LockstepError
+from services.common.weights.cost import Cost
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import Plan, unpack
@@ -44,11 +45,11 @@ class WeightReceiver:
         An error is a value, not an exception: vLLM would report the first failing worker only.
         """
         loading, group, begin = self._lockstep_loading, self._lockstep_group, time.perf_counter()
-        plan, timing = self._lockstep_plan, {"wait_s": 0.0}
+        plan, timing, cost = self._lockstep_plan, {"wait_s": 0.0}, Cost(self.device)
         try:
             skips_base = self._lockstep_skips_base()
             digest = WeightDigest(plan.digest, self.device, self._lockstep_base_sums if skips_base else (0, 0))
-            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, timing)
+            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, timing, cost)
             if not skips_base:
                 self._lockstep_base_sums = (0, 0)  # torn from here on
                 self._lockstep_load_base(itertools.islice(arrivals, plan.num_base_buckets))
@@ -63,7 +64,7 @@ class WeightReceiver:
             self.lockstep_leave()
             return {"error": f"{type(error).__name__}: {error}"}
         num_bytes, duration_s = plan.num_bytes_sent(skips_base=skips_base), time.perf_counter() - begin
-        return {"digest": content, "num_bytes": num_bytes, "duration_s": duration_s, **timing}
+        return {"digest": content, "num_bytes": num_bytes, "duration_s": duration_s, **timing, **cost.measured()}
 
     def lockstep_leave(self) -> None:
         """Leaves the epoch, if any."""
@@ -105,7 +106,7 @@ class WeightReceiver:
         }
         load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
 
-    def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float]) -> Arrivals:
+    def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float], cost: Cost) -> Arrivals:
         group, buckets, buffers = self._lockstep_group, self._lockstep_plan.buckets, self._lockstep_loading.buffers
 
         def post(index: int) -> tuple[torch.Tensor, Any]:
@@ -126,5 +127,6 @@ class WeightReceiver:
             timing["wait_s"] += time.perf_counter() - begin
             if index + _DEPTH < len(buckets):
                 posted.append(post(index + _DEPTH))
-            digest.update(flat, start=bucket.start)
+            with cost.hashing():
+                digest.update(flat, start=bucket.start)
             yield index, bucket, flat

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from lockstep.types.v1.types_pb2 import PolicyStamp
+from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
 from prometheus_client import CollectorRegistry
 
 from services.common.config.load import parse_json
@@ -140,6 +140,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             num_bytes=answers[0]["num_bytes"],
             duration_s=max(answer["duration_s"] for answer in answers),
             wait_s=max(answer["wait_s"] for answer in answers),
+            cost=PublicationCost(
+                digest_s=max(answer["digest_s"] for answer in answers),
+                extra_bytes=max(answer["extra_bytes"] for answer in answers),
+            ),
         )
         self._metrics.published_bytes.inc(received.num_bytes)
         self._metrics.publication_seconds.observe(received.duration_s)

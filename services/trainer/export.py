@@ -27,7 +27,8 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
             shards[-1] = {}
             shards.append({})
             filled = 0
-        shards[-1][name] = tensor.cpu().contiguous()
+        # A view of the live weights is theirs until the next one is asked for.
+        shards[-1][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         where[name] = len(shards)
         filled, total = filled + tensor.nbytes, total + tensor.nbytes
     _write(directory, shards[-1], len(shards))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.errors import PreconditionFailed, Reason
+from services.common.weights.cost import Cost
 from services.common.weights.digest import Sums, WeightDigest
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import NamedTensors, Plan, pack
@@ -23,6 +24,7 @@ class Publication:
     duration_s: float
     base_sums: Sums | None
     """Of the base, if the plan has an adapter beside it."""
+    cost: dict[str, float]
 
 
 def send(
@@ -36,14 +38,15 @@ def send(
         Aborted: A member failed, left or was too slow.
         PreconditionFailed: A member received other bytes than were sent.
     """
-    begin = time.perf_counter()
+    begin, cost = time.perf_counter(), Cost(group.device)
     skips_base = base_sums is not None
     digest = WeightDigest(plan.digest, group.device, base_sums or (0, 0))
     in_flight: list[tuple[torch.Tensor, torch.distributed.Work]] = []
     for bucket, flat in pack(plan, weights, group.device, skips_base=skips_base):
         if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:
             base_sums = digest.sums()
-        digest.update(flat, start=bucket.start)
+        with cost.hashing():
+            digest.update(flat, start=bucket.start)
         in_flight.append((flat, group.broadcast(flat)))
         if len(in_flight) >= _DEPTH:
             group.wait(in_flight.pop(0)[1])
@@ -56,4 +59,4 @@ def send(
             f"sent weights {content}, members received {received}", reason=Reason.DIGEST_MISMATCH, sent=content
         )
     num_bytes = plan.num_bytes_sent(skips_base=skips_base)
-    return Publication(content, num_bytes, time.perf_counter() - begin, base_sums)
+    return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())

@@ -198,7 +198,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             sent = answers[0].body
             policy.digest = sent["digest"]
             self._metrics.sent(sent["num_bytes"], sent["duration_s"])
-        return pb.SendWeightsResponse(stamp=policy.stamp, num_bytes=sent["num_bytes"], duration_s=sent["duration_s"])
+        return pb.SendWeightsResponse(
+            stamp=policy.stamp,
+            num_bytes=sent["num_bytes"],
+            duration_s=sent["duration_s"],
+            cost=types_pb2.PublicationCost(**sent["cost"]),
+        )
 
     @_to_the_end
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:

@@ -162,6 +162,7 @@ class Stack:
         )
         assert {answer.digest for answer in received} == {sent.stamp.digest}
         assert {answer.num_bytes for answer in received} == {sent.num_bytes}
+        assert all(0 < end.cost.digest_s < end.duration_s for end in (sent, *received))
         await asyncio.gather(*(replica.commit(sent.stamp) for replica in self.members))
         return sent
 

@@ -56,6 +56,13 @@ def test_joined_shards_are_the_checkpoint_bit_by_bit(
         assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
 
 
+@pytest.mark.parametrize("name", ["linear_fc1.weight5", "linear_fc2.weight5"])
+def test_a_whole_expert_is_not_copied(name: str) -> None:
+    held = torch.randn(16, 24)
+    joined = WeightMap(hf_config("qwen3_moe")).part(f"decoder.layers.1.mlp.experts.{name}").join([held])
+    assert {tensor.untyped_storage().data_ptr() for tensor in joined} == {held.untyped_storage().data_ptr()}
+
+
 @pytest.mark.parametrize("size", [8, 16])
 def test_key_value_group_can_be_cut_too(size: int) -> None:
     part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")

@@ -86,7 +86,7 @@ class FakeWorker:
 
     def send(self, **_: Any) -> Message:
         self.calls.append("send")
-        return Message({"digest": DIGEST, "num_bytes": 1, "duration_s": 0.1})
+        return Message({"digest": DIGEST, "num_bytes": 1, "duration_s": 0.1, "cost": {}})
 
 
 class Crew:

@@ -105,7 +105,7 @@ class WeightMap:
         return torch.cat(parts, 1).flatten(0, 1)[begin : begin + rows]
 
     def _join_qkv(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        fused = torch.cat(list(shards))
+        fused = _cat(shards)
         grouped = fused.view(self._num_groups, -1, *fused.shape[1:])
         return [part.flatten(0, 1) for part in grouped.split(self._group_rows, 1)]
 
@@ -122,7 +122,12 @@ def _cut_columns(tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Te
 
 def _join_glu(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     halves = [shard.chunk(2) for shard in shards]
-    return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+    return [_cat([half[i] for half in halves]) for i in (0, 1)]
+
+
+def _cat(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """One shard is not copied."""
+    return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
 
 
 def _shape(tensor: Any) -> Sequence[int]:
@@ -130,8 +135,8 @@ def _shape(tensor: Any) -> Sequence[int]:
 
 
 _WHOLE = (lambda tensors, rank, size: tensors[0][:], lambda shards: [shards[0]])
-_ROWS = (_cut_rows, lambda shards: [torch.cat(list(shards))])
-_COLUMNS = (_cut_columns, lambda shards: [torch.cat(list(shards), 1)])
+_ROWS = (_cut_rows, lambda shards: [_cat(shards)])
+_COLUMNS = (_cut_columns, lambda shards: [_cat(shards, 1)])
 _GLU = (_cut_rows, _join_glu)
 
 # Megatron's name -> checkpoint name, cut by rows over TP, and place: before the layers or after them.

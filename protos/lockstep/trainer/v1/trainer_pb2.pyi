@@ -165,14 +165,16 @@ class SendWeightsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class SendWeightsResponse(_message.Message):
-    __slots__ = ("stamp", "num_bytes", "duration_s")
+    __slots__ = ("stamp", "num_bytes", "duration_s", "cost")
     STAMP_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     stamp: _types_pb2.PolicyStamp
     num_bytes: int
     duration_s: float
-    def __init__(self, stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
+    cost: _types_pb2.PublicationCost
+    def __init__(self, stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., cost: _Optional[_Union[_types_pb2.PublicationCost, _Mapping]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("path", "version", "role")

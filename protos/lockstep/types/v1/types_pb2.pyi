@@ -101,6 +101,14 @@ class TensorSpec(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PublicationCost(_message.Message):
+    __slots__ = ("digest_s", "extra_bytes")
+    DIGEST_S_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    digest_s: float
+    extra_bytes: int
+    def __init__(self, digest_s: _Optional[float] = ..., extra_bytes: _Optional[int] = ...) -> None: ...
+
 class WeightPlan(_message.Message):
     __slots__ = ("tensors", "bucket_bytes", "num_base_tensors", "adapter_config_json")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
