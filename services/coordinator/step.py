@@ -52,6 +52,8 @@ async def warm_up(run: Run, parts: Parts, stamp: PolicyStamp) -> None:
 async def update(run: Run, parts: Parts, batch: pa.Table, stamp: PolicyStamp) -> tuple[int, dict[str, float]]:
     """One update of the policy, and of the critic if there is one; the new version and both's metrics."""
     batch_id = run.batch_id(stamp)
+    if parts.critic:  # saved before the policy, whose turn comes while it still is the version to save
+        await run.finish_checkpoint()
     training = [parts.trainer.train(batch, batch_id, stamp)]
     if parts.critic and run.config.critic:
         training.append(parts.critic.train(batch, batch_id, stamp, stamp.version + run.config.critic.warmup_steps))

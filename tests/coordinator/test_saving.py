@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import InternalError
 from services.coordinator.ledger import Kind
 from services.coordinator.resume import open_run
 from services.coordinator.run import Run
+from services.coordinator.step import update
 from tests.coordinator.fake_services import make_config
 
 DIRECTORIES = ("critic_checkpoints", "checkpoints")
@@ -21,6 +24,7 @@ class FakeTrainer:
     def __init__(self, name: str = "trainer") -> None:
         self.name = name
         self.saving: list[int] = []
+        self.trained: list[int] = []
         self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
 
     async def save(self, path: str, version: int) -> str:
@@ -30,6 +34,10 @@ class FakeTrainer:
             raise error
         Path(path).mkdir(parents=True)
         return "digest"
+
+    async def train(self, batch: object, batch_id: str, stamp: PolicyStamp, *_: object) -> tuple[int, dict[str, float]]:
+        self.trained.append(stamp.version)
+        return stamp.version + 1, {}
 
 
 @pytest.fixture
@@ -83,6 +91,20 @@ async def test_of_a_critic_the_newest_is_kept_and_saved_before_the_policy(open_a
     assert recorded(run, Kind.SAVED_CRITIC) == ["step-000001", "step-000002", "step-000003"]
     kept = {name: sorted(path.name for path in (run.config.run_dir / name).iterdir()) for name in DIRECTORIES}
     assert kept == {"critic_checkpoints": ["step-000003"], "checkpoints": ["step-000002", "step-000003"]}
+
+
+async def test_neither_model_is_trained_before_the_policy_is_saved_too(open_again: Callable[[], Run]) -> None:
+    run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
+    await run.begin_checkpoint([critic, trainer], 1)
+    stamp, parts = PolicyStamp(version=1, digest="d"), SimpleNamespace(trainer=trainer, critic=critic)
+    updating = asyncio.create_task(update(run, parts, None, stamp))
+    critic.ends.put_nowait(None)
+    while trainer.saving == []:
+        await asyncio.sleep(0.01)
+    assert trainer.trained == []
+    trainer.ends.put_nowait(None)
+    assert await updating == (2, {})
+    assert recorded(run, Kind.SAVED) == ["step-000001"] and trainer.trained == [1]
 
 
 async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], Run]) -> None:

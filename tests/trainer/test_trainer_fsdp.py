@@ -1,7 +1,5 @@
 """The FSDP2 backend: gradients do not depend on the split of a batch, and are those of plain torch."""
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.trainer.backend import Role
+from services.common.errors import PreconditionFailed, Reason
 from services.trainer.checkpoint import begin
 from services.trainer.optim import make_adamw
 from tests.trainer import plain_grpo
@@ -293,19 +290,3 @@ def test_small_budget_makes_many_packs(lab: Lab) -> None:
     lab.backend.accumulate = lambda packs, *rest: calls.append(len(packs)) or accumulate(packs, *rest)
     lab.train(samples())
     assert calls[0] >= 6
-
-
-@pytest.mark.parametrize("name", ["final_logit_softcapping", "logit_scale"])
-def test_a_model_that_changes_its_logits_is_refused(lab: Lab, trainer_files: Path, tmp_path: Path, name: str) -> None:
-    shutil.copytree(trainer_files / "models" / "untied", tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: 0.5}))
-    with pytest.raises(InvalidInput, match=name):
-        lab.worker.open(
-            role=Role.POLICY,
-            config_json=config().model_dump_json(),
-            model_path=str(tmp_path / "model"),
-            checkpoint_path="",
-            seed=0,
-            bucket_bytes=1 << 20,
-        )

@@ -15,6 +15,7 @@ from services.common.config.trainer import TrainerConfig
 from services.common.errors import PreconditionFailed
 from services.trainer.backend import LossFunction, Role, compute_dtype
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
+from services.trainer.fsdp.supported import require_all_published
 from services.trainer.fsdp.weights import WeightStream
 from services.trainer.optim import make_adamw
 from services.trainer.packing import Pack
@@ -36,6 +37,7 @@ class FsdpBackend:
             self._optimizer = make_adamw(config.optim, self._model.named_parameters())
         if role is Role.POLICY:
             self._stream = WeightStream(self._model.causal_lm, dtype, device)
+            require_all_published(self._model.causal_lm, model_path, (name for name, _ in self._stream.specs()))
 
     @property
     def data_rank(self) -> int:
@@ -106,6 +108,8 @@ class FsdpBackend:
         self._require_tensors_of(model, directory)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
         set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        for group in self._optimizer.param_groups:  # what was loaded too is the settings that it was saved under
+            group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
 
     def close(self) -> None:
         pass

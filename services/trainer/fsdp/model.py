@@ -9,18 +9,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.trainer.fsdp import attention
+from services.trainer.fsdp.supported import require_supported
 from services.trainer.logprobs import linear_logprobs
 from services.trainer.model_files import tensor_files
 from services.trainer.packing import Pack
-
-# What some architectures do to logits after the output layer, which is left out here.
-_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class _Model(nn.Module):
@@ -77,18 +75,18 @@ def build(
     """Loads `model_path` on rank 0 and shards it; `dtypes` of the weights kept, and of forward and backward.
 
     Raises:
-        InvalidInput: transformers does not know the model's architecture, its logits are more than its output layer's,
-            or it has no safetensors weights.
+        InvalidInput: transformers does not know the model's architecture, it is not supported here, or it has no
+            safetensors weights.
     """
     tensor_files(Path(model_path))
     try:
         hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-        _require_plain_logits(hf_config)
         kwargs: dict[str, Any] = {"dtype": dtypes[0], "attn_implementation": attention.NAME}
         with init_empty_weights(include_buffers=False):
             empty = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except (ValueError, OSError) as error:
         raise InvalidInput(f"model: {model_path}: {error}", field="model") from error
+    require_supported(hf_config, empty)
     empty.tie_weights()
     if config.gradient_checkpointing:
         empty.gradient_checkpointing_enable({"use_reentrant": False})
@@ -130,12 +128,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _require_plain_logits(hf_config: PretrainedConfig) -> None:
-    for name in _LOGIT_SETTINGS:
-        if getattr(hf_config, name, None) not in (None, 1):
-            raise InvalidInput(f"model: {name} in its config.json is not supported", field="model")
 
 
 def _move_buffers(model: nn.Module, device: str) -> None:

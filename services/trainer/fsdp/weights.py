@@ -15,22 +15,28 @@ _Named = list[tuple[str, nn.Parameter]]
 
 
 class WeightStream:
-    """The policy in checkpoint names, always in the same order, in `dtype`; some tens of MB at a time."""
+    """The policy in checkpoint names, always in the same order, in `dtype`; some tens of MB at a time.
+
+    Buffers that are in the checkpoint, a router's correction for one, come last, in their own dtype.
+    """
 
     def __init__(self, causal_lm: nn.Module, dtype: torch.dtype, device: torch.device):
         self._causal_lm, self._dtype, self._device = causal_lm, dtype, device
         self._runs = list(_runs(list(causal_lm.named_parameters())))
-        self._specs = {name: self._as_checkpoint(name, self._meta(p)) for name, p in causal_lm.named_parameters()}
+        specs = ((name, self._meta(parameter)) for name, parameter in causal_lm.named_parameters())
+        self._specs = {name: self._as_checkpoint(name, spec) for name, spec in (*specs, *_buffers(causal_lm))}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
         """Names and meta tensors."""
-        return [spec for specs in self._specs.values() for spec in specs]
+        return [(name, tensor.to("meta")) for specs in self._specs.values() for name, tensor in specs]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for run in self._runs:
             for (name, _), whole in zip(run, self._gather([parameter for _, parameter in run]), strict=True):
                 is_renamed = [spec for spec, _ in self._specs[name]] != [name]
                 yield from self._as_checkpoint(name, whole) if is_renamed else [(name, whole)]
+        for name, buffer in _buffers(self._causal_lm):
+            yield from self._as_checkpoint(name, buffer)
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         # Cast the shards, not the whole: half the bytes to gather.
@@ -53,6 +59,13 @@ class WeightStream:
 
     def _meta(self, parameter: nn.Parameter) -> torch.Tensor:
         return torch.empty(parameter.shape, dtype=self._dtype, device="meta")
+
+
+def _buffers(causal_lm: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in causal_lm.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
