@@ -124,10 +124,14 @@ def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
 
 
 def fsdp_memory(config: Config, model: Architecture) -> Memory:
-    """Of any rank of strategy fsdp, less the activations: float32 weights, sharded like all the rest."""
-    count = -(-model.num_parameters // config.trainer.num_ranks)
-    offloads = frozenset(("params", "grads", "optimizer")) if config.trainer.fsdp.cpu_offload else frozenset[str]()
-    memory = Memory(count, _MASTER * count, _GRADIENT * count, _MOMENTS * count, offloads=offloads)
+    """Of any rank of strategy fsdp, less the activations: float32 weights, sharded like all the rest.
+
+    Gradients are whole from the second micro-batch to the last, unless each is reduced, and gone after the update.
+    """
+    fsdp, count = config.trainer.fsdp, -(-model.num_parameters // config.trainer.num_ranks)
+    offloads = frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",))
+    gradients = _GRADIENT * (count if fsdp.reduce_each_microbatch else model.num_parameters)
+    memory = Memory(count, _MASTER * count, gradients, _MOMENTS * count, offloads=offloads)
     return replace(memory, reference=_MASTER * count) if "reference" in config.models else memory
 
 

@@ -233,8 +233,10 @@ def test_publication_is_cut_as_the_trainer_cuts_it(dense: Path) -> None:
 def test_fsdp_memory(dense: Path) -> None:
     config, model = make(dense, strategy="fsdp", num_ranks=4)
     memory, count = fsdp_memory(config, model), model.num_parameters // 4
-    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * count, 8 * count)
-    assert memory.peak == memory.idle == 16 * count
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * model.num_parameters, 8 * count)
+    assert (memory.peak, memory.idle) == (12 * count + 4 * model.num_parameters, 12 * count)
+    reducing, _ = make(dense, strategy="fsdp", num_ranks=4, fsdp={"reduce_each_microbatch": True})
+    assert fsdp_memory(reducing, model).peak == 16 * count
     text = shown(config)
     assert " all  " in text and "Ranks" not in text and "float32 weights 4" in text
 

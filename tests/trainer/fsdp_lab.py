@@ -40,6 +40,7 @@ SMALL = {"max_tokens_per_microbatch": 32}
 UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{kind}-large": (kind, {}) for kind in KINDS},
     **{f"{kind}-small": (kind, SMALL) for kind in KINDS},
+    "untied-reduced-each": ("untied", SMALL | {"fsdp": {"reduce_each_microbatch": True}}),
     "recompute": ("untied", SMALL | {"gradient_checkpointing": True}),
     "sum-norm": ("untied", SMALL | {"loss": {"aggregation": "seq_mean_token_sum_norm", "norm_tokens": 20}}),
     "full-large": ("untied", {"num_minibatches": 2, "loss": FULL_LOSS}),

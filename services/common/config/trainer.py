@@ -76,6 +76,8 @@ class FsdpConfig(Strict):
     """Keep parameters, gradients and optimizer state in host memory between uses."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward; False trades memory for fewer gathers."""
+    reduce_each_microbatch: bool = False
+    """Reduce gradients with every micro-batch; else once with the last, and until then each rank holds whole ones."""
     torch_compile: bool = True
     """Compile the layers, on GPU: fewer kernels and less memory, for a minute at the first update."""
 

@@ -55,8 +55,8 @@ class FsdpBackend:
         outputs: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
         for index, pack in enumerate(packs):
-            # Gradients are reduced once, with the last micro-batch.
-            self._model.set_requires_gradient_sync(index == len(packs) - 1)
+            is_last = index == len(packs) - 1
+            self._model.set_requires_gradient_sync(is_last or self._config.fsdp.reduce_each_microbatch)
             outputs_KN = self._model(pack, temperature)
             value, metrics = loss(outputs_KN, pack)
             # FSDP averages over ranks; the loss is already divided by global counts, so undo the division.
