@@ -123,8 +123,8 @@ def _assumptions(config: Config) -> str:
     if trainer.strategy == "fsdp":
         whole = "" if trainer.fsdp.reduce_each_microbatch else ", whole on each rank until the last micro-batch"
         return (
-            f"Bytes per parameter: float32 weights 4, grads 4{whole}, Adam moments 8. Not counted: activations, logits, "
-            "the gathered layer."
+            f"Bytes per parameter: float32 weights 4, grads 4{whole}, Adam moments 8. Not counted: activations, "
+            "logits, the gathered layer."
         )
     held = weight_bytes(trainer)
     of_weights = "bf16 weights 2" if held == 2 else "float32 weights 4"
