@@ -48,7 +48,7 @@ async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
     if run.state == pb.RUN_STATE_STOPPED:
         console.print(f"run {name} was stopped; start it again to go on from its newest checkpoint", soft_wrap=True)
     export_path = Path(run.export_path) if run.export_path else None
-    show_outcome(Outcome(Path(run.run_dir), run.version, evaluations, export_path), console)
+    show_outcome(Outcome(Path(run.run_dir), run.version, run.num_steps, evaluations, export_path), console)
 
 
 async def print_log(coordinator: Coordinator, name: str, service: str, *, follow: bool) -> None:

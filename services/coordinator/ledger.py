@@ -23,9 +23,10 @@ class Kind(StrEnum):
     COLLECTED = "collected"  # Parquet file of a step, its SHA-256, the stamp that its samples were drawn from
     FINISHED = "finished"  # metrics of a step
     EVALUATED = "evaluated"  # metrics of an evaluation
+    EXPORTED = "exported"  # path of the final policy
     SAVED = "saved"  # checkpoint path and manifest digest
     SAVED_CRITIC = "saved_critic"  # the same of the critic, before that of the policy
-    DELETED = "deleted"  # checkpoint path
+    DELETED = "deleted"  # path of a checkpoint that is the run's no longer
 
 
 class Ledger:
@@ -79,14 +80,14 @@ class Ledger:
         return {"version": row[0], **json.loads(row[1])} if row else None
 
     def checkpoints(self, kind: Kind) -> list[dict[str, Any]]:
-        """Decisions of a kind of saving, oldest first, whose `path` was not deleted since."""
+        """Decisions of a kind of saving, oldest first, each with its `version`, whose `path` was not deleted since."""
         rows = self._db.execute(
-            "SELECT body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("
+            "SELECT version, body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("
             "SELECT 1 FROM decisions AS deleted WHERE kind = ? AND deleted.seq > saved.seq "
             "AND json_extract(deleted.body, '$.path') = json_extract(saved.body, '$.path')) ORDER BY seq",
             (kind.value, Kind.DELETED.value),
         )
-        return [json.loads(body) for (body,) in rows]
+        return [{"version": version, **json.loads(body)} for version, body in rows]
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -29,4 +29,4 @@ async def train(run: Run, parts: Parts, version: int) -> None:
             await evaluate(run, parts.collector, parts.eval_data, stamp)
         run.check_checkpoint()
     with run.phase(Phase.CHECKPOINTING):
-        await run.finish_checkpoint()
+        await run.end_checkpoints(parts.trained)

@@ -17,6 +17,7 @@ class Outcome:
 
     directory: Path
     version: int
+    num_steps: int
     evaluations: list[dict[str, float]]
     export_path: Path | None
 
@@ -26,10 +27,11 @@ async def finish(run: Run, trainer: Trainer) -> Outcome:
     directory, export_path = run.config.run_dir, None
     if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
         export_path = (directory / "model").absolute()
-        if not export_path.exists():
+        if not run.set_aside_export(export_path):
             with run.phase(Phase.CHECKPOINTING):
                 await trainer.export(str(export_path))
-    return Outcome(directory, run.version, run.evaluations(), export_path)
+            run.record_export(export_path)
+    return Outcome(directory, run.version, run.num_steps, run.evaluations(), export_path)
 
 
 def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number: str) -> None:
@@ -42,5 +44,8 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
             table.add_row(name.removeprefix("eval/"), *values)
         console.print(table)
     lines = [f"  {name:<28} {what}" for name, what in files.items() if outcome.export_path or name != "model/"]
-    for line in (f"{outcome.version} steps done. Files of this run, in {outcome.directory}:", *lines):
+    done = f"{outcome.version} steps done."
+    if outcome.version < outcome.num_steps:
+        done = f"Stopped: {outcome.version} of {outcome.num_steps} steps done. The same command goes on."
+    for line in (f"{done} Files of this run, in {outcome.directory}:", *lines):
         console.print(line, soft_wrap=True, highlight=False)

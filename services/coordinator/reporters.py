@@ -39,11 +39,12 @@ class JsonLines(Reporter):
     """One JSON object per step or evaluation. Derived from the ledger: a resumed run drops what it will do again."""
 
     def __init__(self, path: Path, version: int):
-        kept = []
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= version]
-        self._file = path.open("w", buffering=1)
-        self._file.writelines(f"{line}\n" for line in kept)
+        # A crash may have torn the last line, of a step that will be done again or is in the ledger.
+        whole = path.read_text().split("\n")[:-1] if path.exists() else []
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= version))
+        partial.rename(path)
+        self._file = path.open("a", buffering=1)
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         self._file.write(json.dumps({"step": version, **metrics}) + "\n")

@@ -15,9 +15,22 @@ from services.coordinator.ledger import Kind, Ledger
 LEDGER = "ledger.sqlite"
 CHECKPOINTS = "checkpoints"
 CRITIC_CHECKPOINTS = "critic_checkpoints"
-# May differ from the config that the run began with.
+# May differ from the config that the run began with: what says how long, how often and where, and what does not change
+# results beyond rounding. A run that was short of memory goes on with less of it, one that lost a host on fewer.
 _MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs"}
 _MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace", "observability"}
+_MAY_CHANGE |= {f"rollout.{key}" for key in ("num_replicas", "tensor_parallel_size", "max_samples")}
+_ENGINE = ("gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "max_num_seqs", "max_num_batched_tokens")
+_MAY_CHANGE |= {f"rollout.engine.{key}" for key in _ENGINE}
+_MEMORY = ("num_ranks", "max_tokens_per_microbatch", "gradient_checkpointing", "collective_timeout_s", "fsdp")
+_MEGATRON = ("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size")
+_MEGATRON += ("virtual_pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+_MEGATRON += ("expert_tensor_parallel_size", "param_offload", "grad_offload", "optimizer_offload", "auto_offload")
+_MEGATRON += ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+_MEGATRON += ("empty_cuda_cache", "async_save")
+for _role in ("trainer", "reference", "critic"):
+    _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
+_MAY_CHANGE.add("trainer.max_logprob_gap")
 
 
 @dataclass(frozen=True)
@@ -62,9 +75,11 @@ def open_run(config: Config) -> Start:
 def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
     opened = ledger.last(Kind.OPENED)
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
-    if opened:
-        _require_same(config, json.loads(opened["config"]))
-    if not checkpoint and config.resume != "never":
+    if opened and ledger.last(Kind.PUBLISHED):  # else no service had yet taken the config
+        _require_same(config, json.loads(opened["config"]), ledger)
+    if checkpoint:
+        _leave_later(ledger, checkpoint)
+    elif config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_beside(checkpoint) if checkpoint and config.critic else ""
     written = config.model_dump_json()
@@ -91,6 +106,22 @@ def _given(path: str) -> str:
     return str(directory.absolute())
 
 
+def _leave_later(ledger: Ledger, checkpoint: str) -> None:
+    """What was saved after `checkpoint` is of a branch that the run leaves: kept under another name, no longer its."""
+    step = step_of(checkpoint)
+    for row in [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]:
+        path = Path(row["path"])
+        if row["version"] > step:
+            ledger.record(Kind.DELETED, path=row["path"])
+            if path.is_dir():
+                path.rename(path.with_name(f"left-{uuid.uuid4().hex[:8]}-{path.name}"))
+
+
+def step_of(checkpoint: str) -> int:
+    """The policy's updates that are in a checkpoint."""
+    return int(json.loads((Path(checkpoint) / "manifest.json").read_text())["state"]["version"])
+
+
 def _newest(ledger: Ledger, config: Config) -> str:
     saved = ledger.checkpoints(Kind.SAVED)
     if not saved:
@@ -106,14 +137,21 @@ def _newest(ledger: Ledger, config: Config) -> str:
     return newest["path"]
 
 
-def _require_same(config: Config, before: dict[str, object]) -> None:
+def _require_same(config: Config, before: dict[str, object], ledger: Ledger) -> None:
     now = json.loads(config.model_dump_json())
-    changed = [key for key in differences(now, before) if key.partition(".")[0] not in _MAY_CHANGE]
+    changed = [key for key in differences(now, before) if not _may_change(key)]
     if changed:
+        saved = ledger.checkpoints(Kind.SAVED)
+        from_there = f" with resume={saved[-1]['path']}, which goes on from there" if saved else ""
         raise PreconditionFailed(
             f"{config.run_dir} was begun with another {', '.join(changed)} (see its config.json); "
-            "use that again, or another name"
+            f"use that again, or another name{from_there}"
         )
+
+
+def _may_change(key: str) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in _MAY_CHANGE for end in range(1, len(parts) + 1))
 
 
 def differences(now: object, before: object, at: str = "") -> Iterator[str]:

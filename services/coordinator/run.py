@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
@@ -16,6 +17,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.run import Config
 from services.common.context import within
+from services.common.errors import PreconditionFailed
 from services.coordinator.advantages.controller import coef_after, record
 from services.coordinator.clients.trainer import Model
 from services.coordinator.ledger import Kind
@@ -76,6 +78,14 @@ class Run:
         self.version, self.reporters = version, (*self.watchers, *reporters)
         self._restart_clock()
 
+    def where_it_goes_on(self, version: int) -> str:
+        """For a person, when the services hold `version`."""
+        if version:
+            return f"going on after step {version}" + (f", from {self.resume_from}" if self.resume_from else "")
+        if self._ledger.last(Kind.FINISHED):
+            return "no checkpoint was saved: training again from step 1, on the batches that were recorded"
+        return f"training from {self.config.model}"
+
     def batch_id(self, stamp: PolicyStamp) -> str:
         """Names the batch that is drawn from `stamp`, the same after a restart."""
         return f"{self.run_id}/{stamp.version}"
@@ -100,10 +110,12 @@ class Run:
     def record_batch(self, batch: pa.Table, stamp: PolicyStamp, dataset_digest: str, selected: Selected) -> pa.Table:
         """Keeps a step's batch, and how it was chosen, on disk before it is trained on."""
         path = self._batch_path(stamp.version)
-        with path.open("wb") as file:
+        partial = path.with_suffix(".partial")  # never a torn file under the name that is read
+        with partial.open("wb") as file:
             pq.write_table(batch, file, compression="zstd")
             file.flush()
             os.fsync(file.fileno())
+        partial.rename(path)
         settings = self.config.advantage
         kl = record(batch, self.kl_coef(stamp.version), settings.kl) if settings.needs_reference else None
         with self._ledger.together():
@@ -125,6 +137,30 @@ class Run:
         await self.finish_checkpoint()
         return pq.read_table(path) if _sha256(path) == recorded["sha256"] else None
 
+    def set_aside_export(self, path: Path) -> bool:
+        """Whether `path` has the policy of this version; that of another is kept under another name."""
+        exported = self._ledger.last(Kind.EXPORTED) or {"version": None}
+        if path.exists() and exported["version"] != self.version:
+            path.rename(path.with_name(f"{path.name}-{exported['version'] or 'before'}-{uuid.uuid4().hex[:8]}"))
+        return path.exists()
+
+    def record_export(self, path: Path) -> None:
+        """The policy of this version is there."""
+        self._ledger.record(Kind.EXPORTED, self.version, path=str(path))
+
+    def use(self, dataset_digest: str) -> None:
+        """Takes note of the training data, before the first step.
+
+        Raises:
+            PreconditionFailed: The run was begun with other data.
+        """
+        before = self._ledger.last(Kind.COLLECTED)
+        if before and before["dataset"] != dataset_digest:
+            raise PreconditionFailed(
+                f"data.train is not what {self.config.run_dir} was begun with (rows, template or tokenizer differ); "
+                "use that again, or another name"
+            )
+
     def checkpoint_due(self, version: int) -> bool:
         """Whether `version` is to be saved."""
         return _due(version, self.config.checkpoint.save_freq, self.num_steps)
@@ -137,6 +173,16 @@ class Run:
         """
         await self.finish_checkpoint()
         self._saving = asyncio.create_task(self._save(models, version))
+
+    async def end_checkpoints(self, models: Sequence[Model]) -> None:
+        """Saves a run that was stopped where it is, and waits for what is being saved.
+
+        Raises:
+            LockstepError: As `finish_checkpoint`.
+        """
+        if self.stopping and self.version and not self.checkpoint_due(self.version):
+            await self.begin_checkpoint(models, self.version)
+        await self.finish_checkpoint()
 
     async def finish_checkpoint(self) -> None:
         """Waits for the checkpoint that is being saved, if there is one.
@@ -157,22 +203,27 @@ class Run:
         settings, warmup_steps = self.config.checkpoint, self.config.critic.warmup_steps if self.config.critic else 0
         for model in models:
             if model.name == "critic":
-                where = (Kind.SAVED_CRITIC, CRITIC_CHECKPOINTS, settings.max_critic_ckpts_to_keep)
-                await self._save_one(model, version, version + warmup_steps, where)
+                await self._save_one(model, version, version + warmup_steps, (Kind.SAVED_CRITIC, CRITIC_CHECKPOINTS))
             else:
-                await self._save_one(model, version, version, (Kind.SAVED, CHECKPOINTS, settings.max_ckpts_to_keep))
+                await self._save_one(model, version, version, (Kind.SAVED, CHECKPOINTS))
+        # Not before all are saved: a policy's newest checkpoint needs the critic's of the same step.
+        await self._delete_all_but(settings.max_critic_ckpts_to_keep, Kind.SAVED_CRITIC)
+        await self._delete_all_but(settings.max_ckpts_to_keep, Kind.SAVED)
 
-    async def _save_one(self, model: Model, step: int, version: int, where: tuple[Kind, str, int]) -> None:
-        """Saves a model's `version`, records, and deletes what is older than those to keep."""
-        kind, directory, num_kept = where
+    async def _save_one(self, model: Model, step: int, version: int, where: tuple[Kind, str]) -> None:
+        """Saves a model's `version` and records it."""
+        kind, directory = where
         path = str((self.config.run_dir / directory / f"step-{step:06d}").absolute())
-        before = [row["path"] for row in self._ledger.checkpoints(kind)]
-        if path in before and Path(path).exists():  # a resumed run comes by again
+        recorded = [row["path"] for row in self._ledger.checkpoints(kind)]
+        if path in recorded and Path(path).exists():  # a resumed run comes by again
             return
         shutil.rmtree(path, ignore_errors=True)  # saved for a coordinator that did not live to record it
         digest = await model.save(path, version)
         self._ledger.record(kind, step, path=path, manifest_digest=digest)
-        for old in [*(old for old in before if old != path), path][:-num_kept]:
+
+    async def _delete_all_but(self, num_kept: int, kind: Kind) -> None:
+        newest_first = dict.fromkeys(row["path"] for row in reversed(self._ledger.checkpoints(kind)))
+        for old in list(newest_first)[num_kept:]:
             self._ledger.record(Kind.DELETED, path=old)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 

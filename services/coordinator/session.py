@@ -20,7 +20,7 @@ from services.coordinator.loop import train
 from services.coordinator.opening import open_services
 from services.coordinator.outcome import Outcome, finish, show
 from services.coordinator.publication import Publisher
-from services.coordinator.resume import open_run
+from services.coordinator.resume import open_run, step_of
 from services.coordinator.run import Run
 from services.coordinator.step import Parts
 
@@ -66,6 +66,8 @@ async def with_data(data: Dataset | None, config: Config, given: Addresses, fron
 def show_outcome(outcome: Outcome, console: Console) -> None:
     """Prints the held-out numbers before and after, where everything is, and what to do next."""
     show(outcome, _FILES, console, number=".3f")
+    if outcome.version < outcome.num_steps:
+        return
     next_steps = "Next: plot it with `tensorboard --logdir`, or train your own model on your own data: README.md"
     console.print(next_steps, soft_wrap=True, highlight=False)
 
@@ -84,14 +86,27 @@ async def _drive(run: Run, addresses: Addresses, data: Dataset | None, frontend:
     async with open_services(run, addresses) as services:
         trainer, rollout, critic = services.trainer, services.rollout, services.beside.get("critic")
         version = trainer.opened.version
+        _require_resumed(version, config)
         _require_together(version, critic, config)
         data = data or load_late(config, trainer.opened.model_card, _load)
+        run.use(data.train.digest)
+        frontend.say(run.where_it_goes_on(version))
         run.begin(version, [*keepers(config, version), frontend.begin(run, version)])
         collector = Collector(rollout, services.reward, data.tokenizer, config.seed)
         publisher = Publisher(trainer, rollout, run)
         forwards = Forwards(list(services.beside.values()), config)
         await train(run, Parts(data.train, data.eval, collector, trainer, publisher, forwards, critic), version)
         return await finish(run, trainer)
+
+
+def _require_resumed(version: int, config: Config) -> None:
+    """A trainer that still has the run open goes on with what it holds."""
+    if config.resume not in ("auto", "never", "must") and version != (asked := step_of(config.resume)):
+        raise PreconditionFailed(
+            f"resume: {config.resume} has step {asked}, but the trainer still has this run open after step {version}; "
+            "restart the trainer, or leave resume out to go on from there",
+            field="resume",
+        )
 
 
 def _require_together(version: int, critic: Model | None, config: Config) -> None:

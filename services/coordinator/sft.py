@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.errors import PreconditionFailed
 from services.common.layout import samples_at_once
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.data.sft import Example, SftDataset, to_table
@@ -44,18 +43,13 @@ class SftTrainer(Trainer):
 class SftRun(Run):
     """A run whose length follows from its data."""
 
-    def use(self, data: SftDataset) -> None:
+    def use_rows(self, data: SftDataset) -> None:
         """Takes note of the training rows, before the first step.
 
         Raises:
             PreconditionFailed: The run was begun with other rows.
         """
-        before = self._ledger.last(Kind.COLLECTED)
-        if before and before["dataset"] != data.digest:
-            raise PreconditionFailed(
-                f"data.train is not what {self.config.run_dir} was begun with (rows, template or tokenizer differ); "
-                "use that again, or another name"
-            )
+        self.use(data.digest)
         self._ledger.record(Kind.COLLECTED, dataset=data.digest, rows=len(data))
         self._num_steps = self.config.num_steps or data.num_steps(self.config.num_epochs)
 
@@ -95,6 +89,8 @@ async def train(run: SftRun, data: SftData, trainer: SftTrainer, version: int) -
             await evaluate(run, data.held_out, trainer, version)
         with run.phase(Phase.CHECKPOINTING):
             await run.finish_checkpoint()  # or the next batch might be there before the save has begun
+    with run.phase(Phase.CHECKPOINTING):
+        await run.end_checkpoints([trainer])
 
 
 async def evaluate(run: SftRun, held_out: Mapping[str, Sequence[Example]], trainer: SftTrainer, version: int) -> None:

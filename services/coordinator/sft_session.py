@@ -31,7 +31,7 @@ async def sft_session(config: SftConfig, given: Addresses, console: Console) -> 
     data = load_early(config, given, _load)
     with closing(SftRun(config, open_run(config))) as run:
         if data is not None:
-            run.use(data.train)
+            run.use_rows(data.train)
         return await with_services(
             lambda addresses: _drive(run, addresses, data, console), run, given, console, services=["trainer"]
         )
@@ -73,7 +73,7 @@ async def _drive(run: SftRun, addresses: Addresses, data: SftData | None, consol
         version = await trainer.open(run.run_id, run.resume_from)
         if data is None:
             data = load_late(config, trainer.opened.model_card, _load)
-            run.use(data.train)
+            run.use_rows(data.train)
         run.begin(version, [*keepers(config, version), Lines(console, run.num_steps)])
         stop_on_signal(run, console)
         await train(run, data, trainer, version)

@@ -1,6 +1,7 @@
 """The ledger keeps every decision for one coordinator at a time; a run never begins anew without being asked to."""
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -48,12 +49,18 @@ def save(tmp_path: Path, version: int) -> Path:
     """A checkpoint as the ledger knows it."""
     path = tmp_path / "run" / "checkpoints" / f"step-{version:06d}"
     path.mkdir(parents=True)
-    content = f"manifest of {version}".encode()
+    content = json.dumps({"state": {"version": version}}).encode()
     (path / "manifest.json").write_bytes(content)
     ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
     ledger.record(Kind.SAVED, version, path=str(path), manifest_digest=hashlib.sha256(content).hexdigest())
     ledger.close()
     return path
+
+
+def publish(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+    ledger.record(Kind.PUBLISHED, 0, digest="d")
+    ledger.close()
 
 
 def delete(tmp_path: Path, path: Path) -> None:
@@ -109,6 +116,10 @@ def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):
     older = save(tmp_path, 2)
     save(tmp_path, 4)
     assert begin(tmp_path, str(older)).checkpoint == str(older)
+    # What was saved on the branch that is left is not what the run goes on from, but it is there.
+    assert begin(tmp_path).checkpoint == str(older)
+    (left,) = (tmp_path / "run" / "checkpoints").glob("left-*-step-000004")
+    assert (left / "manifest.json").is_file()
     with pytest.raises(NotFound, match=r"no manifest\.json"):
         begin(tmp_path, str(tmp_path / "nowhere"))
 
@@ -135,8 +146,11 @@ def test_a_lost_or_changed_checkpoint_is_never_a_fresh_start(tmp_path: Path, res
     ],
 )
 def test_a_changed_config_is_named(tmp_path: Path, sections: dict, key: str):
+    begin(tmp_path, **sections)  # nothing was published: no service had taken the config
     begin(tmp_path)
-    with pytest.raises(PreconditionFailed, match=f"another {key} ") as raised:
+    publish(tmp_path)
+    path = save(tmp_path, 2)
+    with pytest.raises(PreconditionFailed, match=f"another {key} .* another name with resume={path}, ") as raised:
         begin(tmp_path, **sections)
     assert isinstance(raised.value, LockstepError)
     begin(tmp_path)  # the refusal left nothing locked or recorded
@@ -144,4 +158,20 @@ def test_a_changed_config_is_named(tmp_path: Path, sections: dict, key: str):
 
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):
     begin(tmp_path)
+    publish(tmp_path)
     begin(tmp_path, num_steps=7, checkpoint={"save_freq": 3}, timeouts={"info_s": 1}, weights={"timeout_s": 5})
+    begin(tmp_path, trainer={"num_ranks": 2, "fsdp": {"reshard_after_forward": False}})
+    begin(tmp_path, trainer={"max_tokens_per_microbatch": 4096}, rollout={"engine": {"gpu_memory_utilization": 0.5}})
+    with pytest.raises(PreconditionFailed, match=r"another rollout\.engine\.dtype "):
+        begin(tmp_path, rollout={"engine": {"dtype": "float16"}})
+
+
+def test_megatrons_sizes_may_change(tmp_path: Path):
+    def sized(**megatron: object) -> Start:
+        return begin(tmp_path, trainer={"strategy": "megatron", "num_ranks": 4, "megatron": megatron})
+
+    sized()
+    publish(tmp_path)
+    sized(tensor_model_parallel_size=2, param_offload=True)
+    with pytest.raises(PreconditionFailed, match=r"another trainer\.megatron\.moe\.freeze_router "):
+        sized(moe={"freeze_router": True})

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.errors import InternalError
+from services.common.config.run import CheckpointConfig
+from services.common.errors import InternalError, PreconditionFailed
 from services.coordinator.ledger import Kind
 from services.coordinator.resume import open_run
 from services.coordinator.run import Run
@@ -105,6 +106,52 @@ async def test_neither_model_is_trained_before_the_policy_is_saved_too(open_agai
     trainer.ends.put_nowait(None)
     assert await updating == (2, {})
     assert recorded(run, Kind.SAVED) == ["step-000001"] and trainer.trained == [1]
+
+
+async def test_a_run_that_is_stopped_is_saved_where_it_is(open_again: Callable[[], Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    run.begin(3, [])
+    run.config.__dict__["checkpoint"] = CheckpointConfig(save_freq=2)
+    await run.end_checkpoints([trainer])
+    assert trainer.saving == []  # it was not stopped
+    run.stopping = True
+    trainer.ends.put_nowait(None)
+    await run.end_checkpoints([trainer])
+    assert recorded(run, Kind.SAVED) == ["step-000003"]
+
+
+async def test_the_critics_last_checkpoint_outlives_a_save_that_fails(open_again: Callable[[], Run]) -> None:
+    run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
+    for end in (None, InternalError("disk")):
+        critic.ends.put_nowait(None)
+        trainer.ends.put_nowait(end)
+    await run.begin_checkpoint([critic, trainer], 1)
+    with pytest.raises(InternalError):
+        await run.begin_checkpoint([critic, trainer], 2)
+        await run.finish_checkpoint()
+    assert (run.config.run_dir / "critic_checkpoints" / "step-000001").is_dir()
+
+
+async def test_an_export_of_another_version_is_kept_aside(open_again: Callable[[], Run]) -> None:
+    run = open_again()
+    path = run.config.run_dir / "model"
+    run.begin(3, [])
+    assert not run.set_aside_export(path)
+    path.mkdir()
+    run.record_export(path)
+    assert run.set_aside_export(path)
+    run.begin(6, [])
+    assert not run.set_aside_export(path)
+    assert [old.name.rpartition("-")[0] for old in path.parent.glob("model-*")] == ["model-3"]
+
+
+async def test_other_training_data_is_refused(open_again: Callable[[], Run]) -> None:
+    run = open_again()
+    run.use("digest")
+    run._ledger.record(Kind.COLLECTED, 0, dataset="digest")
+    run.use("digest")
+    with pytest.raises(PreconditionFailed, match=r"data\.train is not what"):
+        run.use("other")
 
 
 async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], Run]) -> None:

@@ -51,16 +51,16 @@ def open_again(tmp_path: Path) -> Iterator[Callable[..., SftRun]]:
 
 def test_its_length_is_given_in_epochs_or_steps(open_again: Callable[..., SftRun]) -> None:
     run = open_again()
-    run.use(dataset(1, 2, 3, 4, 5))
+    run.use_rows(dataset(1, 2, 3, 4, 5))
     assert run.num_steps == 3  # 10 rows in batches of 4
 
 
 def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., SftRun]) -> None:
-    open_again(num_steps=7).use(dataset(1, 2, 3, 4))
+    open_again(num_steps=7).use_rows(dataset(1, 2, 3, 4))
     run = open_again(num_steps=9)
     with pytest.raises(PreconditionFailed, match=r"data\.train is not what .*run was begun with"):
-        run.use(dataset(1, 2, 4, 3))
-    run.use(dataset(1, 2, 3, 4))
+        run.use_rows(dataset(1, 2, 4, 3))
+    run.use_rows(dataset(1, 2, 3, 4))
     assert run.num_steps == 9
 
 
