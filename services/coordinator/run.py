@@ -180,7 +180,7 @@ class Run:
         Raises:
             LockstepError: As `finish_checkpoint`.
         """
-        if self.stopping and self.version and not self.checkpoint_due(self.version):
+        if self.stopping and 0 < self.version < self.num_steps and not self.checkpoint_due(self.version):
             await self.begin_checkpoint(models, self.version)
         await self.finish_checkpoint()
 
