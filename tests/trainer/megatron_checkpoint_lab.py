@@ -191,11 +191,9 @@ def stage_all(lab: MegatronLab, directory: Path) -> None:
         }
 
         def stage(sharded: dict[str, Any], *, copied: Any, name: str = name, alive: set[int] = alive) -> Any:
-            made = {
-                shard.data.untyped_storage().data_ptr()
-                for shard in nested_values(sharded["optimizer"])
-                if hasattr(shard, "data")  # buckets have marks of their padding
-            } - alive
+            # Held on to, as a place that is given back may be had again. Buckets have marks of their padding besides.
+            tensors = [shard.data for shard in nested_values(sharded["optimizer"]) if hasattr(shard, "data")]
+            made = {tensor.untyped_storage().data_ptr() for tensor in tensors} - alive
             staged = torch_dist.stage(sharded, copied=copied)
             held = [(key, t.untyped_storage().data_ptr()) for key, value in staged.items() for t in unwrap(value)]
             optimizer = [pointer for key, pointer in held if "optimizer." in key]
@@ -225,9 +223,14 @@ def count_read(lab: MegatronLab, directory: Path) -> None:
 
     with _instead(shard_state, "load", load):
         lab.open(LAYOUTS["dp2"], checkpoint=str(directory / "checkpoints" / "dp2"))
+    pieces = shard_state.shard_pieces(lab.backend._optimizer, lab.backend._checkpointer._all_tensors())
+    later = {index: piece.wanted for index, piece in enumerate(pieces)}
+    if lab.rank == 1:
+        later[0] = {key: dataclasses.replace(shard, key=f"{key}.elsewhere") for key, shard in later[0].items()}
+    error = refusal(lambda: torch_dist.read({}, directory / "checkpoints" / "dp2" / "state", later=later))
     sizes = [12 * parameter.numel() for chunk in lab.backend._model.chunks for parameter in chunk.parameters()]
     answers: list[Any] = [None] * lab.world
-    dist.all_gather_object(answers, {"rounds": rounds, "whole": sum(sizes), "largest": max(sizes)})
+    dist.all_gather_object(answers, {"rounds": rounds, "whole": sum(sizes), "largest": max(sizes), "error": error})
     if lab.rank == 0:
         (directory / "read.json").write_text(json.dumps(answers))
 

@@ -149,6 +149,13 @@ def test_a_rank_reads_the_optimizer_state_of_its_shard_in_batches(results: Path)
     assert whole <= sum(sum(rank["rounds"]) for rank in ranks) <= whole + largest
 
 
+def test_optimizer_state_that_one_rank_misses_is_refused_on_all(results: Path) -> None:
+    for rank in json.loads((results / "read.json").read_text()):
+        kind, message = rank["error"]
+        assert kind == "InvalidInput"
+        assert "no tensor exp_avg.elsewhere; no tensor exp_avg_sq.elsewhere; no tensor param.elsewhere" in message
+
+
 def test_a_save_that_cannot_be_written_is_an_error_and_the_next_one_works(results: Path) -> None:
     kind, message = json.loads((results / "background.json").read_text())["error"]
     assert kind == "InternalError"

@@ -50,9 +50,8 @@ def shard_pieces(optimizer: MegatronOptimizer, model: Sharded) -> list[Piece]:
     """What this rank has to read; nothing without the distributed optimizer. `model` has all parameters' tensors."""
     shards = {shard.data: shard for shard in model.values()}
     pieces = []
-    for _, part in chained_parts(optimizer):
-        # The parameters in some bucket's param_map.
-        for parameter in part.model_param_gbuf_map if isinstance(part, DistributedOptimizer) else ():
+    for part in (part for _, part in chained_parts(optimizer) if isinstance(part, DistributedOptimizer)):
+        for parameter in part.model_param_gbuf_map:  # those in some bucket's param_map
             whole = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
             wanted = {
                 key: make_sharded_optimizer_tensor(shards[parameter], whole, prefix=f"optimizer.state.{key}")
