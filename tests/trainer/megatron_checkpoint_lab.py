@@ -22,13 +22,16 @@ import torch.distributed as dist
 from services.common.errors import LockstepError
 from services.trainer.checkpoint import begin
 from services.trainer.megatron import checkpoint as megatron_checkpoint
-from services.trainer.megatron import torch_dist
+from services.trainer.megatron import shard_state, torch_dist
 from tests.support import descendants
 from tests.trainer.fsdp_lab import SMALL, samples, write
 from tests.trainer.megatron_lab import CP, EP, PP, TP, VPP, Layout, MegatronLab, run_ranks
 
 BUCKETS = {"fully_reshardable": False}
 PLAIN = {"use_distributed_optimizer": False}
+ASYNC = {"async_save": True}
+# So few that the small models here are read in several batches, of other numbers on other ranks.
+BATCH_BYTES = 1 << 18
 BF16 = SMALL | {"compute_dtype": "bfloat16"}
 LORA = SMALL | {"lora": {"rank": 4}}
 DROPOUT = SMALL | {"lora": {"rank": 4, "dropout": 0.2}}
@@ -47,6 +50,9 @@ LAYOUTS = {
     "dp2-buckets": Layout("untied", 2, BUCKETS, SMALL),
     "tp2-buckets": Layout("untied", 2, BUCKETS | TP, SMALL),
     "tp2-async": Layout("untied", 2, TP | {"async_save": True, "auto_offload": True}, SMALL),
+    "dp2-async": Layout("untied", 2, ASYNC, SMALL),
+    "dp2-plain-async": Layout("untied", 2, ASYNC | PLAIN, SMALL),
+    "dp2-buckets-async": Layout("untied", 2, ASYNC | BUCKETS, SMALL),
     "tied-pp2": Layout("tied", 2, PP, SMALL),
     "tied-tp2": Layout("tied", 2, TP, SMALL),
     "deep-1": Layout("deep", 1, {}, SMALL),
@@ -82,6 +88,7 @@ SAME = [
     "moe-ep2-etp2",
     "lora-tp2-dropout",
 ]
+STAGED = ["dp2-async", "dp2-plain-async", "dp2-buckets-async"]
 REFUSED = [
     ("dp2-buckets", "tp2-buckets"),
     ("dp2-buckets", "dp2-plain"),
@@ -170,6 +177,74 @@ def save_in_background(lab: MegatronLab, directory: Path) -> None:
         (directory / "background.json").write_text(json.dumps(content))
 
 
+def stage_all(lab: MegatronLab, directory: Path) -> None:
+    """Whose memory is in what the first rank will write in the background."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values  # after services.trainer.megatron
+    from megatron.core.dist_checkpointing.strategies.torch import _unwrap_pyt_sharded_tensor as unwrap
+
+    answers = {}
+    for name in STAGED:
+        lab.open(LAYOUTS[name])
+        lab.train(samples())
+        alive = {
+            t.untyped_storage().data_ptr() for t in (*lab.backend._parameter_tensors(), *lab.backend._state_tensors())
+        }
+
+        def stage(sharded: dict[str, Any], *, copied: Any, name: str = name, alive: set[int] = alive) -> Any:
+            # Held on to, as a place that is given back may be had again. Buckets have marks of their padding besides.
+            tensors = [shard.data for shard in nested_values(sharded["optimizer"]) if hasattr(shard, "data")]
+            made = {tensor.untyped_storage().data_ptr() for tensor in tensors} - alive
+            staged = torch_dist.stage(sharded, copied=copied)
+            held = [(key, t.untyped_storage().data_ptr()) for key, value in staged.items() for t in unwrap(value)]
+            optimizer = [pointer for key, pointer in held if "optimizer." in key]
+            answers[name] = {
+                "num_optimizer": len(optimizer),
+                "num_as_made": sum(pointer in made for pointer in optimizer),
+                "alive": [key for key, pointer in held if pointer in alive],
+            }
+            return staged
+
+        with _instead(megatron_checkpoint, "stage", stage):
+            lab.backend.save(directory)
+    if lab.rank == 0:
+        (directory / "staged.json").write_text(json.dumps(answers))
+
+
+def count_read(lab: MegatronLab, directory: Path) -> None:
+    """Bytes of optimizer state that each rank of a data-parallel group asks for and has in memory at once."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values  # after services.trainer.megatron
+
+    rounds: list[int] = []
+
+    def load(sharded: dict[int, Any], path: Path) -> Any:
+        loaded = torch_dist.load(sharded, path)
+        rounds.append(sum(tensor.nbytes for tensor in nested_values(dict(loaded))))
+        return loaded
+
+    with _instead(shard_state, "load", load):
+        lab.open(LAYOUTS["dp2"], checkpoint=str(directory / "checkpoints" / "dp2"))
+    pieces = shard_state.shard_pieces(lab.backend._optimizer, lab.backend._checkpointer._all_tensors())
+    later = {index: piece.wanted for index, piece in enumerate(pieces)}
+    if lab.rank == 1:
+        later[0] = {key: dataclasses.replace(shard, key=f"{key}.elsewhere") for key, shard in later[0].items()}
+    error = refusal(lambda: torch_dist.read({}, directory / "checkpoints" / "dp2" / "state", later=later))
+    sizes = [12 * parameter.numel() for chunk in lab.backend._model.chunks for parameter in chunk.parameters()]
+    answers: list[Any] = [None] * lab.world
+    dist.all_gather_object(answers, {"rounds": rounds, "whole": sum(sizes), "largest": max(sizes), "error": error})
+    if lab.rank == 0:
+        (directory / "read.json").write_text(json.dumps(answers))
+
+
+@contextlib.contextmanager
+def _instead(module: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
 @contextlib.contextmanager
 def _held_writers() -> Iterator[threading.Event]:
     """Writers wait until the event is set."""
@@ -179,11 +254,8 @@ def _held_writers() -> Iterator[threading.Event]:
         assert let_go.wait(60)
         original(*args)
 
-    megatron_checkpoint.write = held
-    try:
+    with _instead(megatron_checkpoint, "write", held):
         yield let_go
-    finally:
-        megatron_checkpoint.write = original
 
 
 def convert_all(lab: MegatronLab, directory: Path) -> None:
@@ -199,7 +271,7 @@ def convert_all(lab: MegatronLab, directory: Path) -> None:
     policy = lab.backend._model
     tensors = {name: tensor for chunk in policy.bare_chunks() for name, tensor in chunk.sharded_state_dict().items()}
     add_prefix_for_sharding(tensors, "model.")
-    torch_dist.write(torch_dist.stage({"model": tensors}, is_copy=False), plain, None)
+    torch_dist.write(torch_dist.stage({"model": tensors}), plain, None)
     if lab.rank == 0:  # a pickle of more than tensors, as Megatron's are
         torch.save({"args": Namespace(lr=1.0)}, plain / "common.pt")
     before = lab.weights()
@@ -259,9 +331,10 @@ def play(world: int, directory: Path, acts: list[Callable[[MegatronLab, Path], N
 
 
 def main(directory: Path) -> None:
+    shard_state._BATCH_BYTES = BATCH_BYTES
     for world in (1, 2, 4):
-        more = [save_in_background] if world == 2 else []
+        more = [save_in_background, stage_all] if world == 2 else []
         play(world, directory, [save_all, *more])
     for world in (1, 2, 4):
-        more = [convert_all] if world == 2 else []
+        more = [convert_all, count_read] if world == 2 else []
         play(world, directory, [load_all, refuse_all, *more])

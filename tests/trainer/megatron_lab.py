@@ -42,7 +42,10 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 UNPACKED = {"packed_sequences": False}
 # Buckets of a few matrices, so that there are several whose turns overlap.
 OVERLAP = {"ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10000}}
-AUX = {"moe": {"load_balancing_type": "aux_loss", "aux_loss_coeff": 0.1}}
+AUX = {
+    "moe": {"load_balancing_type": "aux_loss", "aux_loss_coeff": 0.1},
+    "transformer_config_kwargs": {"moe_z_loss_coeff": 0.01},
+}
 FULL = SMALL | {"num_minibatches": 2, "loss": FULL_LOSS}
 
 

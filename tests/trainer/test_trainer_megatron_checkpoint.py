@@ -14,7 +14,7 @@ from services.trainer import checkpoint
 from tests.support import make_model
 from tests.trainer.fsdp_lab import read
 from tests.trainer.labs import start_lab
-from tests.trainer.megatron_checkpoint_lab import PAIRS, REFUSED, SAME
+from tests.trainer.megatron_checkpoint_lab import BATCH_BYTES, PAIRS, REFUSED, SAME, STAGED
 
 KINDS = ("untied", "tied", "moe", "deep")
 TOLERANCE = 1e-5
@@ -127,6 +127,33 @@ def test_a_save_in_the_background_has_the_weights_from_before_the_update(results
     assert checkpoint.verify(results / "checkpoints" / "tp2-async").version == 1
     assert len(answer["saved"]["manifest_digest"]) == 64
     assert answer["children"] == []
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_what_is_written_in_the_background_is_copied_once(results: Path, name: str) -> None:
+    answer = json.loads((results / "staged.json").read_text())[name]
+    assert answer["alive"] == []  # the next update changes nothing of it
+    assert answer["num_optimizer"] > 30
+    is_gathered = name == "dp2-async"
+    assert answer["num_as_made"] == (answer["num_optimizer"] if is_gathered else 0)
+
+
+def test_a_rank_reads_the_optimizer_state_of_its_shard_in_batches(results: Path) -> None:
+    ranks = json.loads((results / "read.json").read_text())
+    whole, largest = ranks[0]["whole"], ranks[0]["largest"]
+    for rank in ranks:
+        assert sum(rank["rounds"]) < whole / 2 + largest
+        assert len(rank["rounds"]) > 2
+        assert max(rank["rounds"]) <= max(BATCH_BYTES, largest) < whole / 4
+    # Every parameter is read, and by both ranks only the one that lies in both shards.
+    assert whole <= sum(sum(rank["rounds"]) for rank in ranks) <= whole + largest
+
+
+def test_optimizer_state_that_one_rank_misses_is_refused_on_all(results: Path) -> None:
+    for rank in json.loads((results / "read.json").read_text()):
+        kind, message = rank["error"]
+        assert kind == "InvalidInput"
+        assert "no tensor exp_avg.elsewhere; no tensor exp_avg_sq.elsewhere; no tensor param.elsewhere" in message
 
 
 def test_a_save_that_cannot_be_written_is_an_error_and_the_next_one_works(results: Path) -> None:

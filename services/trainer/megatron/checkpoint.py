@@ -28,6 +28,7 @@ from services.trainer.backend import Role
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.optimizer_state import (
     Resharding,
+    is_gathered,
     num_updates,
     set_num_updates,
     set_state,
@@ -35,6 +36,7 @@ from services.trainer.megatron.optimizer_state import (
 )
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.role import MegatronModel
+from services.trainer.megatron.shard_state import load_pieces, shard_pieces
 from services.trainer.megatron.torch_dist import Sharded, read, saved_shapes, stage, write
 from services.trainer.megatron.weights import HEAD, gather_json, is_adapter
 
@@ -117,7 +119,9 @@ class Checkpointer:
             InternalError: A file could not be written. The returned function raises it likewise.
         """
         self._model.parallelism.activate()
-        staged = stage(self._sharded(self._own.resharding, is_loading=False), is_copy=self._is_async)
+        alive = ["model"] if is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
+        sharded = self._sharded(self._own.resharding, is_loading=False)
+        staged = stage(sharded, copied=alive if self._is_async else ())
         # A pipeline stage without adapters has an optimizer that never counts.
         number = max(gather_json(num_updates(self._optimizer), torch.device("cpu")))
 
@@ -146,10 +150,13 @@ class Checkpointer:
         sharded = self._sharded(saved.resharding, is_loading=True)
         if not saved.has_ranks_of(self._own):
             del sharded["rng"]
+        is_by_parameter = saved.resharding == "fully_reshardable"
+        pieces = shard_pieces(self._optimizer, self._all_tensors()) if is_by_parameter else []
         targets = _tensors(sharded["model"])
-        loaded = read(sharded, directory)
+        loaded = read(sharded, directory, later={index: piece.wanted for index, piece in enumerate(pieces)})
         _copy_into(targets, loaded.get("model", {}))
-        set_state(self._optimizer, loaded.get("optimizer", {}), self._all_tensors(), saved.resharding)
+        set_state(self._optimizer, loaded.get("optimizer", {}), self._all_tensors())
+        load_pieces(pieces, directory)
         set_num_updates(self._optimizer, number)
         if "rng" in loaded:
             _set_generators(loaded["rng"])

@@ -154,7 +154,13 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
         **_recompute_settings(trainer, megatron),
         **_fusion_settings(is_gpu),
     }
-    return make(TransformerConfig, settings, megatron.transformer_config_kwargs, "megatron.transformer_config_kwargs")
+    given = megatron.transformer_config_kwargs
+    config = make(TransformerConfig, settings, given, "megatron.transformer_config_kwargs")
+    if config.moe_z_loss_coeff is not None:
+        # Megatron divides it by these ranks and then weighs each one's part by that rank's tokens only
+        # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
+        config.moe_z_loss_coeff *= megatron.tensor_model_parallel_size * megatron.context_parallel_size
+    return config
 
 
 def build_chunks(

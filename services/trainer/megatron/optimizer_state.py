@@ -21,7 +21,10 @@ Resharding = Literal["fully_reshardable", "dp_reshardable"]
 
 
 def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resharding, *, is_loading: bool) -> Sharded:
-    """The state of each chained optimizer; `model` has the sharded tensors of all parameters. All ranks call it."""
+    """The state of each chained optimizer; `model` has the sharded tensors of all parameters. All ranks call it.
+
+    To load a fully reshardable state of a distributed optimizer is shard_state's.
+    """
     allocate(optimizer)
     states: Sharded = {}
     for index, part in chained_parts(optimizer):
@@ -29,27 +32,31 @@ def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resh
             states[index] = _whole_state(part, model)
         elif resharding == "dp_reshardable":
             states[index] = _bucket_state(part, model, index, is_loading)
-        else:
+        elif not is_loading:
             # Gathered in host memory on the first data-parallel rank, not in device memory on all of them.
             how = {"distrib_optim_fully_reshardable_mem_efficient": True}
-            states[index] = part.sharded_param_state_fully_reshardable(model, is_loading, how)
+            states[index] = part.sharded_param_state_fully_reshardable(model, False, how)
     return {index: state for index, state in states.items() if state}
 
 
 @torch.no_grad()
-def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded, resharding: Resharding) -> None:
+def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded) -> None:
     """Takes over what was loaded into sharded_state(is_loading=True)."""
     for index, part in chained_parts(optimizer):
-        if index not in loaded:  # a pipeline stage without adapters
+        if index not in loaded:  # a pipeline stage without adapters, or what shard_state loads
             continue
         for state in part.optimizer.state.values():
             state.pop("step", None)  # Megatron wants it to be loaded with the rest; it is set by set_num_updates
         if not isinstance(part, DistributedOptimizer):
             _copy(_whole_state(part, model), loaded[index])
-        elif resharding == "dp_reshardable":
-            part.load_parameter_state_from_dp_reshardable(loaded[index])
         else:
-            part.load_parameter_state_from_fully_reshardable(loaded[index])
+            part.load_parameter_state_from_dp_reshardable(loaded[index])
+
+
+def is_gathered(optimizer: MegatronOptimizer, resharding: Resharding) -> bool:
+    """Whether a state to be saved is a copy in host memory already (get_parameter_state_dp_zero), no live tensors."""
+    parts = [part for _, part in chained_parts(optimizer)]
+    return resharding == "fully_reshardable" and all(isinstance(part, DistributedOptimizer) for part in parts)
 
 
 def num_updates(optimizer: MegatronOptimizer) -> int:

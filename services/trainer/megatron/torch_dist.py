@@ -5,7 +5,7 @@ the file, and never read. `.metadata` is a pickle of torch's: read only what the
 you trust as you trust a program.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -35,13 +35,14 @@ _NUM_NAMED = 3
 _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
 
 
-def stage(sharded: Sharded, *, is_copy: bool) -> Mapping[str, Any]:
-    """What this rank has to write of `sharded`; with `is_copy` in host memory of its own. All ranks call it."""
+def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, Any]:
+    """What this rank has to write of `sharded`; parts in `copied` in host memory of their own. All ranks call it."""
     tensors, _ = save_preprocess({name: part for name, part in sharded.items() if part})
+    for name in copied:
+        for shard in nested_values(tensors.get(name, {})):
+            if is_main_replica(shard.replica_id):
+                shard.data = shard.data.detach().to("cpu", copy=True)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
-    if is_copy:
-        for shard in (shard for shards in flat.values() for shard in shards):
-            shard.data = shard.data.detach().to("cpu", copy=True)
     return mcore_to_pyt_state_dict(flat)
 
 
@@ -77,16 +78,32 @@ def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {key: tuple(saved.size) for key, saved in tensors if isinstance(saved, TensorStorageMetadata)}
 
 
-def read(sharded: Sharded, directory: Path, *, prefix: str = "", ignored: str = "") -> Sharded:
+def read(
+    sharded: Sharded, directory: Path, *, later: Sharded | None = None, prefix: str = "", ignored: str = ""
+) -> Sharded:
     """The same structure with loaded tensors: those of plain sharded tensors are their own, overwritten in place.
 
     All ranks call it, and nothing is overwritten unless all ranks together want the checkpoint's model, tensor by
-    tensor, but for `ignored`. Its names have `prefix`.
+    tensor, but for `ignored`, and what is to be loaded `later` is there too. Its names have `prefix`.
 
     Raises:
         InvalidInput: A tensor is missing, too many or has another global shape; names the first. On every rank.
     """
+    _require({"now": sharded, "later": later or {}}, directory, prefix, ignored)
+    return load(sharded, directory)
+
+
+def load(sharded: Sharded, directory: Path) -> Sharded:
+    """`read` without its checks. What is on the meta device gets host memory. All ranks call it."""
     tensors, kept, factories = load_preprocess(sharded)
+    dict_list_map_inplace(lambda shard: shard.without_data() if shard.data.is_meta else shard, tensors)
+    loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
+    merge(loaded, kept)
+    return apply_factory_merges(loaded, factories)
+
+
+def _require(sharded: Sharded, directory: Path, prefix: str, ignored: str) -> None:
+    tensors, _, _ = load_preprocess(sharded)
     shapes = saved_shapes(directory)
     own = {"wanted": [shard.key for shard in nested_values(tensors)], "problems": _problems(tensors, shapes)}
     ranks = gather_json(own, torch.device("cpu"))
@@ -100,9 +117,6 @@ def read(sharded: Sharded, directory: Path, *, prefix: str = "", ignored: str = 
             f"path: {directory} does not hold this model: {'; '.join(problems[:_NUM_NAMED])}{more}; nothing was loaded",
             field="path",
         )
-    loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
-    merge(loaded, kept)
-    return apply_factory_merges(loaded, factories)
 
 
 def _problems(tensors: Sharded, saved: Mapping[str, tuple[int, ...]]) -> list[str]:
