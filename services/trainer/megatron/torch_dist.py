@@ -23,11 +23,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from services.common.errors import InternalError, InvalidInput
+from services.common.errors import InvalidInput
 from services.trainer.megatron.weights import gather_json
+from services.trainer.torch_checkpoint import typed_errors
 
 # Nested dicts with Megatron's sharded tensors, and factories that make some, as leaves.
 Sharded = dict[Any, Any]
@@ -54,11 +54,8 @@ def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup |
     # Torch's own writer: Megatron's forks processes, which outlive a trainer that is killed.
     writer = dcp.FileSystemWriter(directory, thread_count=2)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    try:
+    with typed_errors(f"checkpoint {directory}: not written"):
         dcp.save(dict(staged), storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items()))
-        raise InternalError(f"checkpoint {directory}: not written: {causes}") from error
     if dist.get_rank() == 0:
         TorchCommonSaveStrategy("torch", 1).save_common({}, directory)
         save_config(CheckpointingConfig("torch_dist"), str(directory))
@@ -85,6 +82,7 @@ def read(sharded: Sharded, directory: Path, *, prefix: str = "", ignored: str = 
 
     Raises:
         InvalidInput: A tensor is missing, too many or has another global shape; names the first. On every rank.
+        InternalError: A rank could not read; on every rank, and some tensors may be overwritten.
     """
     tensors, kept, factories = load_preprocess(sharded)
     shapes = saved_shapes(directory)
@@ -100,7 +98,8 @@ def read(sharded: Sharded, directory: Path, *, prefix: str = "", ignored: str = 
             f"path: {directory} does not hold this model: {'; '.join(problems[:_NUM_NAMED])}{more}; nothing was loaded",
             field="path",
         )
-    loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
+    with typed_errors(f"checkpoint {directory}: not read"):
+        loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
     merge(loaded, kept)
     return apply_factory_merges(loaded, factories)
 
