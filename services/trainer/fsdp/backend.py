@@ -101,7 +101,7 @@ class FsdpBackend:
 
     def load(self, directory: Path) -> None:
         model, optimizer = self._state()
-        self._require_tensors_of(model, directory)
+        self._require_tensors_of(model, optimizer, directory)
         with typed_errors(f"checkpoint {directory}: not read"):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
         set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
@@ -109,11 +109,15 @@ class FsdpBackend:
     def close(self) -> None:
         pass
 
-    def _require_tensors_of(self, model: dict[str, Any], directory: Path) -> None:
+    def _require_tensors_of(self, model: dict[str, Any], optimizer: dict[str, Any], directory: Path) -> None:
         """Raises PreconditionFailed unless the checkpoint is of exactly these tensors; what lacks some would crash."""
         saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items()
-        there = {name.removeprefix("model."): list(of.size) for name, of in saved if name.startswith("model.")}
-        here = {name: list(tensor.shape) for name, tensor in model.items()}
+        there = {name: list(of.size) for name, of in saved if name.startswith(("model.", "optimizer.state."))}
+        here = {f"model.{name}": list(tensor.shape) for name, tensor in model.items()} | {
+            f"optimizer.state.{name}.{moment}": list(tensor.shape)
+            for name, moments in optimizer["state"].items()
+            for moment, tensor in moments.items()
+        }
         if different := sorted(name for name in there | here if there.get(name) != here.get(name)):
             name = different[0]
             raise PreconditionFailed(
