@@ -5,7 +5,6 @@ import contextlib
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 
@@ -15,23 +14,13 @@ from services.common.errors import InternalError, Reason
 from services.trainer import ranks as ranks_module
 from services.trainer.ranks import Ranks, follow
 from tests.support import free_port
-from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker
+from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker, toy
 
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "_HEARTBEAT_MS", HEARTBEAT_MS)
     monkeypatch.setattr(ranks_module, "_SILENCE_MS", SILENCE_MS)
-
-
-@contextlib.contextmanager
-def toy(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command, pipe = [sys.executable, "-m", "tests.trainer.toy_nodes", *arguments], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 class Trainer:

@@ -4,10 +4,13 @@ Rank 0 says its address, then that all are there, and ends in order when it is g
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 from services.common.process import configure_logging
 from services.trainer import ranks
@@ -16,6 +19,17 @@ from services.trainer.ranks import Message, Ranks, follow
 # In the place of 5 s and 30 s.
 HEARTBEAT_MS, SILENCE_MS = 100, 1_000
 LOST = 3
+
+
+@contextlib.contextmanager
+def toy(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """One of the two, killed with the block."""
+    command, pipe = [sys.executable, "-m", "tests.trainer.toy_nodes", *arguments], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class Worker:
