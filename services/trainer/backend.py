@@ -76,7 +76,11 @@ class Backend(Protocol):
         """
 
     def load(self, directory: Path) -> None:
-        """Reads what `save` wrote, on any number of ranks."""
+        """Reads what `save` wrote, on any number of ranks.
+
+        Raises:
+            InternalError: It could not be read, and the weights are half of the one and half of the other.
+        """
 
     def close(self) -> None:
         """Forgets what is kept outside of this object."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import threading
 
@@ -41,8 +42,19 @@ async def run(options: ServeOptions) -> int:
     store, rank, world_size = _join_torchrun()
     worker = Worker(store, rank, world_size, _device())
     if rank > 0:
-        follow(rank, store.get("lockstep/ranks").decode(), worker)
-    return await _serve(options, worker, store, world_size)
+        code = _follow_to_the_end(rank, store, worker)
+    else:
+        code = await _serve(options, worker, store, world_size)
+    logging.shutdown()
+    # A rank may be inside a collective that nobody will answer; whoever started the ranks ends them with this process.
+    os._exit(code)
+
+
+def _follow_to_the_end(rank: int, store: dist.Store, worker: Worker) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # torchrun asks all ranks to end. Rank 0 does in its own time, which may need the others, and they with it.
+        signal.signal(number, signal.SIG_IGN)
+    return 0 if follow(rank, store.get("lockstep/ranks").decode(), worker) else 1
 
 
 async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world_size: int) -> int:
@@ -59,9 +71,9 @@ async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world
     await server.start(options.listen, [NAME], insecure=options.insecure)
     code = await server.serve()
     options.trace.close()
-    logging.shutdown()
-    # A rank may be inside a collective that nobody will answer; whoever started the ranks ends them with this process.
-    os._exit(code)
+    if code == 0:
+        await ranks.end()
+    return code
 
 
 def _follow_on_device(address: str, worker: Worker) -> None:

@@ -2,9 +2,11 @@
 
 JSON for the command, Arrow frames for samples, over ZeroMQ: nothing is pickled. A rank that raises says so with its
 traceback even while others wait for it in a collective; those are then ended with the process group's processes.
+A rank that is gone is the failure of all, and no rank stays without rank 0.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -16,6 +18,7 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from services.common.errors import ERROR_CLASSES, InternalError, LockstepError, Reason
 
@@ -23,6 +26,9 @@ log = logging.getLogger(__name__)
 
 # After one rank failed with a typed error, the others are about to, unless they wait for it in a collective.
 _OTHERS_GRACE_S = 10.0
+# A process that ends closes its connection; a host that is lost does not. ZeroMQ asks it this often, from a thread of
+# its own, whatever the rank is busy with, and gives it up after so long without an answer.
+_HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
 
 
 Phase = Callable[[str, str], AbstractContextManager[None]]
@@ -54,17 +60,38 @@ class Ranks:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
+        _send_heartbeats(self._socket)
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self._on_failure = on_failure
         self._turn = asyncio.Lock()
-        self._failure = ""
+        self._failure: InternalError | None = None
+        self._connections: dict[int, tuple[int, str]] = {}  # rank and host, by what ZeroMQ calls a connection by
 
     async def wait_for_all(self) -> None:
-        """Returns once every rank has connected."""
+        """Returns once every rank has connected. From then on the loss of any is the failure of all."""
         missing = set(range(self.num_ranks))
         while missing:
-            sender, *_ = await self._socket.recv_multipart()
-            missing.discard(int(sender))
+            sender, host = await self._socket.recv_multipart(copy=False)
+            rank = int(sender.bytes)
+            self._connections[host.get(zmq.SRCFD)] = (rank, host.bytes.decode())
+            missing.discard(rank)
+        self._watching = asyncio.create_task(self._watch(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)))
+
+    async def end(self) -> None:
+        """Lets all ranks end without a failure. Nothing can be called after it, and this process should end too."""
+        for rank in range(self.num_ranks):
+            with contextlib.suppress(zmq.ZMQError):  # it is gone
+                await self._socket.send_multipart([str(rank).encode(), *Message({}).pack()])
+        zmq.asyncio.Context.instance().destroy(linger=1000)  # returns when all is sent
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Returns when a rank is lost."""
+        lost = None
+        while lost is None:  # anybody may connect and go
+            lost = self._connections.get((await recv_monitor_message(monitor))["value"])
+        rank, host = lost
+        why = f"rank {rank} on {host} is gone: its process has ended, or its host cannot be reached"
+        self._fail(why, rank=str(rank), host=host)
 
     async def call(self, method: str, parts: Sequence[Message] | None = None, **arguments: Any) -> list[Message]:
         """Runs `method` on all ranks with `arguments` and each rank's own part; the answers in rank order.
@@ -80,66 +107,107 @@ class Ranks:
     async def _call(self, method: str, parts: Sequence[Message], arguments: dict[str, Any]) -> list[Message]:
         async with self._turn:
             if self._failure:
-                raise InternalError(self._failure, reason=Reason.RANK_FAILED)
+                raise self._failure
             with self._phase(method, arguments.get("role", "policy")):
                 for rank, part in enumerate(parts):
                     command = Message({"method": method, "arguments": arguments | part.body}, part.frames)
-                    await self._socket.send_multipart([str(rank).encode(), *command.pack()])
+                    await self._send(rank, command)
                 answers = await self._answers(method)
         errors = [answer.body["error"] for _, answer in sorted(answers.items()) if "error" in answer.body]
         if errors:
             raise _rebuild(errors[0])
         return [answers[rank] for rank in range(self.num_ranks)]
 
+    async def _send(self, rank: int, command: Message) -> None:
+        try:
+            await self._socket.send_multipart([str(rank).encode(), *command.pack()])
+        except zmq.ZMQError as error:
+            raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
+
     async def _answers(self, method: str) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         grace_s: float | None = None
         while len(answers) < self.num_ranks:
-            try:
-                async with asyncio.timeout(grace_s):
-                    sender, *parts = await self._socket.recv_multipart()
-            except TimeoutError:
-                self._fail(f"{method}: ranks {sorted(set(range(self.num_ranks)) - set(answers))} did not answer", {})
+            received = await self._received(grace_s)
+            if received is None:
+                missing = sorted(set(range(self.num_ranks)) - set(answers))
+                raise self._fail(f"{method}: ranks {missing} did not answer")
+            sender, *parts = received
             answer = answers[int(sender)] = Message.unpack(parts)
             if "error" in answer.body:
                 grace_s = _OTHERS_GRACE_S
                 if answer.body["error"]["class"] is None:
-                    self._fail(f"{method}: {answer.body['error']['message']}", answer.body["error"]["metadata"])
+                    message, metadata = answer.body["error"]["message"], answer.body["error"]["metadata"]
+                    raise self._fail(f"{method}: {message}", **metadata)
         return answers
 
-    def _fail(self, message: str, metadata: dict[str, str]) -> None:
-        self._failure = message
-        self._on_failure(message)
-        raise InternalError(message, reason=Reason.RANK_FAILED, **metadata)
+    async def _received(self, timeout_s: float | None) -> list[bytes] | None:
+        """What comes next; None if nothing came in time. Raises InternalError if a rank is lost before."""
+        receiving = self._socket.recv_multipart()
+        await asyncio.wait({receiving, self._watching}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if receiving.done():
+            return receiving.result()
+        receiving.cancel()
+        if self._failure:
+            raise self._failure
+        return None
+
+    def _fail(self, message: str, **metadata: str) -> InternalError:
+        """The trainer ends. Returns the first failure, whose consequences the others are."""
+        if self._failure is None:
+            self._failure = InternalError(message, reason=Reason.RANK_FAILED, **metadata)
+            self._on_failure(message)
+        return self._failure
 
 
-def follow(rank: int, address: str, worker: Any) -> None:
-    """Every rank's side: runs the commands on `worker`, one method each, until the process ends.
+def follow(rank: int, address: str, worker: Any) -> bool:
+    """Every rank's side: runs the commands on `worker`, one method each, until rank 0 says that no more will come.
 
     A method takes its arguments by keyword, and `frames` if it wants them; it returns a Message or None.
+
+    Returns:
+        Whether rank 0 said so. If not it is gone, and the process should end.
     """
-    connection = zmq.Context.instance().socket(zmq.DEALER)
-    connection.setsockopt(zmq.IDENTITY, str(rank).encode())
-    connection.setsockopt(zmq.LINGER, 1000)
-    connection.connect(address)
-    connection.send(b"{}")
-    while True:
-        command = Message.unpack(connection.recv_multipart())
-        connection.send_multipart(_run(rank, worker, command).pack())
+    with zmq.Context.instance().socket(zmq.DEALER) as connection:
+        connection.setsockopt(zmq.IDENTITY, str(rank).encode())
+        connection.setsockopt(zmq.LINGER, 1000)
+        _send_heartbeats(connection)
+        poller = zmq.Poller()
+        poller.register(connection, zmq.POLLIN)
+        lost = connection.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        poller.register(lost, zmq.POLLIN)
+        connection.connect(address)
+        connection.send(socket.gethostname().encode())
+        while True:
+            poller.poll()
+            if not connection.poll(0):  # what came before the loss comes first
+                log.error("rank %d ends: rank 0 at %s is gone", rank, address)
+                return False
+            command = Message.unpack(connection.recv_multipart())
+            if not command.body:
+                return True
+            connection.send_multipart(_run(rank, worker, command))
 
 
-def _run(rank: int, worker: Any, command: Message) -> Message:
-    method, arguments = getattr(worker, command.body["method"]), command.body["arguments"]
+def _send_heartbeats(to_others: zmq.Socket) -> None:
+    to_others.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    to_others.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+
+
+def _run(rank: int, worker: Any, command: Message) -> list[bytes]:
+    """The packed answer, whatever happens: others wait for it."""
+    name, arguments = command.body["method"], command.body["arguments"]
     try:
+        method = getattr(worker, name)
         result = method(**arguments, frames=command.frames) if command.frames else method(**arguments)
-        return result or Message({})
+        return (result or Message({})).pack()
     except LockstepError as error:
-        return Message({"error": _describe(error, type(error).__name__)})
-    except Exception as error:
-        log.exception("rank %d failed in %s", rank, command.body["method"])
+        return Message({"error": _describe(error, type(error).__name__)}).pack()
+    except BaseException as error:  # also torch's; and the answer ends the whole trainer
+        log.exception("rank %d failed in %s", rank, name)
         where = {"rank": str(rank), "host": socket.gethostname(), "traceback": traceback.format_exc(limit=-8)}
         message = f"rank {rank} on {where['host']}: {type(error).__name__}: {error}"
-        return Message({"error": {"class": None, "reason": None, "message": message, "metadata": where}})
+        return Message({"error": {"class": None, "reason": None, "message": message, "metadata": where}}).pack()
 
 
 def _describe(error: LockstepError, name: str) -> dict[str, Any]:

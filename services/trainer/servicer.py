@@ -18,7 +18,7 @@ from lockstep.types.v1 import types_pb2
 from services.common import batch as batches
 from services.common.config.load import parse_json
 from services.common.config.trainer import TrainerConfig
-from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc import service_info
 from services.common.stamps import require_stamp
@@ -227,7 +227,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._saving, self._changing:
             policy = self._held()
             state = await asyncio.to_thread(checkpoint.verify, Path(request.path))
-            await self._ranks.call("load", path=request.path)
+            try:
+                await self._ranks.call("load", path=request.path)
+            except InternalError:  # in the middle: nobody knows what is held
+                await self._close()
+                raise
             policy.state, policy.digest = state, ""
         return pb.LoadCheckpointResponse(version=state.version)
 

@@ -1,10 +1,12 @@
 """The gate before the weight group's store: what it lets in, and that the store cannot be reached past it."""
 
+import gc
 import re
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -150,6 +152,30 @@ def test_a_member_with_another_secret_is_told_at_once(store) -> None:
         WeightGroup(group, rank=1, device=torch.device("cpu"))
     assert time.monotonic() - begin < 5
     assert not store.tcp_store.check(["r/1/member/1"])
+
+
+def test_a_member_that_the_store_fails_leaves_no_thread(store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise dist.DistNetworkError("failed to send")
+
+    monkeypatch.setattr(dist.PrefixStore, "set", broken)
+    group = GroupMessage(
+        run_id="r",
+        epoch=1,
+        store_host=HOST,
+        store_port=store.address.port,
+        store_secret=store.address.secret,
+        world_size=2,
+        timeout_s=5.0,
+    )
+    before = set(threading.enumerate())
+    with pytest.raises(Aborted, match="cannot be reached: failed to send") as caught:
+        WeightGroup(group, rank=1, device=torch.device("cpu"))
+    del caught  # its traceback holds the client, whose connection the passage sees to the end
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), thread
 
 
 def test_the_secret_is_not_shown(store) -> None:

@@ -31,7 +31,7 @@ def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
     yield "rollout", serve(second, "rollout", ROLLOUT)
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    for rank, host in enumerate((first, second)):
+    for rank, host in ((1, second), (0, first)):  # ended the other way round: the other rank ends when rank 0 has
         # As many threads as a rank has on loopback, where two share the cores: sums may depend on it.
         own = ",".join(map(str, cores[-half:] if rank else cores[:half]))
         torchrun = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]

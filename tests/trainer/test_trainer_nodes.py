@@ -2,19 +2,27 @@
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.trainer.network import published_host, use_interface_to
-from tests.support import free_port, running
+from tests.support import descendants, free_port, running, still_there
 from tests.trainer.deployment import Deployment
+from tests.trainer.toy_nodes import toy
 
 
-async def test_the_ranks_of_two_nodes_serve_as_one_trainer(trainer_files: Path):
+def ranks_of(node: subprocess.Popen[bytes]) -> list[int]:
+    return [pid for pid, command in descendants(node.pid).items() if "-m services.trainer" in command]
+
+
+async def test_the_ranks_of_two_nodes_serve_as_one_trainer_and_end_with_it(trainer_files: Path):
     address, meeting = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    logs = [trainer_files / "node-0.log", trainer_files / "node-1.log"]
 
     def node(rank: int) -> list[str]:
         torchrun = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
@@ -22,7 +30,7 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer(trainer_files: Path):
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "services.trainer"]
         return [*command, "--listen", address]
 
-    with running(node(0), trainer_files / "node-0.log") as first, running(node(1), trainer_files / "node-1.log"):
+    with running(node(0), logs[0]) as first, running(node(1), logs[1]) as second:
         deployment = Deployment(address, trainer_files / "models", first.pid)
         info = await deployment.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=400, wait_for_ready=True)
         assert info.num_ranks == 2
@@ -33,6 +41,31 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer(trainer_files: Path):
         assert answer.version == 1
         assert answer.metrics["grad_norm"] > 0
         await deployment.client.close()
+        # As a scheduler ends a job: all of it at once, and no rank takes that for a failure of another.
+        ranks = [*ranks_of(first), *ranks_of(second)]
+        assert len(ranks) == 2
+        first.terminate()
+        second.terminate()
+        assert not still_there(ranks, after_s=10)
+    lines = [line for log in logs for line in log.read_text().splitlines() if " trainer " in line]
+    assert [line for line in lines if "listens on" not in line] == []
+
+
+def test_no_node_outlives_the_one_that_serves(tmp_path: Path):
+    """A rank as torchrun starts it, and a rank 0 that vanishes."""
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.port}
+    command = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    with toy("serve") as rank_0:
+        meeting.set("lockstep/ranks", rank_0.stdout.readline().strip())
+        with running([*command, sys.executable, "-m", "services.trainer"], tmp_path / "log") as rank_1:
+            assert rank_0.stdout.readline() == "there\n"
+            rank_1.terminate()  # as its torchrun does when it is asked to end; rank 0 has the say
+            rank_0.kill()
+            assert rank_1.wait(10) == 1
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if " trainer " in line]
+    assert "rank 1 ends: rank 0 at tcp://127.0.0.1:" in line
 
 
 @pytest.mark.parametrize(

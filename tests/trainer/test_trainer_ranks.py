@@ -12,11 +12,13 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from torch.distributed import DistError
+from torch.distributed.checkpoint import CheckpointException
 
 from services.common import batch as batches
-from services.common.errors import DeadlineExceeded, InternalError, PreconditionFailed, Reason
+from services.common.errors import DeadlineExceeded, InternalError, LockstepError, PreconditionFailed, Reason
 from services.common.rpc import Client, Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
+from services.trainer import checkpoint
 from services.trainer import ranks as ranks_module
 from services.trainer.ranks import Message, Ranks, follow
 from services.trainer.servicer import NAME, TrainerServicer
@@ -37,6 +39,8 @@ class FakeWorker:
         self.entered = threading.Event()
         self.writers = threading.Event()
         self.write_error: Exception | None = None
+        self.crash_error: BaseException = ZeroDivisionError("boom")
+        self.load_error: LockstepError | None = None
 
     def echo(self, *, value: Any, own: Any = None, frames: list[bytes] = ()) -> Message:
         return Message({"rank": self.rank, "value": value, "own": own}, [*frames, b"from the rank"])
@@ -51,8 +55,14 @@ class FakeWorker:
 
     def crash(self) -> None:
         if self.rank == 1:
-            raise ZeroDivisionError("boom")
+            raise self.crash_error
         self.gate.wait()
+
+    def answer_with_no_json(self) -> Message:
+        return Message({"value": object()})
+
+    def load(self, **_: Any) -> None:
+        raise self.load_error
 
     def open(self, **_: Any) -> Message:
         return Message({"data_rank": self.rank}, [b""])
@@ -146,6 +156,23 @@ async def test_crash_of_one_rank_does_not_wait_for_the_others(crew: Crew) -> Non
     # Nothing is asked of such ranks again.
     with pytest.raises(InternalError, match="boom"):
         await crew.ranks.call("echo", value=1)
+
+
+@pytest.mark.parametrize("error", [CheckpointException("read", {}), SystemExit(1), KeyboardInterrupt()])
+async def test_whatever_ends_a_command_is_an_answer(crew: Crew, error: BaseException) -> None:
+    crew.close_gates()
+    crew.workers[1].crash_error = error
+    async with asyncio.timeout(5):
+        with pytest.raises(InternalError, match=type(error).__name__) as caught:
+            await crew.ranks.call("crash")
+    assert caught.value.reason is Reason.RANK_FAILED
+    assert len(crew.failures) == 1
+
+
+async def test_an_answer_that_cannot_be_sent_is_a_failure(crew: Crew) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(InternalError, match="not JSON serializable"):
+            await crew.ranks.call("answer_with_no_json")
 
 
 async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
@@ -311,6 +338,24 @@ async def test_failed_background_save_is_its_error_and_the_trainer_goes_on(servi
     assert (await service.train(timeout_s=10)).version == 1
     rank_0.write_error = None
     await service.save(tmp_path / "a")
+    assert not service.crew.failures
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(InternalError("half of it was read"), "idle"), (PreconditionFailed("of other names"), "open")]
+)
+async def test_a_run_is_closed_whose_weights_nobody_knows(
+    service: Service, tmp_path: Path, error: LockstepError, state: str
+) -> None:
+    checkpoint.begin(tmp_path / "a")
+    checkpoint.finish(tmp_path / "a", checkpoint.TrainState(3, "b", {}))
+    for worker in service.crew.workers:
+        worker.load_error = error
+    with pytest.raises(type(error), match=error.message):
+        request = pb.LoadCheckpointRequest(path=str(tmp_path / "a"))
+        await service.client.call("LoadCheckpoint", request, timeout_s=10)
+    info = await service.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
+    assert info.info.state == state
     assert not service.crew.failures
 
 

@@ -52,6 +52,7 @@ class WeightGroup:
         self.device = device
         self._timeout_s, self._backend = group.timeout_s, group.backend
         self._pg: dist.ProcessGroup | None = None
+        self._client: StoreClient | None = None
         timeout = timedelta(seconds=group.timeout_s)
         try:
             # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
@@ -60,6 +61,8 @@ class WeightGroup:
             self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", self._client)
             self._store.set(f"member/{rank}", b"1")
         except (OSError, RuntimeError) as error:
+            if self._client is not None:
+                self._client.leave()
             store = f"{group.store_host}:{group.store_port}"
             message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {error}"
             raise Aborted(message, epoch=group.epoch) from error

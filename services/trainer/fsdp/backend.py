@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,6 +18,7 @@ from services.trainer.fsdp.supported import require_all_published
 from services.trainer.fsdp.weights import WeightStream
 from services.trainer.optim import make_adamw
 from services.trainer.packing import Pack
+from services.trainer.torch_checkpoint import typed_errors
 
 
 class FsdpBackend:
@@ -98,15 +98,14 @@ class FsdpBackend:
 
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()
-        try:
+        with typed_errors(f"checkpoint {directory}: not written"):
             dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
-        except CheckpointException as error:  # torch's is not an Exception
-            raise RuntimeError(f"{directory} cannot be written: {error}") from error
 
     def load(self, directory: Path) -> None:
         model, optimizer = self._state()
-        self._require_tensors_of(model, directory)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+        self._require_tensors_of(model, optimizer, directory)
+        with typed_errors(f"checkpoint {directory}: not read"):
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
         set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
         for group in self._optimizer.param_groups:  # what was loaded too is the settings that it was saved under
             group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
@@ -114,15 +113,21 @@ class FsdpBackend:
     def close(self) -> None:
         pass
 
-    def _require_tensors_of(self, model: dict[str, Any], directory: Path) -> None:
+    def _require_tensors_of(self, model: dict[str, Any], optimizer: dict[str, Any], directory: Path) -> None:
         """Raises PreconditionFailed unless the checkpoint is of exactly these tensors; what lacks some would crash."""
-        saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-        names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
-        if different := sorted(names ^ model.keys()):
-            where = "there" if different[0] in names else "here"
+        saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items()
+        there = {name: list(of.size) for name, of in saved if name.startswith(("model.", "optimizer.state."))}
+        here = {f"model.{name}": list(tensor.shape) for name, tensor in model.items()} | {
+            f"optimizer.state.{name}.{moment}": list(tensor.shape)
+            for name, moments in optimizer["state"].items()
+            for moment, tensor in moments.items()
+        }
+        if different := sorted(name for name in there | here if there.get(name) != here.get(name)):
+            name = different[0]
             raise PreconditionFailed(
                 f"checkpoint {directory} is of another role, model or strategy than this {self._role}: "
-                f"{different[0]} is only {where}; open it with the config that it was saved under"
+                f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here; "
+                "open it with the config that it was saved under"
             )
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:

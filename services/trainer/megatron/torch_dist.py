@@ -23,11 +23,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from services.common.errors import InternalError, InvalidInput
+from services.common.errors import InvalidInput
 from services.trainer.megatron.weights import gather_json
+from services.trainer.torch_checkpoint import typed_errors
 
 # Nested dicts with Megatron's sharded tensors, and factories that make some, as leaves.
 Sharded = dict[Any, Any]
@@ -55,11 +55,8 @@ def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup |
     # Torch's own writer: Megatron's forks processes, which outlive a trainer that is killed.
     writer = dcp.FileSystemWriter(directory, thread_count=2)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    try:
+    with typed_errors(f"checkpoint {directory}: not written"):
         dcp.save(dict(staged), storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items()))
-        raise InternalError(f"checkpoint {directory}: not written: {causes}") from error
     if dist.get_rank() == 0:
         TorchCommonSaveStrategy("torch", 1).save_common({}, directory)
         save_config(CheckpointingConfig("torch_dist"), str(directory))
@@ -88,16 +85,22 @@ def read(
 
     Raises:
         InvalidInput: A tensor is missing, too many or has another global shape; names the first. On every rank.
+        InternalError: A rank could not read; on every rank, and some tensors may be overwritten.
     """
     _require({"now": sharded, "later": later or {}}, directory, prefix, ignored)
     return load(sharded, directory)
 
 
 def load(sharded: Sharded, directory: Path) -> Sharded:
-    """`read` without its checks. What is on the meta device gets host memory. All ranks call it."""
+    """`read` without its checks. What is on the meta device gets host memory. All ranks call it.
+
+    Raises:
+        InternalError: A rank could not read; on every rank, and some tensors may be overwritten.
+    """
     tensors, kept, factories = load_preprocess(sharded)
     dict_list_map_inplace(lambda shard: shard.without_data() if shard.data.is_meta else shard, tensors)
-    loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
+    with typed_errors(f"checkpoint {directory}: not read"):
+        loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
     merge(loaded, kept)
     return apply_factory_merges(loaded, factories)
 

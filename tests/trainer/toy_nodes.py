@@ -1,0 +1,74 @@
+"""A trainer of two hosts without torch: `python -m tests.trainer.toy_nodes serve`, or `follow ADDRESS`.
+
+Rank 0 says its address, then that all are there, and ends in order when it is given a line. Rank 1 follows it.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+from services.common.process import configure_logging
+from services.trainer import ranks
+from services.trainer.ranks import Message, Ranks, follow
+
+# In the place of 5 s and 30 s.
+HEARTBEAT_MS, SILENCE_MS = 100, 1_000
+LOST = 3
+
+
+@contextlib.contextmanager
+def toy(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """One of the two, killed with the block."""
+    command, pipe = [sys.executable, "-m", "tests.trainer.toy_nodes", *arguments], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Worker:
+    """Rank 1's, which can be lost, and rank 0's, which then waits for it as in a collective."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.gate = threading.Event()
+
+    def echo(self, *, value: int) -> Message:
+        return Message({"value": value})
+
+    def lose_1(self, *, number: int) -> None:
+        if self.rank == 1:
+            os.kill(os.getpid(), number)
+        self.gate.wait()
+
+    def keep_1_busy(self, *, duration_s: float) -> Message:
+        """With the interpreter's lock held all the time, as some libraries do."""
+        if self.rank == 1:
+            ctypes.PyDLL(None).usleep(int(duration_s * 1e6))
+        return Message({"busy": self.rank == 1})
+
+
+async def _serve() -> None:
+    served = Ranks(2, "127.0.0.1", lambda why: None)
+    threading.Thread(target=follow, args=(0, served.address, Worker(0)), daemon=True).start()
+    os.write(1, f"{served.address}\n".encode())
+    await served.wait_for_all()
+    os.write(1, b"there\n")
+    await asyncio.to_thread(sys.stdin.readline)
+    await served.end()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    configure_logging("toy")
+    ranks._HEARTBEAT_MS, ranks._SILENCE_MS = HEARTBEAT_MS, SILENCE_MS
+    if sys.argv[1] == "serve":
+        asyncio.run(_serve())
+    else:
+        sys.exit(0 if follow(1, sys.argv[2], Worker(1)) else LOST)
