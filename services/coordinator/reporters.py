@@ -1,6 +1,7 @@
 """Where a run's numbers go: the terminal, metrics.jsonl, TensorBoard."""
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from services.coordinator.clients.rollout import Rollout
 
 _ROWS = 12
+_FRAME = 6  # lines around the rows: borders, header and a caption of up to two
 
 
 class Reporter:
@@ -83,7 +85,7 @@ class Terminal(Reporter):
         if console.is_terminal:
             self._live.start()
         else:
-            console.print("  ".join(f"{name:>9}" for name in _NAMES), style="bold", soft_wrap=True)
+            console.print(_line(_NAMES), style="bold", soft_wrap=True)
 
     def phase(self, name: str, version: int) -> AbstractContextManager[None]:
         self._phase = f"step {version + 1} of {self._num_steps}: {name}" if version < self._num_steps else name
@@ -93,14 +95,14 @@ class Terminal(Reporter):
         row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
         self._rows = [*self._rows[1 - _ROWS :], row]
         if not self._console.is_terminal:
-            self._console.print("  ".join(f"{cell:>9}" for cell in row), soft_wrap=True)
+            self._console.print(_line(row), soft_wrap=True)
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
         shown = " ".join(f"{value:.3f}" for value in rewards)
         if self._rows:
             self._rows[-1][1] = shown
-        self._console.print(f"held-out reward after step {version}: {shown}")
+        self._console.print(f"held-out reward after step {version}: {shown}", soft_wrap=True)
 
     def close(self) -> None:
         self._phase = ""
@@ -108,11 +110,15 @@ class Terminal(Reporter):
             self._live.stop()
 
     def _table(self) -> Table:
+        """The last rows and the most important columns, as many as fit."""
+        num_rows = max(1, min(_ROWS, self._console.height - _FRAME))
+        lines = [_NAMES, *self._rows[-num_rows:]]
         table = Table(caption=self._phase, caption_justify="left", expand=False)
-        for name in _NAMES:
-            table.add_column(name, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
+        columns = [[line[index] for line in lines] for index in _fitting(lines, self._console.width)]
+        for name, *_ in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for cells in zip(*(rest for _, *rest in columns), strict=True):
+            table.add_row(*cells)
         return table
 
 
@@ -123,8 +129,25 @@ _COLUMNS = {
     "entropy": lambda m: f"{m['train/entropy']:.3f}",
     "grad norm": lambda m: f"{m['train/grad_norm']:.3f}",
     "gap max": lambda m: f"{m['train/logprob_gap_max']:.1e}",
-    "generate": lambda m: f"{m['time/generating_s']:.2f} s",
-    "train": lambda m: f"{m['time/training_s']:.2f} s",
-    "publish": lambda m: f"{m['time/publishing_s']:.2f} s",
+    "generate s": lambda m: f"{m['time/generating_s']:.2f}",
+    "train s": lambda m: f"{m['time/training_s']:.2f}",
+    "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
 }
 _NAMES = ("step", "held-out", *_COLUMNS)
+_BY_IMPORTANCE = ("step", "reward", "held-out", "grad norm", "entropy", "gap max", "generate s", "train s")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(f"{cell:>10}" for cell in cells)
+
+
+def _fitting(lines: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Indices of the columns of `lines` that a table of `width` has room for, the most important ones."""
+    left, shown = width - 1, []
+    for name in dict.fromkeys((*_BY_IMPORTANCE, *_NAMES)):
+        index = _NAMES.index(name)
+        column = max(len(line[index]) for line in lines) + 3  # padding and border
+        if column <= left:
+            left -= column
+            shown.append(index)
+    return sorted(shown)

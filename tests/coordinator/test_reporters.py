@@ -1,0 +1,66 @@
+"""What a terminal shows of a run, at the widths that terminals have."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from services.coordinator.reporters import Terminal
+
+STEP = {
+    "reward/mean": 0.625,
+    "reward/mixed_groups": 0.92,
+    "batch/tokens": 123456.0,
+    "train/entropy": 0.387,
+    "train/grad_norm": 12.345,
+    "train/logprob_gap_max": 2.9e-06,
+    "time/generating_s": 123.45,
+    "time/training_s": 67.89,
+    "time/publishing_s": 1.23,
+}
+NUMBERS = {"0.625", "0.92", "123456", "0.387", "12.345", "2.9e-06", "123.45", "67.89", "1.23"}
+NUM_STEPS = 30
+
+
+def make_console(width: int, height: int, *, is_terminal: bool) -> Console:
+    return Console(file=io.StringIO(), width=width, height=height, force_terminal=is_terminal, color_system=None)
+
+
+def told(console: Console) -> Terminal:
+    """A terminal at the end of a run of two held-out sets."""
+    terminal = Terminal(console, NUM_STEPS)
+    for version in range(1, NUM_STEPS + 1):
+        terminal.step(version, STEP)
+        if version % 10 == 0:
+            terminal.evaluation(version, {"eval/hard/reward": 0.25, "eval/easy/tokens_mean": 3, "eval/easy/reward": 1})
+    terminal.close()
+    return terminal
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "num_columns", "num_rows"),
+    [(40, 10, 4, 4), (80, 24, 7, 12), (100, 30, 9, 12), (120, 16, 11, 10)],
+)
+def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_columns: int, num_rows: int):
+    table = told(make_console(width, height, is_terminal=True))._table()
+    console = make_console(width, height, is_terminal=False)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and len(lines) < height
+    assert len(lines[1].split("┃")) - 2 == num_columns
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[0] for row in rows] == [str(step) for step in range(NUM_STEPS - num_rows + 1, NUM_STEPS + 1)]
+    assert rows[-1][1] in ("1.000 0.250", "0.250 1.000")
+    assert all({*row} - {row[0], row[1]} <= NUMBERS for row in rows)
+    assert [len({*row} & NUMBERS) for row in rows] == [num_columns - 2] * num_rows
+
+
+def test_a_file_gets_a_line_for_each_step():
+    console = make_console(40, 10, is_terminal=False)
+    told(console)
+    head, *lines = console.file.getvalue().splitlines()
+    assert head.split()[-6:] == ["generate", "s", "train", "s", "publish", "s"]
+    steps = [line for line in lines if not line.startswith("held-out")]
+    assert len(steps) == NUM_STEPS and len(lines) == NUM_STEPS + 3
+    assert {len(line) for line in (head, *steps)} == {len(head)}
+    assert all({*line.split()[1:]} == NUMBERS for line in steps)
