@@ -140,7 +140,9 @@ def plan(config: _Configs) -> None:
 
 @app.command()
 def config(
-    prefix: Annotated[str, typer.Argument(help="Those that begin with it, as trainer.megatron; all if not given.")] = "",
+    prefix: Annotated[
+        str, typer.Argument(help="Those that begin with it, as trainer.megatron; all if not given.")
+    ] = "",
     sft: Annotated[bool, typer.Option("--sft", help="Those of a supervised run.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="All of both, as docs/configuration.md.")] = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """Where a run's numbers go: the terminal, metrics.jsonl, TensorBoard."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+from services.coordinator.columns import fitting
 
 if TYPE_CHECKING:
     from services.coordinator.clients.rollout import Rollout
@@ -35,6 +37,16 @@ class Reporter:
 
     def close(self) -> None:
         """The run is over."""
+
+
+def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Numbers of an evaluation as they are shown, wherever they come from: by set, its reward first, then by name."""
+
+    def place(name: str) -> tuple[str, bool, str]:
+        held_out, _, metric = name.rpartition("/")
+        return held_out, metric != "reward", metric
+
+    return {name: metrics[name] for name in sorted(metrics, key=place)}
 
 
 class JsonLines(Reporter):
@@ -98,7 +110,7 @@ class Terminal(Reporter):
             self._console.print(_line(row), soft_wrap=True)
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
+        rewards = [value for name, value in in_order(metrics).items() if name.endswith("/reward")]
         shown = " ".join(f"{value:.3f}" for value in rewards)
         if self._rows:
             self._rows[-1][1] = shown
@@ -114,7 +126,7 @@ class Terminal(Reporter):
         num_rows = max(1, min(_ROWS, self._console.height - _FRAME))
         lines = [_NAMES, *self._rows[-num_rows:]]
         table = Table(caption=self._phase, caption_justify="left", expand=False)
-        columns = [[line[index] for line in lines] for index in _fitting(lines, self._console.width)]
+        columns = [[line[index] for line in lines] for index in fitting(lines, _BY_IMPORTANCE, self._console.width)]
         for name, *_ in columns:
             table.add_column(name, justify="right", no_wrap=True)
         for cells in zip(*(rest for _, *rest in columns), strict=True):
@@ -134,20 +146,9 @@ _COLUMNS = {
     "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
 }
 _NAMES = ("step", "held-out", *_COLUMNS)
-_BY_IMPORTANCE = ("step", "reward", "held-out", "grad norm", "entropy", "gap max", "generate s", "train s")
+_FIRST = ("step", "reward", "held-out", "grad norm", "entropy", "gap max", "generate s", "train s")
+_BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
 
 
 def _line(cells: Sequence[str]) -> str:
     return "  ".join(f"{cell:>10}" for cell in cells)
-
-
-def _fitting(lines: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Indices of the columns of `lines` that a table of `width` has room for, the most important ones."""
-    left, shown = width - 1, []
-    for name in dict.fromkeys((*_BY_IMPORTANCE, *_NAMES)):
-        index = _NAMES.index(name)
-        column = max(len(line[index]) for line in lines) + 3  # padding and border
-        if column <= left:
-            left -= column
-            shown.append(index)
-    return sorted(shown)

@@ -20,7 +20,7 @@ from services.coordinator.advantages.controller import coef_after, record
 from services.coordinator.clients.trainer import Model
 from services.coordinator.ledger import Kind
 from services.coordinator.metrics import batch_metrics
-from services.coordinator.reporters import Reporter
+from services.coordinator.reporters import Reporter, in_order
 from services.coordinator.resume import CHECKPOINTS, CRITIC_CHECKPOINTS, Start
 from services.coordinator.selection import Selected
 
@@ -210,7 +210,7 @@ class Run:
 
     def evaluations(self) -> list[dict[str, float]]:
         """All evaluations so far, oldest first."""
-        return self._ledger.all(Kind.EVALUATED)
+        return [in_order(metrics) for metrics in self._ledger.all(Kind.EVALUATED)]
 
     def close(self) -> None:
         """Ends the reporters and closes the ledger; a checkpoint that is being saved is not recorded."""

@@ -116,9 +116,13 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
         "eval/plain/math": 4 / 3,
     }
     assert metrics == pytest.approx(expected, abs=1e-12)
-    assert list(metrics) == list(expected)  # the reward first, as tables show it
+    assert list(metrics) == list(expected)
     (recorded,) = run._ledger.all(Kind.EVALUATED)
     assert recorded == {"version": 4, **metrics}
+    (shown,) = run.evaluations()
+    assert shown == recorded
+    ordered = ["reward", "math", "pass@1", "pass@2", "pass@4", "tokens_mean", "truncated"]
+    assert list(shown)[:8] == ["version", *(f"eval/easy/{metric}" for metric in ordered)]
 
     # One set after the other; the prompts of a set arrive in any order.
     assert sorted(replica.asked[:3]) == [(f"p{index}", 4, 0.6, 33) for index in range(3)]

@@ -3,8 +3,10 @@
 import io
 
 import pytest
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from rich.console import Console
 
+from services.coordinator.following import _runs_table
 from services.coordinator.reporters import Terminal
 
 STEP = {
@@ -50,7 +52,7 @@ def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_column
     assert len(lines[1].split("┃")) - 2 == num_columns
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [row[0] for row in rows] == [str(step) for step in range(NUM_STEPS - num_rows + 1, NUM_STEPS + 1)]
-    assert rows[-1][1] in ("1.000 0.250", "0.250 1.000")
+    assert rows[-1][1] == "1.000 0.250"  # by the sets' names
     assert all({*row} - {row[0], row[1]} <= NUMBERS for row in rows)
     assert [len({*row} & NUMBERS) for row in rows] == [num_columns - 2] * num_rows
 
@@ -64,3 +66,27 @@ def test_a_file_gets_a_line_for_each_step():
     assert len(steps) == NUM_STEPS and len(lines) == NUM_STEPS + 3
     assert {len(line) for line in (head, *steps)} == {len(head)}
     assert all({*line.split()[1:]} == NUMBERS for line in steps)
+
+
+@pytest.mark.parametrize(("width", "num_columns"), [(40, 2), (60, 3), (80, 4), (90, 5), (160, 5)])
+def test_the_name_of_a_run_is_whole_in_every_list(width: int, num_columns: int):
+    name = "quickstart-20261122-033224"
+    runs = [
+        pb.Run(name=n, run_dir=f"/home/me/lockstep/runs/{n}", phase="generating", state=pb.RUN_STATE_RUNNING)
+        for n in (name, "b")
+    ]
+    console = make_console(width, 24, is_terminal=False)
+    console.print(_runs_table(runs, width))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[0] for row in rows if row[0]] == [name, "b"]
+    assert {len(row) for row in rows} == {num_columns}
+    if num_columns == 5:
+        assert "".join(row[4] for row in rows) == "".join(run.run_dir for run in runs)
+
+
+def test_a_name_wider_than_the_terminal_is_folded():
+    console = make_console(40, 24, is_terminal=False)
+    console.print(_runs_table([pb.Run(name="a" * 70)], 40))
+    assert console.file.getvalue().count("a") == 70
