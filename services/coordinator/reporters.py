@@ -33,20 +33,20 @@ class Reporter:
         """A step is finished; `version` counts them from 1."""
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        """The weights of `version` were evaluated."""
+        """The weights of `version` were evaluated: `eval/<set>/<metric>`, and `time/evaluating_s`."""
 
     def close(self) -> None:
         """The run is over."""
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Numbers of an evaluation as they are shown, wherever they come from: by set, its reward first, then by name."""
+    """Held-out numbers as they are shown, wherever they come from: by set, its reward first, then by name."""
 
     def place(name: str) -> tuple[str, bool, str]:
         held_out, _, metric = name.rpartition("/")
         return held_out, metric != "reward", metric
 
-    return {name: metrics[name] for name in sorted(metrics, key=place)}
+    return {name: metrics[name] for name in sorted(metrics, key=place) if name.startswith("eval/")}
 
 
 class JsonLines(Reporter):

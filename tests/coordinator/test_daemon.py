@@ -63,6 +63,9 @@ async def test_held_out_numbers_are_told_with_the_steps(here: Daemon, fakes: Fak
         told = [(answer.WhichOneof("event"), answer.evaluation.version) for answer in answers]
         assert [version for kind, version in told if kind == "evaluation"] == [0, 1, 2]
         assert steps(answers) == [1, 2]
+        for answer in answers:
+            kind = answer.WhichOneof("event") or "step"
+            assert ("time/evaluating_s" in getattr(answer, kind).values) == (kind == "evaluation")
         assert all("eval/test/reward" in a.evaluation.values for a in answers if a.HasField("evaluation"))
     console = Console(file=io.StringIO(), width=80)
     await follow(Coordinator(here.address), "run", console)
