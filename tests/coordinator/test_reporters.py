@@ -1,13 +1,19 @@
 """What a terminal shows of a run, at the widths that terminals have."""
 
+import contextlib
 import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from rich.console import Console
 
 from services.coordinator.following import _runs_table
+from services.coordinator.lifecycle import _log_to
 from services.coordinator.reporters import Terminal
+from tests.coordinator.fake_services import make_config
 
 STEP = {
     "reward/mean": 0.625,
@@ -90,3 +96,32 @@ def test_a_name_wider_than_the_terminal_is_folded():
     console = make_console(40, 24, is_terminal=False)
     console.print(_runs_table([pb.Run(name="a" * 70)], 40))
     assert console.file.getvalue().count("a") == 70
+
+
+@contextlib.contextmanager
+def logging_to(console: Console, directory: Path) -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+    root.handlers.clear()  # or they would be closed
+    try:
+        _log_to(make_config(runs_dir=directory), console)
+        yield
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.level, root.handlers[:] = before
+
+
+def test_a_warning_is_one_line_where_there_is_no_terminal(tmp_path: Path):
+    message = "replica 127.0.0.1:5 is out: " + "gone " * 40 + "[for good]"
+    lines = {}
+    for is_terminal in (False, True):
+        console = make_console(80, 24, is_terminal=is_terminal)
+        with logging_to(console, tmp_path):
+            logging.getLogger("test").info("not for the terminal")
+            logging.getLogger("test").warning(message)
+        lines[is_terminal] = console.file.getvalue().splitlines()
+    (line,) = lines[False]
+    assert line.endswith(f" WARNING {message}")
+    assert len(lines[True]) > 2 and max(map(len, lines[True])) <= 80
+    assert (tmp_path / "run" / "logs" / "coordinator.log").read_text().count(message) == 2
