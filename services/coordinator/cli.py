@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from services.common.config.load import keys, load
 from services.common.errors import LockstepError
@@ -142,21 +140,22 @@ def plan(config: _Configs) -> None:
 
 @app.command()
 def config(
+    prefix: Annotated[
+        str, typer.Argument(help="Those that begin with it, as trainer.megatron; all if not given.")
+    ] = "",
     sft: Annotated[bool, typer.Option("--sft", help="Those of a supervised run.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="All of both, as docs/configuration.md.")] = False,
 ) -> None:
     """List every config key with its type, default and help."""
     from services.common.config.run import Config
     from services.common.config.sft import SftConfig
+    from services.coordinator.config_list import below, show_keys
     from services.coordinator.config_page import config_page
 
     if markdown:
         typer.echo(config_page(), nl=False)
         return
-    table = Table("key", "type", "default", "meaning")
-    for key in keys(SftConfig if sft else Config):
-        table.add_row(*map(escape, (key.path, key.type, key.default, key.help)))
-    _console.print(table)
+    show_keys(below(prefix, list(keys(SftConfig if sft else Config))), _console)
 
 
 def main() -> None:

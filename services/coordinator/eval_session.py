@@ -22,7 +22,7 @@ from services.coordinator.lifecycle import load_early, load_late, with_services
 from services.coordinator.opening import open_services
 from services.coordinator.plan import check_model
 from services.coordinator.publication import Publisher
-from services.coordinator.resume import CHECKPOINTS, open_run
+from services.coordinator.resume import CHECKPOINTS, LEDGER, open_run
 from services.coordinator.run import Run
 
 
@@ -36,7 +36,7 @@ class Evaluation:
 
 
 def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
-    """The run `config`, made to evaluate `checkpoint` in `out`, or else in a new directory below that of the run.
+    """The run `config`, made to evaluate `checkpoint` in `out`, or else in a new directory below that of its run.
 
     Args:
         config: The run's config.
@@ -50,7 +50,9 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     if not config.data.eval:
         raise InvalidInput("data.eval names no file: there is nothing to evaluate", field="data.eval")
     is_checkpoint = _is_checkpoint(checkpoint)
-    directory = out or config.run_dir / f"eval-{checkpoint.resolve().name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    directory = (
+        out or _run_of(checkpoint, config) / f"eval-{checkpoint.resolve().name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InvalidInput(f"--out: {directory} exists and is not an empty directory; name another", field="out")
     start = {"resume": str(checkpoint)} if is_checkpoint else {"resume": "never", "model": str(checkpoint)}
@@ -59,6 +61,13 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     # What watches the run may be at work at the same time.
     alone["observability"] = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
     return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone})
+
+
+def _run_of(checkpoint: Path, config: Config) -> Path:
+    """The directory of the run that saved `checkpoint`; that of `config` if it is of no run."""
+    checkpoints = checkpoint.resolve().parent
+    is_of_run = checkpoints.name == CHECKPOINTS and (checkpoints.parent / LEDGER).is_file()
+    return checkpoints.parent if is_of_run else config.run_dir
 
 
 def _is_checkpoint(path: Path) -> bool:

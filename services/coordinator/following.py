@@ -1,6 +1,7 @@
 """What a terminal shows of a coordinator daemon: a run as it goes on, its logs, a table of all."""
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from rich.table import Table
 
 from services.common.config.run import Config
 from services.common.errors import LockstepError
+from services.coordinator.columns import fitting
 from services.coordinator.launch import Addresses
 from services.coordinator.outcome import Outcome
 from services.coordinator.remote import Coordinator
-from services.coordinator.reporters import Terminal
+from services.coordinator.reporters import Terminal, in_order
 from services.coordinator.session import show_outcome
+
+_MIN_DIRECTORY = 20  # columns below which a path is folded too often to be read
 
 
 async def start(coordinator: Coordinator, config: Config, given: Addresses, console: Console) -> str:
@@ -41,7 +45,7 @@ async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
                     table = Terminal(console, run.num_steps)
                     stack.callback(table.close)
                 if answer.HasField("evaluation"):
-                    evaluations.append({"version": answer.evaluation.version, **answer.evaluation.values})
+                    evaluations.append({"version": answer.evaluation.version, **in_order(answer.evaluation.values)})
                 _show(answer, table)
     if run.state == pb.RUN_STATE_FAILED:
         raise LockstepError(f"run {name}: {run.error}")
@@ -63,10 +67,7 @@ async def show_status(coordinator: Coordinator, name: str, console: Console) -> 
     """All runs, or the one of that name."""
     async with coordinator:
         runs = [await coordinator.get(name)] if name else await coordinator.all()
-    table = Table("run", "state", "step", "now", "directory")
-    for run in runs:
-        table.add_row(run.name, _word(run), f"{run.version} of {run.num_steps}", run.phase, run.run_dir)
-    console.print(table)
+    console.print(_runs_table(runs, console.width))
     for run in runs:
         if run.error:
             console.print(f"{run.name}: {run.error}", markup=False, soft_wrap=True)
@@ -77,6 +78,20 @@ async def stop(coordinator: Coordinator, name: str, console: Console, *, now: bo
     async with coordinator:
         run = await coordinator.stop(name, now=now)
     console.print(f"run {name} is {_word(run)}, with {run.version} of {run.num_steps} steps done")
+
+
+def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
+    """A name is typed again, so it is whole; where there is little room the directory is folded, or left out."""
+    head = ("run", "state", "step", "now", "directory")
+    lines = [(run.name, _word(run), f"{run.version} of {run.num_steps}", run.phase, run.run_dir) for run in runs]
+    shown = fitting([head, *((*cells[:4], cells[4][:_MIN_DIRECTORY]) for cells in lines)], range(5), width)
+    table = Table()
+    for index in shown:
+        # Whatever fits is whole; a name that is wider than the terminal is folded too.
+        table.add_column(head[index], no_wrap=index < 4 and len(shown) > 1, overflow="fold")
+    for cells in lines:
+        table.add_row(*(cells[index] for index in shown))
+    return table
 
 
 def _show(answer: pb.WatchRunResponse, table: Terminal) -> None:

@@ -123,7 +123,11 @@ def log_file(config: Config) -> logging.Handler:
 
 
 def _log_to(config: Config, console: Console) -> None:
-    """Everything to coordinator.log, warnings to the terminal too."""
-    to_terminal = RichHandler(logging.WARNING, console, show_path=False, rich_tracebacks=False)
-    to_terminal.setFormatter(logging.Formatter("%(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[log_file(config), to_terminal], force=True)
+    """Everything to coordinator.log, warnings to `console` too, where that is no terminal as lines of any length."""
+    to_console: logging.Handler = logging.StreamHandler(console.file)
+    line = "%(asctime)s %(levelname)s %(message)s"
+    if console.is_terminal:
+        to_console, line = RichHandler(console=console, show_path=False, rich_tracebacks=False), "%(message)s"
+    to_console.setLevel(logging.WARNING)
+    to_console.setFormatter(logging.Formatter(line))
+    logging.basicConfig(level=logging.INFO, handlers=[log_file(config), to_console], force=True)

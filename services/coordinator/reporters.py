@@ -1,6 +1,7 @@
 """Where a run's numbers go: the terminal, metrics.jsonl, TensorBoard."""
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +10,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from services.coordinator.columns import fitting
+
 if TYPE_CHECKING:
     from services.coordinator.clients.rollout import Rollout
 
 _ROWS = 12
+_FRAME = 6  # lines around the rows: borders, header and a caption of up to two
 
 
 class Reporter:
@@ -29,10 +33,20 @@ class Reporter:
         """A step is finished; `version` counts them from 1."""
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        """The weights of `version` were evaluated."""
+        """The weights of `version` were evaluated: `eval/<set>/<metric>`, and `time/evaluating_s`."""
 
     def close(self) -> None:
         """The run is over."""
+
+
+def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Held-out numbers as they are shown, wherever they come from: by set, its reward first, then by name."""
+
+    def place(name: str) -> tuple[str, bool, str]:
+        held_out, _, metric = name.rpartition("/")
+        return held_out, metric != "reward", metric
+
+    return {name: metrics[name] for name in sorted(metrics, key=place) if name.startswith("eval/")}
 
 
 class JsonLines(Reporter):
@@ -84,7 +98,7 @@ class Terminal(Reporter):
         if console.is_terminal:
             self._live.start()
         else:
-            console.print("  ".join(f"{name:>9}" for name in _NAMES), style="bold", soft_wrap=True)
+            console.print(_line(_NAMES), style="bold", soft_wrap=True)
 
     def phase(self, name: str, version: int) -> AbstractContextManager[None]:
         self._phase = f"step {version + 1} of {self._num_steps}: {name}" if version < self._num_steps else name
@@ -94,14 +108,14 @@ class Terminal(Reporter):
         row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
         self._rows = [*self._rows[1 - _ROWS :], row]
         if not self._console.is_terminal:
-            self._console.print("  ".join(f"{cell:>9}" for cell in row), soft_wrap=True)
+            self._console.print(_line(row), soft_wrap=True)
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
+        rewards = [value for name, value in in_order(metrics).items() if name.endswith("/reward")]
         shown = " ".join(f"{value:.3f}" for value in rewards)
         if self._rows:
             self._rows[-1][1] = shown
-        self._console.print(f"held-out reward after step {version}: {shown}")
+        self._console.print(f"held-out reward after step {version}: {shown}", soft_wrap=True)
 
     def close(self) -> None:
         self._phase = ""
@@ -109,11 +123,15 @@ class Terminal(Reporter):
             self._live.stop()
 
     def _table(self) -> Table:
+        """The last rows and the most important columns, as many as fit."""
+        num_rows = max(1, min(_ROWS, self._console.height - _FRAME))
+        lines = [_NAMES, *self._rows[-num_rows:]]
         table = Table(caption=self._phase, caption_justify="left", expand=False)
-        for name in _NAMES:
-            table.add_column(name, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
+        columns = [[line[index] for line in lines] for index in fitting(lines, _BY_IMPORTANCE, self._console.width)]
+        for name, *_ in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for cells in zip(*(rest for _, *rest in columns), strict=True):
+            table.add_row(*cells)
         return table
 
 
@@ -124,8 +142,14 @@ _COLUMNS = {
     "entropy": lambda m: f"{m['train/entropy']:.3f}",
     "grad norm": lambda m: f"{m['train/grad_norm']:.3f}",
     "gap max": lambda m: f"{m['train/logprob_gap_max']:.1e}",
-    "generate": lambda m: f"{m['time/generating_s']:.2f} s",
-    "train": lambda m: f"{m['time/training_s']:.2f} s",
-    "publish": lambda m: f"{m['time/publishing_s']:.2f} s",
+    "generate s": lambda m: f"{m['time/generating_s']:.2f}",
+    "train s": lambda m: f"{m['time/training_s']:.2f}",
+    "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
 }
 _NAMES = ("step", "held-out", *_COLUMNS)
+_FIRST = ("step", "reward", "held-out", "grad norm", "entropy", "gap max", "generate s", "train s")
+_BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(f"{cell:>10}" for cell in cells)

@@ -22,7 +22,7 @@ from services.coordinator.advantages.controller import coef_after, record
 from services.coordinator.clients.trainer import Model
 from services.coordinator.ledger import Kind
 from services.coordinator.metrics import batch_metrics
-from services.coordinator.reporters import Reporter
+from services.coordinator.reporters import Reporter, in_order
 from services.coordinator.resume import CHECKPOINTS, CRITIC_CHECKPOINTS, Start
 from services.coordinator.selection import Selected
 
@@ -50,8 +50,7 @@ class Run:
         self.reporters: Sequence[Reporter] = ()
         self._ledger = start.ledger
         self._saving: asyncio.Task[None] | None = None
-        self._seconds = dict.fromkeys(Phase, 0.0)
-        self._step_began = time.perf_counter()
+        self._restart_clock()
         (config.run_dir / "batches").mkdir(exist_ok=True)
         (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1))
 
@@ -135,7 +134,8 @@ class Run:
         if not recorded or recorded["digest"] != stamp.digest or not path.is_file():
             return None
         await self.finish_checkpoint()
-        return pq.read_table(path) if _sha256(path) == recorded["sha256"] else None
+        self._is_recorded = _sha256(path) == recorded["sha256"]
+        return pq.read_table(path) if self._is_recorded else None
 
     def set_aside_export(self, path: Path) -> bool:
         """Whether `path` has the policy of this version; that of another is kept under another name."""
@@ -247,8 +247,10 @@ class Run:
     def finish_evaluation(self, version: int, metrics: dict[str, float]) -> None:
         """Keeps and reports the numbers of an evaluation."""
         self._ledger.record(Kind.EVALUATED, version, **metrics)
+        seconds, self._seconds[Phase.EVALUATING] = self._seconds[Phase.EVALUATING], 0.0
+        self._step_began += seconds  # the next step takes none of it
         for reporter in self.reporters:
-            reporter.evaluation(version, metrics)
+            reporter.evaluation(version, metrics | {"time/evaluating_s": seconds})
 
     def finish_step(self, version: int, trained: dict[str, float], batch: pa.Table) -> None:
         """Keeps and reports the numbers of a step; the next one begins."""
@@ -256,12 +258,14 @@ class Run:
         metrics |= (self._ledger.last(Kind.SELECTED, self.version) or {}).get("metrics", {})
         kl = (self._ledger.last(Kind.COLLECTED, self.version) or {}).get("kl")
         metrics |= {"kl/coef": kl["kl_coef"], "kl/penalised_per_sample": kl["kl_per_sample"]} if kl else {}
-        metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
+        if not self._is_recorded:
+            metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
         self._keep_step(version, metrics)
 
     def evaluations(self) -> list[dict[str, float]]:
         """All evaluations so far, oldest first."""
-        return self._ledger.all(Kind.EVALUATED)
+        found = self._ledger.all(Kind.EVALUATED)
+        return [{"version": metrics["version"], **in_order(metrics)} for metrics in found]
 
     def close(self) -> None:
         """Ends the reporters and closes the ledger; a checkpoint that is being saved is not recorded."""
@@ -285,6 +289,7 @@ class Run:
         return times | {"time/step_s": step_s, "time/outside_share": outside}
 
     def _restart_clock(self) -> None:
+        self._is_recorded = False  # the batch of this step was sampled before a restart
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._step_began = time.perf_counter()
 

@@ -11,7 +11,7 @@ from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.launch import Addresses
 from services.coordinator.lifecycle import keepers, load_early, load_late, stop_on_signal, with_services
 from services.coordinator.outcome import Outcome, finish, show
-from services.coordinator.reporters import Reporter
+from services.coordinator.reporters import Reporter, in_order
 from services.coordinator.resume import open_run
 from services.coordinator.sft import SftData, SftRun, SftTrainer, train
 
@@ -54,7 +54,7 @@ class Lines(Reporter):
         self._print(f"step {version:>{len(str(self._num_steps))}} of {self._num_steps}  {shown}")
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items())
+        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in in_order(metrics).items())
         self._print(f"held-out after step {version}  {shown}")
 
     def _print(self, line: str) -> None:

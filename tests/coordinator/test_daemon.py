@@ -1,6 +1,7 @@
 """The coordinator as a daemon: several runs, any number of watchers, failures and stops that stay where they are."""
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,12 +9,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
+from rich.console import Console
 
 from services.common.config.run import Config
 from services.common.errors import InternalError, InvalidInput, NotFound, PreconditionFailed, Unavailable
 from services.coordinator.daemon import runs as runs_module
 from services.coordinator.daemon.runs import Runs
+from services.coordinator.following import follow
 from services.coordinator.launch import Addresses
+from services.coordinator.remote import Coordinator
 from tests.coordinator.daemon_lab import NUM_STEPS, Daemon, Fakes, daemon, fake_services, run_settings, steps
 
 STARTING, STOPPING, FINISHED = pb.RUN_STATE_STARTING, pb.RUN_STATE_STOPPING, pb.RUN_STATE_FINISHED
@@ -59,7 +63,14 @@ async def test_held_out_numbers_are_told_with_the_steps(here: Daemon, fakes: Fak
         told = [(answer.WhichOneof("event"), answer.evaluation.version) for answer in answers]
         assert [version for kind, version in told if kind == "evaluation"] == [0, 1, 2]
         assert steps(answers) == [1, 2]
+        for answer in answers:
+            kind = answer.WhichOneof("event") or "step"
+            assert ("time/evaluating_s" in getattr(answer, kind).values) == (kind == "evaluation")
         assert all("eval/test/reward" in a.evaluation.values for a in answers if a.HasField("evaluation"))
+    console = Console(file=io.StringIO(), width=80)
+    await follow(Coordinator(here.address), "run", console)
+    table = [line.split("│")[1].strip() for line in console.file.getvalue().splitlines() if line.startswith("│")]
+    assert table == ["test/reward", "test/fake", "test/tokens_mean", "test/truncated"]
 
 
 async def test_a_run_that_fails_harms_no_other(here: Daemon, fakes: Fakes):

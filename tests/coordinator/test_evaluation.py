@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -23,8 +24,9 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.eval_session import eval_config
 from services.coordinator.evaluation import evaluate, pass_at_k
 from services.coordinator.ledger import Kind
+from services.coordinator.reporters import Reporter
 from services.coordinator.resume import open_run
-from services.coordinator.run import Run
+from services.coordinator.run import Phase, Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
@@ -116,9 +118,13 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
         "eval/plain/math": 4 / 3,
     }
     assert metrics == pytest.approx(expected, abs=1e-12)
-    assert list(metrics) == list(expected)  # the reward first, as tables show it
+    assert list(metrics) == list(expected)
     (recorded,) = run._ledger.all(Kind.EVALUATED)
     assert recorded == {"version": 4, **metrics}
+    (shown,) = run.evaluations()
+    assert shown == recorded
+    ordered = ["reward", "math", "pass@1", "pass@2", "pass@4", "tokens_mean", "truncated"]
+    assert list(shown)[:8] == ["version", *(f"eval/easy/{metric}" for metric in ordered)]
 
     # One set after the other; the prompts of a set arrive in any order.
     assert sorted(replica.asked[:3]) == [(f"p{index}", 4, 0.6, 33) for index in range(3)]
@@ -131,6 +137,25 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
         ids, indices = samples["prompt_id"].to_pylist(), samples["sample"].to_pylist()
         of_rows = [REWARDS[prompt_id][index] for prompt_id, index in zip(ids, indices, strict=True)]
         assert samples["reward"].to_pylist() == of_rows
+
+
+def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tmp_path: Path, monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr("services.coordinator.run.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    told: list[dict[str, float]] = []
+    reporter = Reporter()
+    reporter.evaluation = lambda version, metrics: told.append(metrics)
+    config = make_config(runs_dir=tmp_path)
+    with contextlib.closing(Run(config, open_run(config))) as run:
+        run.begin(4, [reporter])
+        with run.phase(Phase.EVALUATING):
+            next(seconds)
+        run.finish_evaluation(4, {"eval/test/reward": 0.5})
+        with run.phase(Phase.TRAINING):
+            next(seconds)
+        assert told == [{"eval/test/reward": 0.5, "time/evaluating_s": 2}]
+        # Of 0, 1, ... 8: the step began at 1, evaluating took 2 to 4, training 5 to 7.
+        assert run._times() == {"time/training_s": 2, "time/step_s": 5, "time/outside_share": 3 / 5}
 
 
 @pytest.mark.parametrize(
@@ -219,6 +244,15 @@ class TestEvalConfig:
         start.ledger.close()
         assert start.checkpoint == str(checkpoint)
         assert not (run_dir / "ledger.sqlite").exists()
+
+    def test_results_of_a_checkpoint_are_with_its_run(self, config: Config, run_dir: Path):
+        checkpoint = run_dir / "checkpoints" / "step-000002"
+        other = config.model_copy(update={"name": "of-the-yaml"})
+        assert eval_config(other, checkpoint, None).run_dir.parent == other.run_dir  # of no run: there is no ledger
+        (run_dir / "ledger.sqlite").touch()
+        assert eval_config(other, checkpoint, None).run_dir.parent == run_dir
+        assert eval_config(other, run_dir / "model", None).run_dir.parent == other.run_dir
+        assert eval_config(other, checkpoint, run_dir / "mine").run_dir == run_dir / "mine"
 
     def test_a_model_is_taken_in_place_of_the_runs(self, config: Config, run_dir: Path, tmp_path: Path):
         made = eval_config(config.model_copy(update={"resume": "must"}), run_dir / "model", tmp_path / "out")

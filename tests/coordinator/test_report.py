@@ -73,6 +73,7 @@ def numbers(step: int) -> dict[str, float]:
         "time/training_s": 2.0,
         "time/publishing_s": 0.5,
         "time/step_s": 4.0,
+        "time/tokens_per_s": 100_000.0 * step,
         "sampling/dropped_zero_variance": 2.0,
     }
 
@@ -235,6 +236,8 @@ def test_without_tokenizer_there_are_token_ids_and_a_note(run_dir: Path, tmp_pat
 def test_a_directory_without_a_run_and_a_damaged_one(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="holds no run"):
         write_report(tmp_path)
+    with pytest.raises(NotFound, match=r"runs/nope holds no run: there is no ledger\.sqlite"):
+        write_report(tmp_path / "runs" / "nope")
     with pytest.raises(NotFound, match="--out"):
         write_report(run_dir, tmp_path / "nowhere" / "page.html")
     moved = tmp_path / "run"
@@ -246,6 +249,19 @@ def test_a_directory_without_a_run_and_a_damaged_one(run_dir: Path, tmp_path: Pa
         file.write("\n")
     with pytest.raises(DataLoss, match=r"metrics.jsonl, line 5"):
         write_report(moved)
+
+
+def test_an_evaluation_is_drawn_with_the_step_that_it_follows() -> None:
+    def evaluated(step: int, seconds: float) -> dict[str, float]:
+        return {"step": step, "eval/test/reward": 0.5, "time/evaluating_s": seconds}
+
+    rows = [evaluated(0, 0.25), numbers(1), numbers(2), evaluated(2, 0.5), numbers(3), evaluated(3, 0.75)]
+    drawn = {phase["name"]: phase["seconds"] for phase in curves.phases(rows)["phases"]}
+    assert drawn["evaluating"] == [0.25, 0.5, 0.75]
+    assert drawn["other"] == [0.5] * 3
+    older = numbers(2) | {"time/evaluating_s": 0.125}  # kept with the next step
+    drawn = {phase["name"]: phase["seconds"] for phase in curves.phases([numbers(1), older])["phases"]}
+    assert (drawn["evaluating"], drawn["other"]) == ([0, 0.125], [0.5, 0.375])
 
 
 CHROMIUM = shutil.which("chromium")
@@ -260,8 +276,9 @@ def test_a_browser_draws_it_without_errors(run_dir: Path, tmp_path: Path) -> Non
     done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     tags = Tags(done.stdout).tags
-    assert tags.count("figure") == 5 + 1  # panels, histogram
-    assert tags.count("polyline") == 8  # one of them cut in two by a NaN
+    assert tags.count("figure") == 6 + 1  # panels, histogram
+    assert tags.count("polyline") == 9  # one of them cut in two by a NaN
+    assert ">100k</text>" in done.stdout and ">100,000</text>" not in done.stdout
     assert tags.count("img") == 0
     table = done.stdout.partition('<table id="rows">')[2].partition("</table>")[0]
     assert table.count("<tr>") == 1 + 25

@@ -273,7 +273,11 @@ async def test_over_sampling_aborts_in_the_engine_and_replicas_go_on(tmp_path: P
         slow.clear()
         slow.update(batch["prompt_id"].to_pylist())
         assert (await given.live(0, 1))[0].equals(batch)
-    assert [row["keep"] for row in decisions(config, "selected")] == ["arrival"]
+        sampled, recorded = decisions(config, "finished")
+        assert sampled["time/tokens_per_s"] > 0 and "time/tokens_per_s" not in recorded
+        await given.live(0, 2)
+        assert ["time/tokens_per_s" in row for row in decisions(config, "finished")[2:]] == [False, True]
+    assert [row["keep"] for row in decisions(config, "selected")] == ["arrival"] * 2  # of the two steps sampled
 
 
 async def test_more_prompts_at_once_than_there_are(tmp_path: Path):

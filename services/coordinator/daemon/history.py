@@ -39,7 +39,7 @@ def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunRe
         DataLoss: A line of metrics.jsonl is not JSON.
     """
     return [
-        event_of(version, metrics, is_step=any(not name.startswith("eval/") for name in metrics))
+        event_of(version, metrics, is_step="time/step_s" in metrics)
         for version, metrics in _lines(directory)
         if up_to is None or version <= up_to
     ]

@@ -93,12 +93,21 @@ def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def phases(rows: Sequence[Row]) -> dict[str, Any]:
-    """Seconds of each phase in every step: `steps`, and `phases` of name and seconds; other is the rest of a step."""
+    """Seconds of each phase in every step: `steps`, and `phases` of name and seconds; other is the rest of a step.
+
+    An evaluation belongs to the step whose weights it is of; that of the first weights to the first step.
+    """
     steps = thin(steps_of(rows))
     columns = {name: [row.get(f"time/{name}_s", 0.0) for row in steps] for name in _PHASES}
     known = [sum(seconds) for seconds in zip(*columns.values(), strict=True)]
     total = sum(row["time/step_s"] for row in steps)
     columns["other"] = [max(0.0, row["time/step_s"] - sum_s) for row, sum_s in zip(steps, known, strict=True)]
+    after = {row["step"]: row.get("time/evaluating_s", 0.0) for row in rows if "time/step_s" not in row}
+    columns["evaluating"] = [
+        sum_s + after.get(row["step"], 0.0) for sum_s, row in zip(columns["evaluating"], steps, strict=True)
+    ]
+    if steps:
+        columns["evaluating"][0] += after.get(0, 0.0)
     shown = [
         {"name": _phase_name(n), "seconds": [number(s) for s in c]} for n, c in columns.items() if sum(c) > total / 1000
     ]

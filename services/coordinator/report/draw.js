@@ -30,6 +30,12 @@ function show(value) {
   return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
 }
 
+// As short as the margin of an axis: 10k, 125k, 1.25M.
+function showTick(value) {
+  if (typeof value !== "number" || Math.abs(value) < 10_000) return show(value);
+  return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 }).replace("K", "k");
+}
+
 function clamp(value, low, high) {
   return Math.max(low, Math.min(high, value));
 }

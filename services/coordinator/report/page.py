@@ -29,8 +29,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         DataLoss: A file of the run is damaged.
     """
     path = out or run_dir / "report.html"
-    if not path.parent.is_dir():
-        raise NotFound(f"--out: {path.parent} does not exist", field="out")
+    if out and not out.parent.is_dir():
+        raise NotFound(f"--out: {out.parent} does not exist", field="out")
     page = render(gather(run_dir))
     # Lone surrogates, which only damaged text has, cannot be written.
     path.write_text(page, encoding="utf-8", errors="replace")

@@ -94,7 +94,7 @@ class Plot {
       HEIGHT - MARGIN.bottom - ((y - y0 + pad) / (y1 - y0 + 2 * pad)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
     this.node.replaceChildren();
     const yTicks = this.panel.log && y1 - y0 >= 1 ? decades(y0, y1, 4) : ticks(y0, y1, 3);
-    const label = (y) => (this.panel.log ? show(10 ** y) : show(Number(y.toPrecision(6))));
+    const label = (y) => showTick(this.panel.log ? 10 ** y : Number(y.toPrecision(6)));
     drawAxes(this.node, width, this.xScale, wholeTicks(x0, x1, width), yTicks, this.yScale, label);
     this.panel.series.forEach((one, index) => this.drawSeries(one, index % 6));
     this.node.append(this.marks);
@@ -166,7 +166,7 @@ class Timeline {
     this.xScale = (step) => MARGIN.left + (nearest(all, step) + 0.5) * this.perStep;
     this.node.replaceChildren();
     const labelled = wholeTicks(all[0], all.at(-1), all.length * this.perStep);
-    drawAxes(this.node, width, this.xScale, labelled, ticks(0, top, 3), yScale, show);
+    drawAxes(this.node, width, this.xScale, labelled, ticks(0, top, 3), yScale, showTick);
     const gap = this.perStep * together > 6 ? Math.max(1.5, this.perStep / 8) : 0;
     bins.forEach((bin, index) => {
       let below = 0;

@@ -1,0 +1,42 @@
+"""`lockstep config`: the keys below a prefix, to read in a terminal or, a line for each, to search in a pipe."""
+
+import difflib
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from services.common.config.load import Key
+from services.common.errors import InvalidInput
+
+
+def below(prefix: str, found: Sequence[Key]) -> list[Key]:
+    """Those of `found` whose path begins with `prefix`.
+
+    Raises:
+        InvalidInput: There is none; names the nearest section or key.
+    """
+    if chosen := [key for key in found if key.path.startswith(prefix)]:
+        return chosen
+    paths = _paths(found)
+    names = {path.rpartition(".")[2]: path for path in reversed(paths)} | {path: path for path in paths}
+    close = difflib.get_close_matches(prefix, names, n=1)
+    advice = f"did you mean {names[close[0]]}?" if close else "`lockstep config` lists every key"
+    raise InvalidInput(f"{prefix}: no key begins with it; {advice}", field="prefix")
+
+
+def show_keys(found: Sequence[Key], console: Console) -> None:
+    """A paragraph for each key; where `console` is no terminal a line of key, type, default and meaning with tabs."""
+    for key in found:
+        if console.is_terminal:
+            console.print(Text.assemble((key.path, "bold"), f" = {key.default}"))
+            console.print(Padding(Text.assemble((key.type, "dim"), f"\n{key.help}"), (0, 0, 0, 4), expand=False))
+        else:
+            console.file.write("\t".join((key.path, key.type, key.default, key.help)) + "\n")
+
+
+def _paths(found: Sequence[Key]) -> list[str]:
+    """Of all keys, and of the sections that they are in."""
+    parts = [key.path.split(".") for key in found]
+    return [".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)]
