@@ -38,8 +38,12 @@ class Reward:
         self._require_same(opened.scorer)
         self._num_opens += 1
 
-    async def score(self, group: SampledGroup, tokenizer: Tokenizer) -> ScoredGroup | None:
+    async def score(
+        self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
+    ) -> ScoredGroup | None:
         """The group with its scores, or None if `reward.on_failure` drops it. A service that restarts is waited for.
+
+        With `keep_failed` it is not dropped: a sample that could not be scored has a reward of 0.
 
         Raises:
             LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
@@ -62,7 +66,7 @@ class Reward:
         answer = await self._score(request)
         self._require_same(answer.scorer)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
-        if failed and not self._tolerate(failed[0], group.prompt.prompt_id):
+        if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:
             return None
         return ScoredGroup(**vars(group), scores=answer.scores, scorer=answer.scorer)
 
