@@ -51,13 +51,15 @@ async def rewards(reward: Reward) -> list[float]:
 
 
 async def test_a_run_never_takes_the_scores_of_another():
+    """Not even if only the scorers' settings differ."""
+    lengths = [{"kind": "length", "target_tokens": 0, "max_tokens": most} for most in (2, 4)]
     async with serving() as address, running() as make:
-        ours, theirs = make(address, EXACT), make(address, EXACT, EXACT | {"name": "twice"})
+        ours, theirs = (make(address, length) for length in lengths)
         await ours.open("ours")
-        assert await rewards(ours) == [1.0]
+        assert await rewards(ours) == [-0.5]
         await theirs.open("theirs")
-        assert await rewards(theirs) == [2.0]
-        with pytest.raises(PreconditionFailed, match="a reward service of its own, and start this one again") as raised:
+        assert await rewards(theirs) == [-0.25]
+        with pytest.raises(PreconditionFailed, match="run theirs opened its scorers here after run ours") as raised:
             await rewards(ours)
         assert raised.value.reason is Reason.SCORER_CHANGED
 

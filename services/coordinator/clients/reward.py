@@ -62,6 +62,7 @@ class Reward:
                 )
                 for completion in group.completions
             ],
+            run_id=self._run_id,
         )
         answer = await self._score(request)
         self._require_same(answer.scorer)
@@ -92,9 +93,8 @@ class Reward:
         self._scorer = self._scorer or scorer
         if scorer != self._scorer:
             message = (
-                f"{self._address}: the reward service scores by {scorer}, but this run opened {self._scorer}: another "
-                "run opened it, or it was restarted with another version; give each run a reward service of its own, "
-                "and start this one again: it resumes with the scorers of then"
+                f"{self._address}: the reward service scores by {scorer}, but this run opened {self._scorer}: it was "
+                "restarted with another version; restart it with that of before, or start the run again with this one"
             )
             raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
 
