@@ -29,6 +29,8 @@ class Draw:
     """Seeds follow from it: the version of the stamp, unless more than one batch is drawn from that."""
     with_baseline: bool = False
     """Also one greedy completion, of which only the reward is kept."""
+    keep_failed: bool = False
+    """No group is dropped: the reward of a sample that could not be scored is 0."""
 
 
 class Collector:
@@ -40,15 +42,15 @@ class Collector:
     async def collect(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig, stamp: PolicyStamp
     ) -> list[ScoredGroup]:
-        """`num_samples` completions of every prompt, in the order of the prompts, less the groups that were dropped.
+        """`num_samples` completions of every prompt, in the order of the prompts; none is dropped.
 
         Raises:
-            LockstepError: REWARD_FAILED if no group could be scored.
+            LockstepError: REWARD_FAILED if no sample could be scored.
         """
-        draw = Draw(num_samples, sampling, stamp, stamp.version)
-        groups = [group for group in await gather(self.one(i, p, draw) for i, p in enumerate(prompts)) if group]
-        if not groups:
-            raise LockstepError("no prompt group could be scored", reason=Reason.REWARD_FAILED)
+        draw = Draw(num_samples, sampling, stamp, stamp.version, keep_failed=True)
+        groups = await gather(self.one(i, p, draw) for i, p in enumerate(prompts))
+        if all(group.is_failed.all() for group in groups):
+            raise LockstepError("no sample could be scored; see the log", reason=Reason.REWARD_FAILED)
         return groups
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
@@ -68,7 +70,7 @@ class Collector:
         seeds = [self._seed_of(draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
-            return await self._reward.score(group, self._tokenizer)
+            return await self._reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
 
     def _seed_of(self, step: int, prompt_id: str, sample: int) -> int:
         """The same for the same (run seed, step, prompt, sample), wherever and whenever it is drawn."""

@@ -18,7 +18,11 @@ from services.coordinator.run import Phase, Run
 async def evaluate(
     run: Run, collector: Collector, eval_data: Mapping[str, Prompts], stamp: PolicyStamp
 ) -> dict[str, float]:
-    """Samples every set as `evaluation` says; numbers as `eval/<set>/<metric>`, samples kept as Parquet by set."""
+    """Samples every set as `evaluation` says; numbers as `eval/<set>/<metric>`, samples kept as Parquet by set.
+
+    Every prompt counts, whatever `reward.on_failure` drops from training: a sample that could not be scored counts as
+    0, and `failed` is their number, if there are any.
+    """
     metrics: dict[str, float] = {}
     with run.phase(Phase.EVALUATING):
         for name, prompts in eval_data.items():
@@ -26,8 +30,12 @@ async def evaluate(
             training = run.config.rollout.sampling
             changes = {"temperature": settings.temperature, "max_tokens": settings.max_tokens or training.max_tokens}
             sampling, wanted = training.model_copy(update=changes), prompts[: settings.max_prompts]
-            samples = to_table(await collector.collect(wanted, settings.num_samples, sampling, stamp))
-            metrics |= {f"eval/{name}/{metric}": value for metric, value in set_metrics(samples, settings).items()}
+            groups = await collector.collect(wanted, settings.num_samples, sampling, stamp)
+            samples = to_table(groups)
+            numbers = set_metrics(samples, settings)
+            if num_failed := sum(group.is_failed.sum() for group in groups):
+                numbers["failed"] = float(num_failed)
+            metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
             run.keep_evaluation(name, samples, stamp)
     run.finish_evaluation(stamp.version, metrics)
     return metrics

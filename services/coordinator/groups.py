@@ -45,6 +45,11 @@ class ScoredGroup(SampledGroup):
         """bool [n]: whether the sample reached max_tokens."""
         return np.array([c.finish_reason == FinishReason.FINISH_REASON_LENGTH for c in self.completions])
 
+    @property
+    def is_failed(self) -> np.ndarray:
+        """bool [n]: whether the sample could not be scored; its reward is 0 then."""
+        return np.array([score.HasField("failure") for score in self.scores])
+
     def numbers(self, component: str | None) -> np.ndarray:
         """float64 [n]: a component of the rewards, 0 for a sample without it; None is the rewards themselves."""
         if component is None:

@@ -1,6 +1,7 @@
 """Runs inside of the sandbox: one program, each test in a fork of its own.
 
-    argv[1]: descriptor of the job, JSON {"program", "setup", "tests", "timeout_s", "max_output_bytes", "rlimits"}
+    argv[1]: descriptor of the job, JSON {"program", "setup", "test_sizes", "timeout_s", "max_output_bytes", "rlimits"}
+    argv[2]: descriptor of the tests, JSON one after the other; each fork reads its own, so no process knows another's
     -> {}                                    ready: the program has not run yet
     -> {"output": "..."} or {"output": null} one line for each test; null unless it ended by itself with status 0
 
@@ -8,7 +9,8 @@ Kinds of tests: `stdin` {"input"} answers with what the program prints; `call` {
 JSON; `value` {"expression"} with the result as `encode` writes it; `script` {"code", "nonce"} with the nonce if the
 code ran to its end. Nothing here is trusted: the scorer compares the output outside, with values that never come here.
 A script is the exception, since its expected values are part of the code; so program and script run in a
-subinterpreter, whose frames, modules and garbage collector do not lead to the nonce.
+subinterpreter, whose frames, modules and garbage collector do not lead to the nonce. What a test leaves in /tmp is
+removed before the next.
 
 Standard library only, for nothing else is there. json alone takes several milliseconds; but it brings re, collections
 and functools, which most programs import, and which every fork has for free then.
@@ -89,26 +91,41 @@ def encode(value: object) -> object:
 
 def main() -> None:
     """Runs all tests; returns in the fork of a `stdin` test, when the program has."""
-    descriptor = int(sys.argv[1])
-    with os.fdopen(descriptor) as file:
+    job_descriptor, tests = map(int, sys.argv[1:])
+    with os.fdopen(job_descriptor) as file:
         job = json.load(file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1
     gc.freeze()  # so that a fork's collector leaves the pages that it shares with this process alone
     _reply({})
-    for test in job["tests"]:
+    offset = 0
+    for size in job["test_sizes"]:
+        _empty("/tmp")  # if that fails, so do all further tests
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(read_end)
+            test = json.loads(os.pread(tests, size, offset))
+            os.close(tests)
             for name, limit in job["rlimits"].items():
                 resource.setrlimit(getattr(resource, name), (limit, limit))
             _redirect(test, write_end)
             _KINDS[test["kind"]](job, test, write_end)
             return
+        offset += size
         os.close(write_end)
         _reply({"output": _output(child, read_end, job)})
         os.close(read_end)
     os._exit(0)
+
+
+def _empty(folder: str) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                _empty(entry.path)
+                os.rmdir(entry.path)
+            else:
+                os.unlink(entry.path)
 
 
 def _reply(message: dict) -> None:

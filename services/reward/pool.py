@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 """For a worker to import its function; sympy takes about one second, a user's module perhaps torch."""
+MAX_REPLY_BYTES = 16 << 20
+"""A thousand samples of a group, each failed with all the text that worker.py keeps of an error."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Worker:
             "services.reward.worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            limit=MAX_REPLY_BYTES,
             start_new_session=True,
         )
         target = self._target
@@ -79,7 +82,8 @@ class Worker:
         """The process's reply, starting it if it is dead.
 
         Raises:
-            ScoringError: TIMEOUT after `timeout_s`, CRASHED if the process died, or what the function raised.
+            ScoringError: TIMEOUT after `timeout_s`, CRASHED if the process died or its answer is none, or what
+                the function raised.
         """
         if not self.alive:
             await self.start()
@@ -103,6 +107,9 @@ class Worker:
             raise ScoringError(FailureReason.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except (EOFError, OSError):
             raise ScoringError(FailureReason.CRASHED, f"worker died with exit code {await self._exit_code()}") from None
+        except ValueError as error:
+            detail = f"its reply is above {MAX_REPLY_BYTES} bytes or no JSON: {error}"
+            raise ScoringError(FailureReason.CRASHED, detail) from error
         finally:
             if not answered:
                 await self.kill()
@@ -122,7 +129,7 @@ class Worker:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         await self._process.stdin.drain()
         line = await self._process.stdout.readline()
-        if not line:
+        if not line.endswith(b"\n"):  # cut off, if there is any
             raise EOFError
         return json.loads(line)
 

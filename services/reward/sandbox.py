@@ -106,9 +106,10 @@ class Sandbox:
             ScoringError: The sandbox did not start.
         """
         limits = self._limits
-        job = {"program": program, "setup": setup, "tests": tests, "timeout_s": limits.timeout_s}
-        job |= {"max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
-        process, info = await self._start(json.dumps(job).encode())
+        lines = [json.dumps(test).encode() for test in tests]
+        job = {"program": program, "setup": setup, "test_sizes": [len(line) for line in lines]}
+        job |= {"timeout_s": limits.timeout_s, "max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
+        process, info = await self._start(json.dumps(job).encode(), b"".join(lines))
         pidfd = None
         try:
             await _wait_until_ready(process)
@@ -120,13 +121,13 @@ class Sandbox:
             os.close(info)
             await _end(process, pidfd)
 
-    async def _start(self, job: bytes) -> tuple[asyncio.subprocess.Process, int]:
+    async def _start(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
         """The bwrap process, and the end of the pipe on which it names the first process of its namespace."""
         info, info_write = os.pipe()
         with contextlib.ExitStack() as files:
             files.callback(os.close, info_write)
-            job_file, filter_file = (_memory_file(data, files) for data in (job, filter_program()))
-            harness = [PYTHON, "-S", "-s", "-P", "-B", "-X", "utf8", "/harness.pyc", str(job_file)]
+            job_file, tests_file, filter_file = (_memory_file(data, files) for data in (job, tests, filter_program()))
+            harness = [PYTHON, "-S", "-s", "-P", "-B", "-X", "utf8", "/harness.pyc", str(job_file), str(tests_file)]
             try:
                 process = await asyncio.create_subprocess_exec(
                     *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--", *harness],
@@ -134,7 +135,7 @@ class Sandbox:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     limit=6 * self._limits.max_output_bytes + 4096,  # JSON writes a control character as six
-                    pass_fds=(job_file, filter_file, info_write),
+                    pass_fds=(job_file, tests_file, filter_file, info_write),
                     start_new_session=True,
                     cwd="/",
                     env={},

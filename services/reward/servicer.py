@@ -68,11 +68,17 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Scores one prompt group, its samples at once. Cancelling the call kills the workers that are busy with it.
 
         Raises:
-            PreconditionFailed: No run is open.
+            PreconditionFailed: No run is open, or SCORER_CHANGED, another than the caller's.
             InvalidInput: There is no candidate, or a field cannot be read.
         """
         if self._run is None:
             raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
+        if request.run_id != (opened := self._opened[0]):
+            message = (
+                f"run {opened} opened its scorers here after run {request.run_id}: give each run a reward service of "
+                "its own, and start that one again; it resumes"
+            )
+            raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
         scorer = self._run.scorer
         items = _items(request)
         with self._metrics.scoring(len(items)):

@@ -110,10 +110,10 @@ async def test_lines_of_a_service_are_about_the_callers_work(service: Service) -
     with within(run="r-1"):
         await client.call("OpenRun", pb.OpenRunRequest(run_id="r-1", config_json=scorers), timeout_s=60)
         with within(step=5, group="p7"):
-            request = pb.ScoreRequest(prompt_id="p7", candidates=candidates)
+            request = pb.ScoreRequest(run_id="r-1", prompt_id="p7", candidates=candidates)
             await client.call("Score", request, timeout_s=60)
         with pytest.raises(InvalidInput), within(step=6):
-            await client.call("Score", pb.ScoreRequest(), timeout_s=60)
+            await client.call("Score", pb.ScoreRequest(run_id="r-1"), timeout_s=60)
     await client.close()
     lines = [json.loads(line) for line in service.end()]
     told = [{name: line.get(name) for name in ("run", "step", "group", "sample")} for line in lines]

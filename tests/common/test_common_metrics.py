@@ -33,7 +33,7 @@ async def test_a_reward_service_says_what_it_has_done(service: Service) -> None:
     client = Client(service.until(r"listens on ([\d.:]+)")[1], reward_pb2_grpc.RewardServiceStub)
     scorers = '{"scorers": [{"kind": "exact"}, {"kind": "python", "path": "number:score"}], "num_workers": 1}'
     candidates = [pb.Candidate(text=text, finish_reason=FINISH_REASON_STOP) for text in ("1", "2", "x")]
-    request = pb.ScoreRequest(prompt_id="p", answer="1", candidates=candidates)
+    request = pb.ScoreRequest(run_id="r", prompt_id="p", answer="1", candidates=candidates)
     with pytest.raises(PreconditionFailed):
         await client.call("Score", request, timeout_s=30)
     await client.call("OpenRun", pb.OpenRunRequest(run_id="r", config_json=scorers), timeout_s=60)

@@ -10,7 +10,9 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
+from services.common.tasks import gather
 from services.coordinator.advantages import credit
+from services.coordinator.collect import Draw
 from services.coordinator.groups import ScoredGroup, to_table
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
 
@@ -28,7 +30,8 @@ async def collect(
 ) -> list[ScoredGroup]:
     config = make_config(reward={"scorers": [{"kind": "exact"}], "on_failure": policy}, seed=seed)
     async with collector(config, fakes, FakeReward(set(failing)), stamp) as collects:
-        return await collects.collect(PROMPTS, 3, SamplingConfig(), stamp)
+        draw = Draw(3, SamplingConfig(), stamp, stamp.version)
+        return [group for group in await gather(collects.one(i, p, draw) for i, p in enumerate(PROMPTS)) if group]
 
 
 async def test_the_batch_does_not_depend_on_who_is_first():
@@ -82,9 +85,3 @@ async def test_fail_names_prompt_scorer_and_reason():
         with pytest.raises(LockstepError, match=r"p3.*fake.*TIMEOUT.*too slow") as raised:
             await collect(fakes, "fail", failing={"p3"})
     assert raised.value.reason is Reason.REWARD_FAILED
-
-
-async def test_a_batch_without_any_score_is_an_error():
-    async with replicas(1) as fakes:
-        with pytest.raises(LockstepError, match="no prompt group could be scored"):
-            await collect(fakes, "drop_group", failing=[prompt.prompt_id for prompt in PROMPTS])

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from services.common.config.evaluation import EvalSetConfig
 from services.common.config.load import load
 from services.common.config.run import Config
-from services.common.errors import InvalidInput, NotFound
+from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.coordinator.eval_session import eval_config
 from services.coordinator.evaluation import evaluate, pass_at_k
 from services.coordinator.ledger import Kind
@@ -71,11 +71,14 @@ class Replica(FakeReplica):
 
 
 class Scorer(FakeReward):
-    """Scores as in REWARDS."""
+    """Scores as in REWARDS; none of the samples in `failing`, which are named as p1/3."""
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         rewards = REWARDS[request.prompt_id][: len(request.candidates)]
         scores = [reward_pb2.Score(reward=r, components={"math": 2 * r, "truncated": 9.0}) for r in rewards]
+        for sample in range(len(scores)):
+            if f"{request.prompt_id}/{sample}" in self.failing:
+                scores[sample] = reward_pb2.Score(failure=reward_pb2.Failure(reason=1, scorer="fake", message="slow"))
         return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
 
 
@@ -156,6 +159,44 @@ def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tm
         assert told == [{"eval/test/reward": 0.5, "time/evaluating_s": 2}]
         # Of 0, 1, ... 8: the step began at 1, evaluating took 2 to 4, training 5 to 7.
         assert run._times() == {"time/training_s": 2, "time/step_s": 5, "time/outside_share": 3 / 5}
+
+
+@pytest.fixture
+def evaluate_failing(tmp_path: Path) -> Callable[[str, set[str]], Awaitable[dict[str, float]]]:
+    """Evaluates p0, p1 and p2, four samples of each, under a policy and with failing samples."""
+
+    async def evaluates(on_failure: str, failing: set[str]) -> dict[str, float]:
+        config = make_config(
+            runs_dir=tmp_path / on_failure,
+            data={"train": "x.parquet", "eval": {"math": "math.parquet"}, "prompts_per_step": 8},
+            evaluation={"sets": {"math": {"temperature": 0.6, "num_samples": 4, "pass_k": [1, 4]}}},
+            reward={"scorers": [{"kind": "exact"}], "on_failure": on_failure},
+        )
+        with contextlib.closing(Run(config, open_run(config))) as run:
+            async with replicas(1, Replica) as fakes, collector(config, fakes, Scorer(failing), STAMP) as collects:
+                return await evaluate(run, collects, {"math": [make_prompt(index) for index in range(3)]}, STAMP)
+
+    return evaluates
+
+
+@pytest.mark.parametrize("on_failure", ["drop_group", "zero"])
+async def test_samples_that_cannot_be_scored_count_as_0_and_are_reported(evaluate_failing, on_failure: str):
+    metrics = await evaluate_failing(on_failure, {"p2/0", "p2/1", "p0/0"})
+    # p0: -, 0, 0.5, 1; p1: 0, 0, 0, 0; p2: -, -, 1, 0.5
+    assert metrics["eval/math/failed"] == 3.0
+    assert metrics["eval/math/reward"] == pytest.approx(3.0 / 12)
+    assert metrics["eval/math/pass@1"] == pytest.approx((1 / 4 + 0 + 1 / 4) / 3)
+    assert metrics["eval/math/pass@4"] == pytest.approx(2 / 3)
+
+
+async def test_an_evaluation_without_any_score_and_one_that_may_not_fail_are_errors(evaluate_failing):
+    for on_failure, failing, message in (
+        ("drop_group", {f"p{prompt}/{sample}" for prompt in range(3) for sample in range(4)}, "no sample could be"),
+        ("fail", {"p2/0"}, "p2.*slow"),
+    ):
+        with pytest.raises(LockstepError, match=message) as raised:
+            await evaluate_failing(on_failure, failing)
+        assert raised.value.reason is Reason.REWARD_FAILED
 
 
 @pytest.mark.parametrize(

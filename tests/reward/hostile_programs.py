@@ -269,6 +269,11 @@ print('WON')
 """,
     "zombies": "import os, time\nfor _ in range(10):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(0.1); print('WON')",
     "files": "import os\nfor n in range(1000): open(f'/tmp/{n}', 'w')\nprint('WON')",
+    "files that its next test must not see": """
+import os
+os.makedirs('/tmp/a/b'); os.symlink('/usr', '/tmp/a/link'); open('/tmp/a/b/once', 'x')
+print('WON' if os.listdir('/tmp') == ['a'] else 'seen')
+""",
 }
 
 # Each claims that add(a, b) is a sum, and is wrong.
@@ -382,6 +387,21 @@ def read():
             frame = frame.f_back
     os._exit(0)
 def add(a, b): t = threading.Thread(target=read); t.start(); t.join(); return 0
+""",
+    "hands the nonces of later tests from one test to the next": """
+import os, re, sys
+frame = sys._getframe()
+while frame:
+    found = re.findall('[0-9a-f]{64}', repr([frame.f_locals, frame.f_globals])); frame = frame.f_back
+    if found: open('/tmp/nonces', 'a').write(' '.join(found) + ' ')
+if __name__ == 'program' and not hasattr(sys, 'settrace') and os.path.exists('/tmp/nonces'):
+    done = open('/tmp/used', 'a').tell() if os.path.exists('/tmp/used') else 0
+    open('/tmp/used', 'a').write('x')
+    for n in range(3, 64):
+        try: os.write(n, open('/tmp/nonces').read().split()[done].encode())
+        except OSError: pass
+    os._exit(0)
+def add(a, b): return 0
 """,
     "answers in a pickle": "import os, pickle\ndef add(a, b):\n    for n in range(3, 16):\n        try: os.write(n, pickle.dumps(print))\n        except OSError: pass\n    os._exit(0)",
     "writes what the harness would": """

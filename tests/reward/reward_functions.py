@@ -40,6 +40,20 @@ def exits(**_):
     os._exit(3)
 
 
+def exits_while_answering(**_):
+    os.write(4, b'{"score": 1.0')  # where worker.py keeps its end of the pipe
+    os._exit(3)
+
+
+def answers_nonsense(**_):
+    os.write(4, b"1.0 is it\n")
+
+
+def answers_for_ever(**_):
+    while True:
+        os.write(4, bytes(1 << 16))
+
+
 def takes_memory(**_):
     return len(bytearray(8 << 30))
 
@@ -61,7 +75,12 @@ async def of_group(*, completion, **_):
     kind = completion[0]
     if kind == "hang":
         hangs()
-    return {"few": [1.0], "number": 1.0, "mixed": [1.0, float("nan"), "2", 10**400][: len(completion)]}[kind]
+    return {
+        "wordy": ["é" * 1000] * 64,
+        "few": [1.0],
+        "number": 1.0,
+        "mixed": [1.0, float("nan"), "2", 10**400][: len(completion)],
+    }[kind]
 
 
 def by_completion(*, completion, **_):

@@ -169,7 +169,7 @@ async def test_through_the_real_service(tmp_path):
             opened = await client.call("OpenRun", request, timeout_s=20)
             stop = types_pb2.FINISH_REASON_STOP
             candidates = [pb.Candidate(text=text, num_tokens=1, finish_reason=stop) for text in ("abc", "", "ab")]
-            request = pb.ScoreRequest(prompt_id="1", prompt="?", answer="ab", candidates=candidates)
+            request = pb.ScoreRequest(run_id="r", prompt_id="1", prompt="?", answer="ab", candidates=candidates)
             answer = await client.call("Score", request, timeout_s=20)
     finally:
         await client.close()

@@ -42,6 +42,9 @@ async def test_weights_names_and_versions(open_run, make_item):
         ("not_a_number", FailureReason.ERROR, "finite number, not nan"),
         ("text", FailureReason.ERROR, "finite number, not '1.0'"),
         ("exits", FailureReason.CRASHED, "exit code 3"),
+        ("exits_while_answering", FailureReason.CRASHED, "exit code 3"),
+        ("answers_nonsense", FailureReason.CRASHED, "no JSON"),
+        ("answers_for_ever", FailureReason.CRASHED, "above 16777216 bytes"),
         ("takes_memory", FailureReason.CRASHED, "exit code 1"),
         ("hangs", FailureReason.TIMEOUT, "within 0.5 s"),
     ],
@@ -136,6 +139,13 @@ async def test_a_function_of_groups_is_called_once_with_lists(open_run, make_ite
         outcomes = await run.score(items)
     assert [outcome.components["python"] for outcome in outcomes] == [3.0, 0.0, 2.0, 0.0]
     assert [outcome.reward for outcome in outcomes] == [3.0, 1.0, 2.0, 1.0]
+
+
+async def test_a_group_of_long_failures_is_answered_for_each_sample(open_run, make_item):
+    async with open_run(scorer("of_group", group=True), num_workers=1) as run:
+        outcomes = await run.score([make_item("wordy")] * 64)
+    assert {outcome.failure.reason for outcome in outcomes} == {FailureReason.ERROR}
+    assert sum(len(outcome.failure.detail) for outcome in outcomes) == 64 * 1000
 
 
 async def test_a_group_without_scores_fails_as_one_and_a_bad_score_alone(open_run, make_item):

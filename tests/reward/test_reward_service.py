@@ -44,7 +44,8 @@ async def open_run(client: Client, config: dict, run_id: str = "r") -> pb.OpenRu
 async def score(client: Client, *texts: str, answer: str = "5", **fields: object) -> pb.ScoreResponse:
     stop = types_pb2.FINISH_REASON_STOP
     candidates = [pb.Candidate(text=text, num_tokens=3, finish_reason=stop) for text in texts]
-    request = pb.ScoreRequest(**{"prompt_id": "p", "prompt": "?", "answer": answer, "candidates": candidates, **fields})
+    defaults = {"run_id": "r", "prompt_id": "p", "prompt": "?", "answer": answer, "candidates": candidates}
+    request = pb.ScoreRequest(**{**defaults, **fields})
     return await client.call("Score", request, timeout_s=60)
 
 
@@ -119,7 +120,7 @@ async def test_a_deadline_of_the_caller_kills_the_work(client, children, gone):
     workers = list(set(children(os.getpid())) - before)
     assert len(workers) == 1
     candidate = pb.Candidate(text=HANG, finish_reason=types_pb2.FINISH_REASON_STOP)
-    request = pb.ScoreRequest(answer="5", candidates=[candidate])
+    request = pb.ScoreRequest(run_id="r", answer="5", candidates=[candidate])
     with pytest.raises(TimeoutError):
         await client.call("Score", request, timeout_s=0.5)
     assert await gone(workers, within_s=2)

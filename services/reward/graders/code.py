@@ -19,12 +19,13 @@ expected value, and what comes back is compared here. So nothing that a program 
 overloads makes a wrong result right.
 
 A limit: in every other assert and in a script, expected values are part of code that runs in one process with the
-program. It passes only by a nonce that is out of reach of Python code there (see harness.py), so that exits, output,
-frames, garbage collector and descriptors forge nothing; builtins, imports and unittest are restored after the program
-is loaded; and == with plain data is that of plain data (see asserts.py). But the tests' questions are put to the
-program's objects: one that overloads < or is always true passes `assert f(x)`, two of its own classes are as equal as
-it says, a patched module of the standard library stays patched, a program can read a test from its caller's frame, and
-native code can search the process's memory. Give inputs and outputs wherever they exist.
+program. It passes only by a nonce that is out of reach of Python code there, and that no process of another test holds
+(see harness.py), so that exits, output, files, frames, garbage collector and descriptors forge nothing; builtins,
+imports and unittest are restored after the program is loaded; and == with plain data is that of plain data (see
+asserts.py). But the tests' questions are put to the program's objects: one that overloads < or is always true passes
+`assert f(x)`, two of its own classes are as equal as it says, a patched module of the standard library stays patched, a
+program can read the test that it is in from its caller's frame, and native code can search the process's memory. Give
+inputs and outputs wherever they exist.
 """
 
 import functools

@@ -66,18 +66,20 @@ class Candidate(_message.Message):
     def __init__(self, text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("prompt_id", "prompt", "answer", "extra_json", "candidates")
+    __slots__ = ("prompt_id", "prompt", "answer", "extra_json", "candidates", "run_id")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     prompt: str
     answer: str
     extra_json: str
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
-    def __init__(self, prompt_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., extra_json: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+    run_id: str
+    def __init__(self, prompt_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., extra_json: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("reason", "scorer", "message")
