@@ -142,6 +142,7 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
         ({"num_samples": 2}, "num_samples 2 needs a temperature above 0"),
         ({"temperature": -1}, "greater than or equal to 0"),
         ({"temperature": float("inf")}, "finite"),
+        ({"temperature": 0.005}, "vLLM would sample at 0.01; give that or more, or 0"),
         ({"num_samples": 0}, "greater than or equal to 1"),
         ({"max_prompts": 0}, "greater than or equal to 1"),
         ({"pass_at": 1}, "Extra inputs"),
