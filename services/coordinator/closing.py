@@ -40,6 +40,6 @@ async def _close(client: Client, request: Any, timeout_s: float) -> None:
     try:
         await client.call("CloseRun", request, timeout_s=timeout_s)
     except LockstepError as error:
-        log.warning("%s still holds run %s: %s", client.address, request.run_id, error.message)
+        log.warning("run %s may still be open at %s: %s", request.run_id, client.address, error.message)
     finally:
         await client.close()

@@ -54,5 +54,5 @@ async def test_a_service_that_cannot_close_is_a_warning(
     fakes.replica.error["CloseRun"] = InternalError("it hangs")
     async with open_services(run, fakes.given):
         pass
-    assert f"{fakes.replica.address} still holds run {run.run_id}: it hangs" in caplog.text
+    assert f"run {run.run_id} may still be open at {fakes.replica.address}: it hangs" in caplog.text
     assert fakes.trainer.closed == fakes.reward.closed == [run.run_id]
