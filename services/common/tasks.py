@@ -1,10 +1,15 @@
 """Structured concurrency, with the failure that happened instead of a group of one."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import functools
+import random
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -15,3 +20,19 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def to_the_end(method: Method) -> Method:
+    """Goes on when the caller gives up: what the call began must be recorded before the next call."""
+
+    @functools.wraps(method)
+    async def call(*args: Any) -> Any:
+        return await asyncio.shield(method(*args))
+
+    return call
+
+
+def backoff_s(num_retries: int) -> float:
+    """Pause before a retry of a remote: doubles each time; the random half keeps many callers from coming together."""
+    doublings = min(num_retries, 10)  # far beyond the limit, and small enough for a float
+    return min(_FIRST_BACKOFF_S * 2**doublings, _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)

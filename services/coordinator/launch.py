@@ -38,6 +38,8 @@ class Addresses:
     reference: str = ""
     critic: str = ""
     transport: Transport = LOCAL
+    started: frozenset[str] = frozenset()
+    """Those of services that were started here, and end with the run."""
 
     def of(self, model: str) -> str:
         """Where the model of a config section is: on a trainer of its own, or on the policy's."""
@@ -134,6 +136,7 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
     ranks = {name: model.num_ranks for name, model in models if is_started(name, config, given)}
     gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
+    started: set[str] = set()
     with contextlib.ExitStack() as ports:
         flags = ServiceFlags(config, _HOST, ports)
 
@@ -145,6 +148,7 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
             command += flags.of(name)
             log_path = config.run_dir / "logs" / f"{name}.log"
             children.append(Child(name, command, log_path, restarts, gpus.get(name)))
+            started.add(address)
             return address
 
         trainers = {name: getattr(given, name) for name in ("trainer", "reference", "critic")}
@@ -159,6 +163,7 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
                 add(f"rollout-{index}", "-m", "services.rollout", restarts=_MAX_RESTARTS)
                 for index in range(config.rollout.num_replicas if starts_rollout else 0)
             ),
+            started=frozenset(started),  # by now all are
         )
         flags.write_targets()
     try:

@@ -1,7 +1,8 @@
 """What watches a run from its begin to its end, as the config section `observability` says."""
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 from services.common.config.run import Config
 from services.common.metrics_server import Metrics, Page
@@ -21,14 +22,24 @@ def watchers(run: Run) -> list[Reporter]:
     Raises:
         InvalidInput: An address is wrong or taken, or an extra is not installed.
     """
-    settings, found = run.config.observability, []
+    found: list[Reporter] = []
+    with ExitStack() as opened:
+        for watcher in _open(run):
+            found.append(opened.enter_context(closing(watcher)))
+        opened.pop_all()  # all are there, and the run's to close
+    return found
+
+
+def _open(run: Run) -> Iterator[Reporter]:
+    settings = run.config.observability
     if run.config.trace or settings.otel_endpoint:
-        found.append(RunTrace(run.config))
+        yield RunTrace(run.config)
     if settings.metrics_address:
         consent = "set observability.metrics_insecure=true"
         page = Page(settings.metrics_address, settings.metrics_insecure, "observability.metrics_address", consent)
-        found.append(Prometheus(Metrics("coordinator", page), run.run_id))
-    return [*found, *(open_tracker(tracker, run) for tracker in settings.trackers)]
+        yield Prometheus(Metrics("coordinator", page), run.run_id)
+    for tracker in settings.trackers:
+        yield open_tracker(tracker, run)
 
 
 class ServiceFlags:

@@ -8,6 +8,7 @@ from services.common.tasks import gather
 from services.coordinator.clients.reward import Reward
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.clients.trainer import Model, Trainer
+from services.coordinator.closing import close_run
 from services.coordinator.launch import Addresses
 from services.coordinator.run import Run
 
@@ -26,6 +27,9 @@ class Services:
 @asynccontextmanager
 async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Services]:
     """Opens the trainer, then the others: the replicas with the model card that it answers.
+
+    At the end of a block that did not fail, those that were given by address free what they hold of the run; after a
+    failure they keep it, for the run to go on with.
 
     Raises:
         LockstepError: As the first that does not open.
@@ -47,3 +51,4 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         yield Services(trainer, rollout, reward, beside)
     finally:
         await gather([trainer.close(), reward.close(), rollout.close(), *(model.close() for model in beside.values())])
+    await close_run(run, addresses)

@@ -5,6 +5,7 @@ from contextlib import closing
 from rich.console import Console
 
 from services.common.config.sft import SftConfig
+from services.coordinator.closing import close_run
 from services.coordinator.data.sft import SftDataset
 from services.coordinator.data.sft_rows import SftFile
 from services.coordinator.data.tokenizer import Tokenizer
@@ -77,6 +78,8 @@ async def _drive(run: SftRun, addresses: Addresses, data: SftData | None, consol
         run.begin(version, [*keepers(config, version), Lines(console, run.num_steps)])
         stop_on_signal(run, console)
         await train(run, data, trainer, version)
-        return await finish(run, trainer)
+        outcome = await finish(run, trainer)
     finally:
         await trainer.close()
+    await close_run(run, addresses)
+    return outcome

@@ -3,7 +3,6 @@
 import asyncio
 import email.utils
 import json
-import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +12,12 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from services.common.config.remote_scorers import RemoteConfig
+from services.common.tasks import backoff_s
 from services.reward.scorers.base import FailureReason, ScoringError
 
 MAX_RESPONSE_BYTES = 4 << 20
 _MAX_KEY_BYTES = 64 << 10
 _MAX_DETAIL_BYTES = 300
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
 class _MayPassError(Exception):
@@ -111,7 +110,7 @@ class Remote:
             except _MayPassError as failure:
                 if num_retries == self._config.max_retries:
                     raise failure.error from None
-                await asyncio.sleep(max(_backoff_s(num_retries), failure.retry_after_s))
+                await asyncio.sleep(max(backoff_s(num_retries), failure.retry_after_s))
                 await self._wait_for_turn()
 
     async def _request(self, payload: bytes) -> Any:
@@ -181,11 +180,6 @@ def _read_key(path: Path) -> str:
     if not key or not key.isprintable() or " " in key:
         raise ScoringError(FailureReason.ERROR, f"api_key_file {path}: must hold one key and nothing else")
     return key
-
-
-def _backoff_s(num_retries: int) -> float:
-    """Doubles each time; the random half keeps the samples of a batch from coming back together."""
-    return min(_FIRST_BACKOFF_S * 2**num_retries, _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
 
 
 def _retry_after_s(header: str) -> float:

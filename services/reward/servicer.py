@@ -15,6 +15,7 @@ from services.common.config.reward import RewardConfig
 from services.common.context import within
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc import service_info
+from services.common.tasks import to_the_end
 from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun
 from services.reward.scorers.base import Item
@@ -57,6 +58,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 log.info("run %s opened: %s", request.run_id, self._run.scorer)
             return pb.OpenRunResponse(scorer=self._run.scorer)
 
+    @to_the_end
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         """Ends the scorers of the run; nothing to do if it is not the open one."""
         async with self._changing:

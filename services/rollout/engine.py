@@ -20,7 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.config.rollout import RolloutConfig
+from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
 from services.rollout.adapter import adapter_request
@@ -206,6 +206,11 @@ def _check_adapters_run(arguments: AsyncEngineArgs) -> None:
 
 
 def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
+    least = SamplingParams(temperature=MIN_TEMPERATURE).temperature  # as a message holds it, in 32 bits
+    if 0 < sampling.temperature < least:
+        raise ValueError(
+            f"temperature {sampling.temperature:g}: must be 0 or at least {MIN_TEMPERATURE}, where vLLM would sample"
+        )
     return EngineSampling(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,

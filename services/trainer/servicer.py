@@ -1,13 +1,12 @@
 """TrainerService: holds the on-policy contract. Nothing is computed before every stamp has been compared."""
 
 import asyncio
-import functools
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -22,6 +21,7 @@ from services.common.errors import InternalError, InvalidInput, PreconditionFail
 from services.common.model_card import read_model_card
 from services.common.rpc import service_info
 from services.common.stamps import require_stamp
+from services.common.tasks import to_the_end
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
@@ -35,8 +35,6 @@ from services.trainer.shards import check_samples, forward_parts, train_parts, v
 from services.trainer.worker import CONFIGS, Worker
 
 NAME = "lockstep.trainer.v1.TrainerService"
-
-Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 _ROLES = {
     pb.ROLE_UNSPECIFIED: Role.POLICY,
@@ -63,16 +61,6 @@ class _Held:
         return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
 
-def _to_the_end(method: Method) -> Method:
-    """Goes on when the caller gives up: so do the ranks, and what they did must be recorded before the next call."""
-
-    @functools.wraps(method)
-    async def call(*args: Any) -> Any:
-        return await asyncio.shield(method(*args))
-
-    return call
-
-
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Rank 0's face, of which `worker` is a part; weight groups meet at `store`."""
 
@@ -96,7 +84,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         stamp = policy.stamp if policy else types_pb2.PolicyStamp()
         return pb.GetInfoResponse(info=info, stamp=stamp, num_ranks=self._ranks.num_ranks)
 
-    @_to_the_end
+    @to_the_end
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         role = _role(request.role)
         config = parse_json(CONFIGS[role], request.config_json)
@@ -110,7 +98,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         answer.version, answer.last_batch_id = held.state.version, held.state.last_batch_id
         return answer
 
-    @_to_the_end
+    @to_the_end
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         async with self._saving, self._changing:
             if request.run_id != self._run_id:
@@ -144,7 +132,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, samples = await receive(requests)
         return await self._train(header, samples, begin)
 
-    @_to_the_end
+    @to_the_end
     async def _train(self, header: pb.TrainHeader, samples: pa.Table, begin: float) -> pb.TrainResponse:
         received_s = time.perf_counter() - begin
         role = _role(header.role, is_trained=True)
@@ -205,7 +193,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             cost=types_pb2.PublicationCost(**sent["cost"]),
         )
 
-    @_to_the_end
+    @to_the_end
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         role = _role(request.role, is_trained=True)
         async with self._saving:
@@ -222,7 +210,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             answer = answers[0].body or await asyncio.to_thread(self._saved)
         return pb.SaveCheckpointResponse(**answer)
 
-    @_to_the_end
+    @to_the_end
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Any) -> pb.LoadCheckpointResponse:
         async with self._saving, self._changing:
             policy = self._held()
@@ -235,7 +223,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             policy.state, policy.digest = state, ""
         return pb.LoadCheckpointResponse(version=state.version)
 
-    @_to_the_end
+    @to_the_end
     async def ExportHuggingFace(
         self, request: pb.ExportHuggingFaceRequest, context: Any
     ) -> pb.ExportHuggingFaceResponse:

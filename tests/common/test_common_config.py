@@ -201,6 +201,16 @@ CROSS_FIELD = {
         ["rollout.sampling.temperature must be above 0"],
         ["rollout.sampling.temperature=0.01"],
     ),
+    "the engine samples at what is trained at": (
+        ["rollout.sampling.temperature=0.0099"],
+        ["rollout.sampling.temperature", "vLLM would sample at 0.01; give that or more"],
+        ["rollout.sampling.temperature=0.01"],
+    ),
+    "a temperature is finite": (
+        ["rollout.sampling.temperature=.inf"],
+        ["rollout.sampling.temperature", "finite"],
+        ["rollout.sampling.temperature=100"],
+    ),
     "evaluation has data": (
         ["evaluation.eval_freq=1"],
         ["evaluation.eval_freq", "data.eval"],

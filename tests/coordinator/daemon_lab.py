@@ -41,6 +41,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.permits = asyncio.Semaphore(1000)
         self.training = asyncio.Event()
         self.error: LockstepError | None = None
+        self.closed: list[str] = []
 
     def hold_after(self, num_steps: int) -> None:
         """Lets no more than so many batches through."""
@@ -57,6 +58,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             self.version = json.loads((Path(request.checkpoint_path) / "manifest.json").read_text())["version"]
         card = read_model_card(request.model_path)
         return trainer_pb2.OpenRunResponse(version=self.version, model_card=card, weight_backend="gloo")
+
+    async def CloseRun(self, request: trainer_pb2.CloseRunRequest, context: Any) -> trainer_pb2.CloseRunResponse:
+        self.closed.append(request.run_id)
+        return trainer_pb2.CloseRunResponse()
 
     async def JoinWeightGroup(self, request: Any, context: Any) -> trainer_pb2.JoinWeightGroupResponse:
         return trainer_pb2.JoinWeightGroupResponse(plan_digest="plan")
@@ -94,11 +99,12 @@ class Fakes:
 
     trainer: FakeTrainer = field(default_factory=FakeTrainer)
     replica: FakeReplica = field(default_factory=FakeReplica)
+    reward: FakeReward = field(default_factory=lambda: FakeReward(set()))
     server: Server = field(default_factory=Server)
     given: Addresses = field(default_factory=Addresses)
 
     async def start(self) -> None:
-        reward_pb2_grpc.add_RewardServiceServicer_to_server(FakeReward(set()), self.server.grpc)
+        reward_pb2_grpc.add_RewardServiceServicer_to_server(self.reward, self.server.grpc)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self.trainer, self.server.grpc)
         port = await self.server.start("127.0.0.1:0", ["lockstep.trainer.v1.TrainerService"])
         await self.replica.start()

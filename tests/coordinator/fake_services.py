@@ -53,6 +53,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.committed: list[PolicyStamp] = []
         self.epochs: list[tuple[int, int]] = []
         self.num_opens = self.in_flight = self.peak = 0
+        self.closed: list[str] = []
         self._server: Server | None = None
         self.address = "127.0.0.1:0"
 
@@ -81,6 +82,11 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self._fail("OpenRun")
         self.num_opens += 1
         return pb.OpenRunResponse(num_workers=1, max_samples=self.max_samples)
+
+    async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
+        self._fail("CloseRun")
+        self.closed.append(request.run_id)
+        return pb.CloseRunResponse()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self._fail("Generate")
@@ -119,9 +125,14 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, failing: set[str]):
         self.failing = failing
+        self.closed: list[str] = []
 
     async def OpenRun(self, request: Any, context: Any) -> reward_pb2.OpenRunResponse:
         return reward_pb2.OpenRunResponse(scorer="fake 1")
+
+    async def CloseRun(self, request: reward_pb2.CloseRunRequest, context: Any) -> reward_pb2.CloseRunResponse:
+        self.closed.append(request.run_id)
+        return reward_pb2.CloseRunResponse()
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         scores = [reward_pb2.Score(reward=1.0, components={"fake": 1.0}) for _ in request.candidates]

@@ -8,7 +8,18 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
-from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
+from services.common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidInput,
+    LockstepError,
+    PermissionDenied,
+    PreconditionFailed,
+    Reason,
+    Unauthenticated,
+    Unavailable,
+)
+from services.coordinator.clients import rollout as fleet
 from services.coordinator.clients.replica import ReplicaState
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.groups import SampledGroup
@@ -134,6 +145,40 @@ async def test_a_replica_that_lost_its_weights_is_opened_again(reason: Reason):
         assert other.answered == ["p0"]
         await until(lambda: forgetful.num_opens == 2)
         await until(lambda: rollout.replicas[0].state is ReplicaState.STALE)
+
+
+async def test_a_replica_that_does_not_open_is_tried_again_after_longer_and_longer_pauses(monkeypatch):
+    pauses: list[int] = []
+    monkeypatch.setattr(fleet, "backoff_s", lambda num_retries: pauses.append(num_retries) or 0.0)
+    async with replicas(2) as (poor, other), serving([poor, other]) as rollout:
+        poor.error["OpenRun"], poor.failures_left = InternalError("out of memory"), 3
+        rollout.mark_dead(rollout.replicas[0], Unavailable("gone"))
+        await until(lambda: rollout.replicas[0].state is ReplicaState.STALE)
+        assert (pauses, poor.num_opens) == ([0, 1, 2], 2)
+
+
+@pytest.mark.parametrize("kind", [InvalidInput, PermissionDenied, Unauthenticated])
+async def test_a_replica_that_refuses_the_run_is_asked_once(kind: type[LockstepError], caplog, monkeypatch):
+    monkeypatch.setattr(fleet, "backoff_s", lambda num_retries: 0.0)
+    async with replicas(2) as (strict, other), serving([strict, other]) as rollout:
+        strict.error["OpenRun"], strict.failures_left = kind("no"), 100
+        rollout.mark_dead(rollout.replicas[0], Unavailable("gone"))
+        async with asyncio.timeout(10):
+            await asyncio.gather(*rollout._reviving.values())
+        assert strict.failures_left == 99
+        assert f"replica {strict.address} stays out: no" in caplog.text
+        assert (await generate(rollout, 0)).index == 0
+
+
+async def test_a_group_whose_replica_takes_too_long_goes_to_another():
+    async with replicas(2) as (slow, other), serving([slow, other]) as rollout:
+        slow.error["Generate"] = DeadlineExceeded("no answer in 3600 s")
+        assert (await generate(rollout, 0)).index == 0
+        assert (other.answered, rollout.num_redispatched) == (["p0"], 1)
+        other.error["Generate"] = slow.error["Generate"]
+        with pytest.raises(Unavailable, match=f"replica {other.address} is out: no answer in 3600 s") as raised:
+            await generate(rollout, 1)
+        assert raised.value.reason is Reason.NO_REPLICA
 
 
 async def test_the_answers_stamp_is_kept_not_the_requests():

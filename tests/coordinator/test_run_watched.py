@@ -169,6 +169,20 @@ def test_what_cannot_be_watched_is_an_error_at_once(tmp_path: Path, settings: di
         pass
 
 
+def test_a_tracker_that_does_not_open_leaves_the_metrics_address_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = f"127.0.0.1:{free_port()}"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with (
+        pytest.raises(InvalidInput, match="wandb cannot be imported"),
+        opened(tmp_path, metrics_address=page, trackers=[{"kind": "wandb"}]),
+    ):
+        pass
+    with opened(tmp_path, metrics_address=page):
+        assert value(scrape(page), "lockstep_coordinator_step") == 0
+
+
 def test_started_services_are_watched_too(tmp_path: Path, make_flags: Callable[..., ServiceFlags]) -> None:
     flags = make_flags(metrics_address="127.0.0.1:9100", otel_endpoint="http://c:4317", log_format="json")
     reward, rollout = flags.of("reward"), flags.of("rollout-0")

@@ -41,6 +41,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
             run.until(lambda: f"replica {addresses['rollout-0']} is back" in run.log, "the replica to be back")
             run.release()
             assert run.wait() == 0, run.output
+        assert [replica_info(addresses[name]).info.state for name in NAMES[2:]] == ["idle"] * 2
     return run
 
 

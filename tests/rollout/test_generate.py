@@ -30,13 +30,24 @@ async def test_a_prompt_that_does_not_fit_is_named(played: PlayedTrainer, length
 
 
 @pytest.mark.parametrize(
-    ("sampling", "field"), [({"max_tokens": 0}, "max_tokens"), ({"temperature": -1.0}, "temperature")]
+    ("sampling", "field"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 0.0099}, "temperature 0.0099: must be 0 or at least 0.01"),
+    ],
 )
 async def test_impossible_sampling_is_the_callers_mistake(played: PlayedTrainer, sampling: dict, field: str):
     stamp = await publish(played, 102)
     with pytest.raises(InvalidInput, match=field):
         await played.replica.generate(stamp, **sampling)
     await played.assert_exact(stamp)
+
+
+async def test_the_lowest_temperature_is_sampled(played: PlayedTrainer):
+    stamp = await publish(played, 106)
+    (answer,) = await played.replica.generate(stamp, [PROMPTS[0]], temperature=0.01)
+    assert answer.completions
 
 
 async def test_a_token_outside_the_vocabulary_is_the_callers_mistake(played: PlayedTrainer):

@@ -1,12 +1,13 @@
 """What the coordinator reads to make prompts."""
 
 import datetime
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import NAME, Strict
 
 
 class FilesConfig(Strict):
@@ -15,7 +16,8 @@ class FilesConfig(Strict):
     train: tuple[Path, ...] = Field(min_length=1)
     """Parquet file of training rows, or a list of files that are read as one, in this order."""
     eval: dict[str, Path] = Field(default_factory=dict)
-    """Held-out Parquet files by the name that their metrics carry; a bare path is named `<folder>-<file>`."""
+    """Held-out Parquet files by the name that their metrics and samples carry, of letters, digits, `.`, `_` and `-`; a
+    bare path is named `<folder>-<file>`."""
     shuffle: bool = True
     """A new order in every epoch, drawn from the run's seed; otherwise always the order of the files."""
     prompt_column: str = "prompt"
@@ -50,16 +52,32 @@ class FilesConfig(Strict):
             raise ValueError(f"{taken[0]} is set by the run itself; remove it")
         return value
 
+    @field_validator("eval")
+    @classmethod
+    def _are_names(cls, value: dict[str, Path]) -> dict[str, Path]:
+        for name, path in value.items():
+            if not re.fullmatch(NAME, name):
+                raise ValueError(
+                    f"{name!r} is no name: give letters, digits, '.', '_' and '-', the first a letter or digit, as in "
+                    f"{{held-out: {path}}}"
+                )
+        return value
+
     @field_validator("eval", mode="before")
     @classmethod
     def _name_paths(cls, value: Any) -> Any:
         paths = (value,) if isinstance(value, str | Path) else value
         if not isinstance(paths, list | tuple) or not all(isinstance(path, str | Path) for path in paths):
             return value
-        named = {"-".join(part for part in (Path(p).parent.name, Path(p).stem) if part): p for p in paths}
+        named = {_name_of(Path(path)): path for path in paths}
         if len(named) < len(paths):
             raise ValueError("two files would have the same name: name them, as in {short: a.parquet, long: b.parquet}")
         return named
+
+
+def _name_of(path: Path) -> str:
+    parts = (re.sub(r"[^A-Za-z0-9._-]", "_", part) for part in (path.parent.name, path.stem))
+    return "-".join(part for part in parts if part.strip(".")).lstrip("._-")
 
 
 class DataConfig(FilesConfig):

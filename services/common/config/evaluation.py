@@ -7,14 +7,14 @@ from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
 from services.common.config.data import DataConfig
-from services.common.config.rollout import RolloutConfig
+from services.common.config.rollout import RolloutConfig, Temperature
 
 
 class EvalSetConfig(Strict):
     """How one set of data.eval is sampled and what is reported of it; by default one greedy completion per prompt."""
 
-    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Softmax temperature; 0 is greedy."""
+    temperature: Temperature = 0.0
+    """Softmax temperature; 0 is greedy, others are at least 0.01."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of one answer; as in evaluation.max_tokens if unset."""
     num_samples: int = Field(default=1, ge=1)

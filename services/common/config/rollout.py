@@ -1,17 +1,30 @@
 """What the rollout service reads: sampling and the engine."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from services.common.config.base import Strict
+
+MIN_TEMPERATURE = 0.01
+"""Between 0 and this vLLM samples at this, and says so in its log only."""
+
+
+def _is_sampled(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; give that or more, or 0 for greedy samples")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_is_sampled)]
+"""What the engine samples at exactly."""
 
 
 class SamplingConfig(Strict):
     """How completions are drawn."""
 
-    temperature: float = Field(default=1.0, ge=0)
-    """Softmax temperature; the trainer divides its logits by the same, so 0 (greedy) is for evaluation only."""
+    temperature: Temperature = 1.0
+    """Softmax temperature; the trainer divides its logits by the same. At least 0.01."""
     max_tokens: int = Field(default=1024, ge=1)
     """Most tokens of one completion, the stop token included."""
     top_p: float = 1.0

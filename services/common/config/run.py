@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.base import Strict
+from services.common.config.base import NAME, Strict
 from services.common.config.data import DataConfig
 from services.common.config.evaluation import EvaluationConfig, check_evaluation
 from services.common.config.observability import ObservabilityConfig
@@ -63,7 +63,7 @@ class TimeoutsConfig(Strict):
 class Config(Strict):
     """A run."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=NAME)
     """Names the run's directory below runs_dir."""
     runs_dir: Path = Path("runs")
     """Where runs keep their files."""

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Strict
+from services.common.config.base import NAME, Strict
 from services.common.config.data import FilesConfig
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
@@ -44,7 +44,7 @@ class SftEvaluationConfig(Strict):
 class SftConfig(Strict):
     """A supervised run."""
 
-    name: str = Field(default="sft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="sft", pattern=NAME)
     """Names the run's directory below runs_dir."""
     runs_dir: Path = Path("runs")
     """Where runs keep their files."""

@@ -1,6 +1,7 @@
 """Several rollout replicas as one: load-aware dispatch, re-dispatch of what a dead one left, return of the revived."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -8,8 +9,17 @@ from contextlib import asynccontextmanager
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.config.run import Config
-from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
-from services.common.tasks import gather
+from services.common.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    LockstepError,
+    PermissionDenied,
+    PreconditionFailed,
+    Reason,
+    Unauthenticated,
+    Unavailable,
+)
+from services.common.tasks import backoff_s, gather
 from services.common.tls import LOCAL, Transport
 from services.coordinator.clients.replica import Replica, ReplicaState
 from services.coordinator.data.prompts import Prompt
@@ -19,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # Samples at a replica over those that its engine runs at once: a group's slots do not wait for its slowest sample.
 _IN_FLIGHT = 2
+# A later try would end like the first.
+_PERMANENT = (InvalidInput, PermissionDenied, Unauthenticated)
 
 
 class Rollout:
@@ -30,6 +42,7 @@ class Rollout:
         self._config = config
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
+        self._last_loss = "nothing was published yet"
         self._run_id, self._card = "", ModelCard()
 
     async def open(self, run_id: str, card: ModelCard) -> None:
@@ -40,7 +53,7 @@ class Rollout:
     async def generate(
         self, index: int, prompt: Prompt, seeds: Sequence[int], sampling: SamplingParams, stamp: PolicyStamp
     ) -> SampledGroup:
-        """One prompt group from any replica that serves `stamp`; if that one dies or loses it, from another.
+        """One prompt group from any replica that serves `stamp`; if that one dies, hangs or loses it, from another.
 
         Raises:
             Unavailable: NO_REPLICA if none is left that serves.
@@ -50,7 +63,7 @@ class Rollout:
             async with self._least_loaded(len(seeds), cost) as replica:
                 try:
                     return await replica.generate(index, prompt, seeds, sampling, stamp)
-                except Unavailable as error:
+                except (Unavailable, DeadlineExceeded) as error:
                     self.mark_dead(replica, error)
                 except PreconditionFailed as error:
                     if error.reason not in (Reason.NOT_SERVING, Reason.RUN_NOT_OPEN):
@@ -62,7 +75,8 @@ class Rollout:
         """Gives the replica no more groups, and opens it again as soon as it is back."""
         if replica.state is ReplicaState.DEAD:
             return
-        log.warning("replica %s is out: %s", replica.address, why.message)
+        self._last_loss = f"replica {replica.address} is out: {why.message}"
+        log.warning("%s", self._last_loss)
         replica.state = ReplicaState.DEAD
         self._reviving[replica.address] = asyncio.create_task(self._revive(replica))
 
@@ -83,12 +97,17 @@ class Rollout:
         await gather(replica.close() for replica in self.replicas)
 
     async def _revive(self, replica: Replica) -> None:
-        # Returns as soon as the service listens again, however long that takes.
-        while replica.state is ReplicaState.DEAD:
+        # Until the service listens again and opens the run, however long that takes.
+        for num_retries in itertools.count():
             try:
                 await replica.open(self._run_id, self._config, self._card)
+                break
+            except _PERMANENT as error:
+                log.error("replica %s stays out: %s", replica.address, error.message)
+                return
             except LockstepError as error:
                 log.warning("replica %s is not back yet: %s", replica.address, error.message)
+            await asyncio.sleep(backoff_s(num_retries))
         log.info("replica %s is back and waits for the next publication", replica.address)
 
     @asynccontextmanager
@@ -109,7 +128,8 @@ class Rollout:
     def _pick(self, num_samples: int) -> Replica | None:
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.SERVING]
         if not serving:
-            raise Unavailable("no rollout replica serves the current weights", reason=Reason.NO_REPLICA)
+            why = f"no rollout replica serves the current weights; {self._last_loss}"
+            raise Unavailable(why, reason=Reason.NO_REPLICA)
         with_room = [
             replica
             for replica in serving

@@ -15,6 +15,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.clients.reward import Reward
 from services.coordinator.clients.trainer import Model, Trainer
+from services.coordinator.closing import close_run
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.launch import Addresses
@@ -126,6 +127,7 @@ class _Session:
             line, found = await self._critic(run, addresses)
             compared.append(line)
             differences += (one for one in found if one not in differences)
+        await close_run(run, addresses)
         return Replayed(self.step, compared, differences, run.config.run_dir)
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:

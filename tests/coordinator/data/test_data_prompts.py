@@ -303,6 +303,7 @@ class TestConfig:
             "aime": "aime.parquet",
         }
         assert config("a", eval="b/c.parquet").eval.keys() == {"b-c"}
+        assert config("a", eval=["../c.parquet", ".b/c d.parquet"]).eval.keys() == {"c", "b-c_d"}
         assert DataConfig.model_validate_json(short.model_dump_json()) == short
 
     @pytest.mark.parametrize(
@@ -310,6 +311,11 @@ class TestConfig:
         [
             ({"train": []}, "at least 1 item"),
             ({"eval": ["x/a.parquet", "y/x/a.parquet"]}, "two files would have the same name"),
+            *(
+                ({"eval": {name: "x.parquet"}}, "is no name")
+                for name in ("a/b", "../../outside", "", ".a", "a b", "a\n")
+            ),
+            ({"eval": "数/据.parquet"}, r"as in \{held-out: 数/据.parquet\}"),
             ({"eval": 3}, "valid dictionary"),
             ({"prompts_per_step": 0}, "greater than or equal to 1"),
             ({"overlong": "truncate"}, "'fail' or 'drop'"),
