@@ -22,7 +22,7 @@ class CheckpointConfig(Strict):
     """When to save, what to keep."""
 
     save_freq: int = Field(default=0, ge=0)
-    """Steps between checkpoints, 0 for none; the last step is saved too unless this is 0. A run that is stopped is saved
+    """Steps between checkpoints, 0 for none; the last step is saved too unless this is 0. A stopped run is saved
     where it is in any case."""
     max_ckpts_to_keep: int = Field(default=3, ge=1)
     """Older checkpoints are deleted once a newer one is verified."""
