@@ -137,6 +137,12 @@ def test_unknown_key_in_a_union_is_found(file: str) -> None:
     )
 
 
+def test_list_of_wrong_elements_is_not_called_empty(file: str) -> None:
+    message = refused(file, "reward.scorers=[{kind: mathh}]")
+    assert "reward.scorers.0: Input tag 'mathh'" in message and "at least 1 item" not in message
+    assert "at least 1 item" in refused(file, "reward.scorers=[]")
+
+
 def test_missing_keys_are_named() -> None:
     message = refused("seed=1")
     assert all(f"{key}: required and not set" in message for key in ("model", "data", "reward"))
