@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from services.common import ports
 from services.common.config.run import Config
 from services.common.errors import Unavailable
+from services.common.roles import Role
 from services.common.rpc import Server
 from services.coordinator.cli import app
 from services.coordinator.doctor import broadcast, host, session
@@ -28,6 +29,7 @@ from services.coordinator.doctor.inputs import examine_inputs
 from services.coordinator.doctor.running import Answer, check_agreement, check_answer, check_clock, examine_services
 from services.coordinator.launch import Addresses
 from services.reward.servicer import NAME, RewardServicer
+from tests.common.tls_lab import Certificates, serve
 from tests.coordinator.fake_services import make_config
 from tests.support import free_port
 
@@ -167,9 +169,16 @@ async def test_services(reward: str) -> None:
     assert "idle" in answered.found and "no run" in answered.found
     nobody = f"127.0.0.1:{free_port()}"
     wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
-    assert_fails(wrong, FAIL, "GetInfo", "such a service")
+    assert_fails(wrong, FAIL, f"{reward} is not the address of a trainer service", "swapped")
     assert_fails(lost, FAIL, nobody, "start it")
     assert_fails(untried, WARN, f"not tried without trainer {reward}, rollout {nobody}", "above")
+
+
+async def test_service_that_wants_certificates(tmp_path: Path) -> None:
+    server, address = await serve(Certificates(tmp_path).of(Role.REWARD))
+    (finding,) = await examine_services(Addresses(reward=address))
+    assert_fails(finding, FAIL, "the service wants mTLS: pass --tls", "certificates")
+    await server.grpc.stop(None)
 
 
 def test_answers_clocks_and_versions() -> None:
