@@ -36,14 +36,14 @@ class Channel:
             self._open()
         return self._stub
 
-    async def connect(self, timeout_s: float) -> float:
+    async def connect(self, timeout_s: float, *, target: str) -> float:
         """Waits for the service to be there; what is left of `timeout_s`.
 
         gRPC's own wait does not tell a service that is not there yet from one that will never accept this end.
 
         Raises:
             Unauthenticated: It is there, and one end refuses the other.
-            Unavailable: There was no connection within `timeout_s`; says what the last attempt ended with.
+            Unavailable: There was none within `timeout_s`; says of `target` how the last attempt ended.
         """
         self.stub()
         begin = time.monotonic()
@@ -52,7 +52,7 @@ class Channel:
                 await self._until_ready(self._channel)
         except TimeoutError as error:
             why = self._last_refusal or "no answer"
-            raise Unavailable(f"{self._address}: no connection within {timeout_s:g} s: {why}") from error
+            raise Unavailable(f"{target}: no connection within {timeout_s:g} s: {why}") from error
         return max(0.0, begin + timeout_s - time.monotonic())
 
     async def explain(self) -> str:

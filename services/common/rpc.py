@@ -291,7 +291,7 @@ class Client:
                 Unauthenticated if one end refuses the other, InvalidInput if another kind of service is there.
         """
         if wait_for_ready:
-            timeout_s = await self._channel.connect(timeout_s)
+            timeout_s = await self._channel.connect(timeout_s, target=f"{method} at {self.address}")
         stub = self._channel.stub()
         try:
             answer = await getattr(stub, method)(
