@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import ssl
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from services.common.errors import Unauthenticated
+from services.common.errors import Unauthenticated, Unavailable
 from services.common.tls import CERTIFICATE_FILE, KEY_FILE, Credentials
 
 # How often, while it is waited for, and how long it is tried why there is no connection.
@@ -25,6 +26,7 @@ class Channel:
     def __init__(self, address: str, stub: type, tls: Credentials | None, options: Sequence[tuple[str, Any]]):
         self._address, self._make_stub, self._tls, self._options = address, stub, tls, options
         self._identity = tls and tls.current()
+        self._last_refusal = ""
         self._open()
 
     def stub(self) -> Any:
@@ -34,20 +36,32 @@ class Channel:
             self._open()
         return self._stub
 
-    async def connect(self, timeout_s: float) -> float:
+    async def connect(self, timeout_s: float, *, target: str) -> float:
         """Waits for the service to be there; what is left of `timeout_s`.
 
         gRPC's own wait does not tell a service that is not there yet from one that will never accept this end.
 
         Raises:
             Unauthenticated: It is there, and one end refuses the other.
+            Unavailable: There was none within `timeout_s`; says of `target` how the last attempt ended.
         """
         self.stub()
         begin = time.monotonic()
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(timeout_s):
                 await self._until_ready(self._channel)
+        except TimeoutError as error:
+            why = self._last_refusal or "no answer"
+            raise Unavailable(f"{target}: no connection within {timeout_s:g} s: {why}") from error
         return max(0.0, begin + timeout_s - time.monotonic())
+
+    async def explain(self) -> str:
+        """Tries why there is no connection: nobody is there, and with which words, or "" if somebody is.
+
+        Raises:
+            Unauthenticated: As `require_mutual_trust`.
+        """
+        return await require_mutual_trust(self._address, self._tls)
 
     async def close(self) -> None:
         """Ends it together with its calls."""
@@ -60,7 +74,7 @@ class Channel:
                 async with asyncio.timeout(_EXPLAIN_S):
                     await channel.wait_for_state_change(state)
             if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                await require_mutual_trust(self._address, self._tls)
+                self._last_refusal = await self.explain()
 
     def _open(self) -> None:
         if self._identity is None:
@@ -72,8 +86,8 @@ class Channel:
         self._stub = self._make_stub(self._channel)
 
 
-async def require_mutual_trust(address: str, tls: Credentials | None) -> None:
-    """Returns if the service at `address` and this end accept each other, or if it is not there.
+async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
+    """Returns "" if the service at `address` and this end accept each other; if it is not there, what says so.
 
     Raises:
         Unauthenticated: One end refuses the other; says why and what to do.
@@ -90,10 +104,11 @@ async def require_mutual_trust(address: str, tls: Credentials | None) -> None:
             why = "the service wants mTLS: pass --tls with a certificate"
     except ssl.SSLError as error:
         why = _why(error, host) if tls else ""
-    except (OSError, TimeoutError):
-        return
+    except OSError as error:  # also a name that is not known, and a timeout, which has no words
+        return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
     if why:
         raise Unauthenticated(f"{address}: {why}", address=address)
+    return ""
 
 
 async def _refusal(reader: asyncio.StreamReader) -> str:

@@ -279,24 +279,30 @@ class Client:
         """
         require_secure(address, transport, field="address")
         self.address = address
+        self._kind = stub.__name__.removesuffix("Stub").removesuffix("Service").lower()
         self._channel = Channel(address, stub, transport.tls, _OPTIONS)
+        self._was_answered = False
 
     async def call(self, method: str, request: Any, *, timeout_s: float, wait_for_ready: bool = False) -> Any:
         """One answer. `request` is a message, or an async iterator of them for a client stream.
 
         Raises:
-            LockstepError: As the service raised it; Unavailable if it is gone, DeadlineExceeded after `timeout_s`,
-                Unauthenticated if it is waited for and certificates are refused.
+            LockstepError: As the service raised it; Unavailable if it is not there, DeadlineExceeded after `timeout_s`,
+                Unauthenticated if one end refuses the other, InvalidInput if another kind of service is there.
         """
         if wait_for_ready:
-            timeout_s = await self._channel.connect(timeout_s)
+            timeout_s = await self._channel.connect(timeout_s, target=f"{method} at {self.address}")
         stub = self._channel.stub()
         try:
-            return await getattr(stub, method)(
+            answer = await getattr(stub, method)(
                 request, timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=outgoing()
             )
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, target=f"{method} at {self.address}") from error
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
+                await self._channel.explain()
+            raise self._failure(error, method) from error
+        self._was_answered = True
+        return answer
 
     async def stream(self, method: str, request: Any, *, timeout_s: float) -> AsyncIterator[Any]:
         """The answers of a server stream. Closing the iterator cancels the call.
@@ -310,10 +316,19 @@ class Client:
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, target=f"{method} at {self.address}") from error
+            raise self._failure(error, method) from error
         finally:
             call.cancel()
 
     async def close(self) -> None:
         """Closes the channel."""
         await self._channel.close()
+
+    def _failure(self, error: grpc.aio.AioRpcError, method: str) -> LockstepError:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return InvalidInput(
+                f"{self.address} is not the address of a {self._kind} service, or that is of another version: it has "
+                f"no method {method}",
+                address=self.address,
+            )
+        return from_rpc_error(error, target=f"{method} at {self.address}")

@@ -17,6 +17,7 @@ from services.common.tasks import gather
 from services.common.tls import LOCAL, Transport
 from services.coordinator.devices import num_gpus, split_gpus
 from services.coordinator.observing import ServiceFlags
+from services.coordinator.resume import CHECKPOINTS
 from services.coordinator.trace import trace_path
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class Child:
     log_path: Path
     restarts_left: int = 0
     gpus: str | None = None
+    checkpoints: Path | None = None
+    """Where the run's are, if the same command would go on from the newest of them."""
     process: asyncio.subprocess.Process | None = field(default=None)
 
     async def start(self) -> None:
@@ -88,9 +91,11 @@ class Child:
             assert self.process is not None
             code = await self.process.wait()
             if self.restarts_left == 0:
+                resumes = self.checkpoints is not None and any(self.checkpoints.glob("*/manifest.json"))
+                then = "; the same command goes on from the newest checkpoint" if resumes else ""
                 tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
                 raise Unavailable(
-                    f"{self.name} ended with exit code {code}; the end of {self.log_path}:\n{tail}",
+                    f"{self.name} ended with exit code {code}{then}; the end of {self.log_path}:\n{tail}",
                     reason=Reason.SERVICE_DIED,
                 )
             self.restarts_left -= 1
@@ -147,7 +152,8 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
             command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
             command += flags.of(name)
             log_path = config.run_dir / "logs" / f"{name}.log"
-            children.append(Child(name, command, log_path, restarts, gpus.get(name)))
+            checkpoints = config.run_dir / CHECKPOINTS if config.resume in ("auto", "must") else None
+            children.append(Child(name, command, log_path, restarts, gpus.get(name), checkpoints))
             started.add(address)
             return address
 

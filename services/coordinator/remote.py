@@ -106,7 +106,7 @@ class Coordinator:
         request = pb.GetRunRequest(name=name)
         try:
             await self._client.call("GetRun", request, timeout_s=_COME_BACK_S, wait_for_ready=True)
-        except DeadlineExceeded as timeout:
+        except (Unavailable, DeadlineExceeded) as timeout:
             raise Unavailable(
                 f"the coordinator at {self.address} is gone and did not come back within {_COME_BACK_S:g} s"
             ) from timeout

@@ -137,6 +137,12 @@ def test_unknown_key_in_a_union_is_found(file: str) -> None:
     )
 
 
+def test_list_of_wrong_elements_is_not_called_empty(file: str) -> None:
+    message = refused(file, "reward.scorers=[{kind: mathh}]")
+    assert "reward.scorers.0: Input tag 'mathh'" in message and "at least 1 item" not in message
+    assert "at least 1 item" in refused(file, "reward.scorers=[]")
+
+
 def test_missing_keys_are_named() -> None:
     message = refused("seed=1")
     assert all(f"{key}: required and not set" in message for key in ("model", "data", "reward"))
@@ -245,6 +251,44 @@ def test_cross_field_rule(file: str, rule: str) -> None:
     message = refused(file, *wrong)
     assert all(word in message for word in words), message
     load(Config, [file, *right])
+
+
+TP2, GATHERED = "trainer.megatron.tensor_model_parallel_size=2", "trainer.fsdp.reshard_after_forward=false"
+MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=2"]
+OWN = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
+CRITIC = ["advantage.kind=gae", "critic.strategy=fsdp", "critic.deployment=own"]
+
+
+@pytest.mark.parametrize(
+    ("unused", "key", "used"),
+    [
+        ([TP2], "trainer.megatron.tensor_model_parallel_size", [*MEGATRON, TP2]),
+        (["trainer.megatron.moe.freeze_router=true"], "trainer.megatron.moe.freeze_router", []),
+        (["trainer.megatron.ddp_config={a: 1}"], "trainer.megatron.ddp_config.a", []),
+        ([*MEGATRON, GATHERED], "trainer.fsdp.reshard_after_forward", [GATHERED]),
+        (["reference.megatron.auto_offload=true"], "reference.megatron.auto_offload", []),
+        # Inherited by a model that does not read it, or only by one that does.
+        ([*MEGATRON, "reference.fsdp.cpu_offload=true"], "reference.fsdp.cpu_offload", [*MEGATRON, TP2, *CRITIC]),
+        (
+            [*OWN, "reference.strategy=fsdp", TP2],
+            TP2.partition("=")[0],
+            [*OWN, "reference.strategy=megatron", "reference.num_ranks=2", TP2],
+        ),
+        (["advantage.kind=gae", "critic.megatron={async_save: true}"], "critic.megatron.async_save", [GATHERED]),
+    ],
+)
+def test_what_the_other_strategy_would_read_is_refused(file: str, unused: list[str], key: str, used: list[str]) -> None:
+    section, strategy = key.partition(".")[0], key.split(".")[1]
+    assert f"{key} is not used by strategy" in refused(file, *unused)
+    assert f"set {section}.strategy={strategy}, or leave it out" in refused(file, *unused)
+    load(Config, [file, *used])
+
+
+def test_default_of_the_other_strategy_may_be_written(file: str) -> None:
+    load(
+        Config,
+        [file, "trainer.megatron={tensor_model_parallel_size: 1, ddp_config: {}, moe: {}}", "reference.megatron={}"],
+    )
 
 
 def _nested(path: str, value: Any) -> dict[str, Any]:

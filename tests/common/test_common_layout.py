@@ -287,7 +287,6 @@ def test_fsdp_has_no_layout() -> None:
     """Its ranks are all data-parallel, whatever the megatron section says."""
     trainer = TrainerConfig(strategy="fsdp", num_ranks=3, megatron=MegatronConfig(**{TP: 2}))
     assert data_parallel_size(trainer) == 3
-    assert config(strategy="fsdp", num_ranks=3, megatron={TP: 2}).trainer.num_ranks == 3
 
 
 def test_data_parallel_size() -> None:

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import (
@@ -203,9 +204,29 @@ async def test_server_that_goes_away_in_a_call_is_unavailable(rig: Rig) -> None:
         await call
 
 
-async def test_method_that_the_service_lacks_is_internal(rig: Rig) -> None:
-    with pytest.raises(InternalError):
-        await rig.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
+async def test_server_that_nobody_can_reach_is_unavailable_once_waited_for() -> None:
+    client = Client(f"127.0.0.1:{free_port()}", reward_pb2_grpc.RewardServiceStub)
+    with pytest.raises(Unavailable, match=r"no connection within 2 s: Connection refused") as caught:
+        await client.call("Score", pb.ScoreRequest(), timeout_s=2, wait_for_ready=True)
+    assert caught.value.reason is Reason.UNREACHABLE
+    assert client.address in caught.value.message
+    await client.close()
+
+
+async def test_server_that_was_there_but_is_slow_is_not_unavailable(rig: Rig) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await rig.client.call("OpenRun", pb.OpenRunRequest(), timeout_s=0.5, wait_for_ready=True)
+
+
+async def test_address_of_another_service_is_named(rig: Rig) -> None:
+    client = Client(rig.address, trainer_pb2_grpc.TrainerServiceStub)
+    for wait_for_ready in (False, True):
+        with pytest.raises(InvalidInput, match=f"{rig.address} is not the address of a trainer service.* OpenRun"):
+            await client.call("OpenRun", trainer_pb2.OpenRunRequest(), timeout_s=10, wait_for_ready=wait_for_ready)
+    with pytest.raises(InvalidInput, match="a trainer service"):
+        async for _ in client.stream("Forward", iter([]), timeout_s=10):
+            pass
+    await client.close()
 
 
 async def test_served_until_stopped(rig: Rig) -> None:

@@ -60,6 +60,7 @@ MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=8", "trainer.megatro
         (["trainer.num_ranks=3", "data.max_tokens=9000"], ["at least 18000", "do not divide"]),
         (["evaluation.eval_freq=1"], ["eval_freq", "data.eval"]),
         (["data.samples_per_setp=1"], ["did you mean data.samples_per_step?"]),
+        (["trainer.megatron.async_save=true"], ["trainer.megatron.async_save", "trainer.strategy=megatron"]),
         ([*MEGATRON, "trainer.megatron.pipeline_model_parallel_size=3"], ["num_ranks 8", "nearest legal: 12"]),
         (
             [*MEGATRON, "data.max_tokens=4095", "trainer.max_tokens_per_microbatch=4095"],

@@ -11,7 +11,7 @@ import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 
-from services.common.errors import InvalidInput, Unavailable
+from services.common.errors import InvalidInput, Unauthenticated
 from services.common.roles import Role
 from services.common.rpc import Client, Server
 from services.common.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
@@ -138,7 +138,7 @@ async def test_without_renewal_connections_go_on_and_new_ones_are_refused(tmp_pa
     await info(kept)
     await deployment.until_the_first_expire()
     await info(kept)
-    with pytest.raises(Unavailable, match="expired"):
+    with pytest.raises(Unauthenticated, match="expired"):
         await info(late)
     for client in (kept, late):
         await client.close()

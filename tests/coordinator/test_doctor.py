@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1 import types_pb2
@@ -17,14 +19,17 @@ from typer.testing import CliRunner
 from services.common import ports
 from services.common.config.run import Config
 from services.common.errors import Unavailable
+from services.common.roles import Role
 from services.common.rpc import Server
 from services.coordinator.cli import app
 from services.coordinator.doctor import broadcast, host, session
 from services.coordinator.doctor.broadcast import check_broadcast
 from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor.inputs import examine_inputs
 from services.coordinator.doctor.running import Answer, check_agreement, check_answer, check_clock, examine_services
 from services.coordinator.launch import Addresses
 from services.reward.servicer import NAME, RewardServicer
+from tests.common.tls_lab import Certificates, serve
 from tests.coordinator.fake_services import make_config
 from tests.support import free_port
 
@@ -127,6 +132,27 @@ def test_the_probe_of_the_sandbox_says_why_it_fails(tmp_path: Path) -> None:
     assert (done.returncode, "bwrap not found: install bubblewrap" in done.stderr) == (1, True), done.stderr
 
 
+def test_model_and_data(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["1+1=", "1+2="] * 8, "answer": ["2", "3"] * 8}), file)
+    data = {"train": file, "eval": {"few": file}, "prompts_per_step": 8}
+    model, found = examine_inputs(config_with(data=data), Addresses())
+    assert (model.verdict, found.verdict, found.found) == (OK, OK, "16 prompts, 16 held out in few")
+
+    model, found = examine_inputs(config_with(data=data | {"train": "/nope.parquet"}), Addresses())
+    assert model.verdict is OK
+    assert_fails(found, FAIL, "data.train: /nope.parquet does not exist", "files")
+    elsewhere = make_config(model="/nope", data=data)
+    model, found = examine_inputs(elsewhere, Addresses())
+    assert_fails(model, FAIL, "/nope does not exist", "directory")
+    assert_fails(found, WARN, "not read", "above")
+    (model,) = examine_inputs(elsewhere, Addresses(trainer="a:1"))
+    assert (model.verdict, "trainer's host" in model.found) == (OK, True)
+    megatron = {"strategy": "megatron", "num_ranks": 64, "megatron": {"tensor_model_parallel_size": 64}}
+    model, _ = examine_inputs(config_with(data=data, trainer=megatron), Addresses())
+    assert_fails(model, FAIL, "tensor_model_parallel_size 64", "strategy")
+
+
 @pytest.fixture
 async def reward() -> AsyncIterator[str]:
     """Address of a real reward service."""
@@ -143,9 +169,16 @@ async def test_services(reward: str) -> None:
     assert "idle" in answered.found and "no run" in answered.found
     nobody = f"127.0.0.1:{free_port()}"
     wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
-    assert_fails(wrong, FAIL, "GetInfo", "such a service")
+    assert_fails(wrong, FAIL, f"{reward} is not the address of a trainer service", "swapped")
     assert_fails(lost, FAIL, nobody, "start it")
     assert_fails(untried, WARN, f"not tried without trainer {reward}, rollout {nobody}", "above")
+
+
+async def test_service_that_wants_certificates(tmp_path: Path) -> None:
+    server, address = await serve(Certificates(tmp_path).of(Role.REWARD))
+    (finding,) = await examine_services(Addresses(reward=address))
+    assert_fails(finding, FAIL, "the service wants mTLS: pass --tls", "certificates")
+    await server.grpc.stop(None)
 
 
 def test_answers_clocks_and_versions() -> None:
@@ -186,5 +219,8 @@ def test_the_exit_code_is_1_if_anything_fails(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(session, "_broadcast", lambda: Finding("broadcast", "[b]fast", WARN, "wait"))
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 0 and "[b]fast" in done.output and "fix: wait" in done.output
+    nowhere = ["model=/nope", "data.train=x.parquet", "data.prompts_per_step=1", "reward.scorers=[{kind: exact}]"]
+    done = CliRunner().invoke(app, ["doctor", *nowhere])
+    assert done.exit_code == 1 and "/nope does not exist" in done.output
     done = CliRunner().invoke(app, ["doctor", "--trainer", f"127.0.0.1:{free_port()}"])
     assert done.exit_code == 1 and "fail" in done.output

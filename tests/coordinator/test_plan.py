@@ -278,7 +278,7 @@ def test_shape_rules_are_checked(dense: Path, tmp_path: Path) -> None:
     config, _ = make(dense, num_ranks=6, loss={"kl_coef": 0.1}, reference={"megatron": sizes(pp=3)})
     with pytest.raises(InvalidInput, match=r"reference\.megatron\.pipeline_model_parallel_size 3"):
         check_model(config)
-    check_model(make(dense, num_ranks=8, megatron=sizes(tp=8), strategy="fsdp")[0])
+    check_model(make(dense, num_ranks=8, strategy="fsdp")[0])
     elsewhere = config.model_copy(update={"model": str(tmp_path / "on-another-host")})
     check_model(elsewhere)
     with pytest.raises(NotFound, match=r"on-another-host/config\.json"):

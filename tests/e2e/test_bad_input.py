@@ -98,7 +98,7 @@ def test_before_a_service_starts(
         (["trainer.optim.lrr=1"], ["trainer.optim.lrr", "did you mean trainer.optim.lr?"]),
         (
             ["--trainer", NOWHERE, "--reward", NOWHERE, "--rollout", NOWHERE, "timeouts.open_s=2"],
-            ["OpenRun", NOWHERE],
+            ["OpenRun", NOWHERE, "Connection refused"],
         ),
     ],
     ids=["misspelt key", "nobody there"],

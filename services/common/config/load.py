@@ -143,10 +143,16 @@ def _validate(model: type[Model], tree: Mapping[str, Any], origin: Mapping[str, 
 
 
 def _explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str, str]) -> InvalidInput:
-    details = error.errors(include_url=False)
+    found = error.errors(include_url=False)
+    # A list whose elements are wrong is also said to be empty.
+    details = [one for one in found if not any(_is_below(other["loc"], one["loc"]) for other in found)]
     lines = [_explain_one(model, detail, origin) for detail in details]
     first = ".".join(str(part) for part in details[0]["loc"])
     return InvalidInput("; ".join(lines), reason=Reason.INVALID_CONFIG, field=first)
+
+
+def _is_below(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
+    return len(path) > len(parent) and path[: len(parent)] == parent
 
 
 def _explain_one(model: type[BaseModel], detail: ErrorDetails, origin: Mapping[str, str]) -> str:

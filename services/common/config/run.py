@@ -14,7 +14,7 @@ from services.common.config.reward import RewardConfig
 from services.common.config.roles import CriticConfig, ReferenceConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.selection import SelectionConfig, check_selection
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer import TrainerConfig, require_used
 from services.common.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
 
 
@@ -136,6 +136,17 @@ class Config(Strict):
 
     def _is_own(self, name: str) -> bool:
         return name != "trainer" and getattr(self, name).deployment == "own"
+
+    @model_validator(mode="after")
+    def _other_strategy_is_not_set(self) -> Self:
+        policys = self.trainer.strategy
+        roles = {name: role for name in ("reference", "critic") if (role := getattr(self, name))}
+        inherited = {role.strategy for role in roles.values() if role.strategy and not getattr(role, role.strategy)}
+        if inherited <= {policys}:  # else a model beside the policy takes the other section over
+            require_used(self.trainer, policys, key="trainer")
+        for name, role in roles.items():
+            require_used(role, role.strategy or policys, key=name)
+        return self
 
     @model_validator(mode="after")
     def _layout_is_legal(self) -> Self:  # first: the rules below count data-parallel ranks

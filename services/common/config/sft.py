@@ -9,7 +9,7 @@ from services.common.config.base import NAME, Strict
 from services.common.config.data import FilesConfig
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer import TrainerConfig, require_used
 from services.common.layout import Layout, check_layout, samples_at_once
 
 
@@ -116,6 +116,11 @@ class SftConfig(Strict):
     def _length_is_given(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ValueError("set either num_steps or num_epochs")
+        return self
+
+    @model_validator(mode="after")
+    def _other_strategy_is_not_set(self) -> Self:
+        require_used(self.trainer, self.trainer.strategy, key="trainer")
         return self
 
     @model_validator(mode="after")

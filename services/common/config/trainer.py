@@ -1,6 +1,6 @@
 """What the trainer service reads: strategy, loss, optimizer."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -177,3 +177,15 @@ class TrainerConfig(Strict):
         if self.lora.rank and self.strategy != "megatron":
             raise ValueError("lora.rank is above 0: adapters need strategy megatron")
         return self
+
+
+def require_used(section: Strict, strategy: str, *, key: str) -> None:
+    """Raises ValueError if the model section at `key` sets something that its `strategy` does not read."""
+    other = "fsdp" if strategy == "megatron" else "megatron"
+    value: Any = section.model_dump(include={other}, exclude_defaults=True).get(other)
+    path = f"{key}.{other}"
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        path += f".{name}"
+    if path != f"{key}.{other}":
+        raise ValueError(f"{path} is not used by strategy {strategy}: set {key}.strategy={other}, or leave it out")

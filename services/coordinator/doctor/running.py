@@ -10,7 +10,7 @@ from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import ServiceInfo
 
-from services.common.errors import LockstepError
+from services.common.errors import InvalidInput, LockstepError, Unauthenticated
 from services.common.rpc import Client
 from services.common.tasks import gather
 from services.common.tls import Transport
@@ -79,13 +79,21 @@ async def _ask(kind: str, address: str, transport: Transport) -> Answer | Lockst
 def check_answer(name: str, answer: Answer | LockstepError) -> Finding:
     """The service is there, is of its kind, and answers soon."""
     if isinstance(answer, LockstepError):
-        fix = "start it, and see that the address is of such a service and that no firewall is between"
-        return Finding(name, answer.message, Verdict.FAIL, fix)
+        return Finding(name, answer.message, Verdict.FAIL, _fix(answer))
     info = answer.info
     found = f"{info.state}, {answer.latency_s * 1e3:.1f} ms, " + (f"run {info.run_id}" if info.run_id else "no run")
     if answer.latency_s > _SLOW_S:
         return Finding(name, found, Verdict.WARN, "use a nearer host: a step makes thousands of calls")
     return Finding(name, found)
+
+
+def _fix(error: LockstepError) -> str:
+    match error:
+        case Unauthenticated():
+            return "give both ends certificates of one authority (`lockstep certs`), or neither"
+        case InvalidInput():
+            return "give the address of such a service; those of trainer, rollout and reward may be swapped"
+    return "start it, and see that the address is of such a service and that no firewall is between"
 
 
 def check_clock(name: str, answer: Answer) -> Finding:

@@ -8,6 +8,7 @@ from rich.console import Console
 from services.common.config.run import Config
 from services.coordinator.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.doctor.host import examine_host
+from services.coordinator.doctor.inputs import examine_inputs
 from services.coordinator.doctor.running import examine_services
 from services.coordinator.launch import Addresses
 
@@ -16,6 +17,7 @@ def examine(config: Config | None, given: Addresses, console: Console) -> bool:
     """Checks this host and the services at `given`, and shows what was found; whether nothing failed."""
     with console.status("looking"):
         findings = list(examine_host(config, given))
+        findings += examine_inputs(config, given) if config else ()
         if not (given.trainer and given.rollout):
             findings.append(_broadcast())
         findings += asyncio.run(examine_services(given))

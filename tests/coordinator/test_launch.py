@@ -1,0 +1,33 @@
+"""The services that a run starts, when one of them dies."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import Reason, Unavailable
+from services.coordinator.launch import Addresses, launch
+from tests.coordinator.fake_services import make_config
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "goes_on"),
+    [("auto", True, True), ("must", True, True), ("auto", False, False), ("elsewhere/step-000001", True, False)],
+)
+async def test_the_error_says_whether_the_same_command_goes_on(
+    tmp_path: Path, resume: str, saved: bool, goes_on: bool
+) -> None:
+    config = make_config(runs_dir=tmp_path, resume=resume)
+    checkpoint = config.run_dir / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    if saved:
+        (checkpoint / "manifest.json").write_text("{}")
+    async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
+        (reward,) = fleet._children
+        os.kill(reward.process.pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="reward ended with exit code -9") as caught:
+            await fleet.watch()
+    assert caught.value.reason is Reason.SERVICE_DIED
+    assert ("the same command goes on from the newest checkpoint" in caught.value.message) is goes_on
+    assert str(config.run_dir / "logs" / "reward.log") in caught.value.message
