@@ -63,12 +63,22 @@ class Tokenizer:
         By default nothing is added, which is right for templated text, as the template writes its own BOS.
         `add_special_tokens` also applies the tokenizer's post-processor, which puts BOS before text for models that
         were pre-trained so.
+
+        Raises:
+            InvalidInput: The vocabulary has no token for a part of `text`, and none for what is unknown.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # tokenizers raises nothing narrower
+            message = f"data: the model's tokenizer cannot encode {text[:80]!r}: {error}"
+            raise InvalidInput(message, field="data") from error
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """`encode` of each, on all cores."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except Exception:  # noqa: BLE001 tokenizers raises nothing narrower; one by one, the text is named
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
         return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -230,3 +231,10 @@ def test_refusals(template, message):
 def test_a_misspelt_template_variable_is_an_error(tokenizer):
     with pytest.raises(InvalidInput, match=r"no variable enable_thinkng; it has .*enable_thinking"):
         tokenizer.render(CHATS[0], enable_thinkng=False)
+
+
+def test_a_text_that_the_vocabulary_lacks_is_named() -> None:
+    tokenizer = Tokenizer.load(Path("deploy/quickstart/model"))
+    assert tokenizer.encode_batch(["1+2="]) == [tokenizer.encode("1+2=")]
+    with pytest.raises(InvalidInput, match="data: the model's tokenizer cannot encode '3 plus 4': .*UNK"):
+        tokenizer.encode_batch(["1+2=", "3 plus 4"])
