@@ -236,5 +236,5 @@ def test_a_misspelt_template_variable_is_an_error(tokenizer):
 def test_a_text_that_the_vocabulary_lacks_is_named() -> None:
     tokenizer = Tokenizer.load(Path("deploy/quickstart/model"))
     assert tokenizer.encode_batch(["1+2="]) == [tokenizer.encode("1+2=")]
-    with pytest.raises(InvalidInput, match="data: the model's tokenizer cannot encode '3 plus 4': .*UNK"):
+    with pytest.raises(InvalidInput, match=r"data: the model's tokenizer cannot encode '3 plus 4': .*UNK"):
         tokenizer.encode_batch(["1+2=", "3 plus 4"])
