@@ -108,18 +108,26 @@ def _given(path: str) -> str:
 
 def _leave_later(ledger: Ledger, checkpoint: str) -> None:
     """What was saved after `checkpoint` is of a branch that the run leaves: kept under another name, no longer its."""
-    step = step_of(checkpoint)
-    for row in [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]:
+    rows = [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]
+    for row in rows:
         path = Path(row["path"])
-        if row["version"] > step:
+        if row["version"] > step_of(checkpoint):
             ledger.record(Kind.DELETED, path=row["path"])
             if path.is_dir():
                 path.rename(path.with_name(f"left-{uuid.uuid4().hex[:8]}-{path.name}"))
 
 
 def step_of(checkpoint: str) -> int:
-    """The policy's updates that are in a checkpoint."""
-    return int(json.loads((Path(checkpoint) / "manifest.json").read_text())["state"]["version"])
+    """The policy's updates that are in a checkpoint.
+
+    Raises:
+        DataLoss: Its manifest is damaged.
+    """
+    manifest = Path(checkpoint) / "manifest.json"
+    try:
+        return int(json.loads(manifest.read_text())["state"]["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataLoss(f"resume: {manifest} is damaged: {error!r}") from error
 
 
 def _newest(ledger: Ledger, config: Config) -> str:

@@ -122,6 +122,9 @@ def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):
     assert (left / "manifest.json").is_file()
     with pytest.raises(NotFound, match=r"no manifest\.json"):
         begin(tmp_path, str(tmp_path / "nowhere"))
+    (older / "manifest.json").write_text("{}")
+    with pytest.raises(DataLoss, match=r"manifest\.json is damaged"):
+        begin(tmp_path, str(older))
 
 
 @pytest.mark.parametrize("resume", ["auto", "must"])
