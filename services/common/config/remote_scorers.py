@@ -23,7 +23,11 @@ def parse_template(template: str) -> list[tuple[str, str | None]]:
         ValueError: A brace is not closed, or a field is another one.
     """
     parts = []
-    for literal, field, spec, conversion in string.Formatter().parse(template):
+    try:
+        found = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"template: {error}; braces of the text itself are doubled") from error
+    for literal, field, spec, conversion in found:
         if field is not None and (field not in TEMPLATE_FIELDS or spec or conversion):
             allowed = ", ".join(f"{{{name}}}" for name in TEMPLATE_FIELDS)
             raise ValueError(f"template: a field is one of {allowed}, and other braces are doubled; got {{{field}}}")
