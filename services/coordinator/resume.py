@@ -59,7 +59,7 @@ def open_run(config: Config) -> Start:
             f"resume: {config.run_dir} holds a run already; set resume=auto to go on, or another name", field="resume"
         )
     checkpoint = ""
-    if config.resume not in ("auto", "never", "must"):
+    if is_path(config.resume):
         checkpoint = _given(config.resume)
     elif not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
@@ -70,6 +70,11 @@ def open_run(config: Config) -> Start:
     except LockstepError:
         ledger.close()
         raise
+
+
+def is_path(resume: str) -> bool:
+    """Whether `config.resume` names a checkpoint."""
+    return resume not in ("auto", "never", "must")
 
 
 def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
@@ -109,9 +114,10 @@ def _given(path: str) -> str:
 def _leave_later(ledger: Ledger, checkpoint: str) -> None:
     """What was saved after `checkpoint` is of a branch that the run leaves: kept under another name, no longer its."""
     rows = [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]
+    step = step_of(checkpoint) if rows else 0
     for row in rows:
         path = Path(row["path"])
-        if row["version"] > step_of(checkpoint):
+        if row["version"] > step:
             ledger.record(Kind.DELETED, path=row["path"])
             if path.is_dir():
                 path.rename(path.with_name(f"left-{uuid.uuid4().hex[:8]}-{path.name}"))

@@ -20,7 +20,7 @@ from services.coordinator.loop import train
 from services.coordinator.opening import open_services
 from services.coordinator.outcome import Outcome, finish, show
 from services.coordinator.publication import Publisher
-from services.coordinator.resume import open_run, step_of
+from services.coordinator.resume import is_path, open_run, step_of
 from services.coordinator.run import Run
 from services.coordinator.step import Parts
 
@@ -101,7 +101,7 @@ async def _drive(run: Run, addresses: Addresses, data: Dataset | None, frontend:
 
 def _require_resumed(version: int, config: Config) -> None:
     """A trainer that still has the run open goes on with what it holds."""
-    if config.resume not in ("auto", "never", "must") and version != (asked := step_of(config.resume)):
+    if is_path(config.resume) and version != (asked := step_of(config.resume)):
         raise PreconditionFailed(
             f"resume: {config.resume} has step {asked}, but the trainer still has this run open after step {version}; "
             "restart the trainer, or leave resume out to go on from there",

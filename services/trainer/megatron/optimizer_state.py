@@ -45,12 +45,17 @@ def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded) -> 
     for index, part in chained_parts(optimizer):
         if index not in loaded:  # a pipeline stage without adapters, or what shard_state loads
             continue
-        for state in part.optimizer.state.values():
-            state.pop("step", None)  # Megatron wants it to be loaded with the rest; it is set by set_num_updates
+        forget_steps(part)
         if not isinstance(part, DistributedOptimizer):
             _copy(_whole_state(part, model), loaded[index])
         else:
             part.load_parameter_state_from_dp_reshardable(loaded[index])
+
+
+def forget_steps(part: Any) -> None:
+    """Before moments are loaded into it: Megatron wants the count with the rest, but it is set by set_num_updates."""
+    for state in part.optimizer.state.values():
+        state.pop("step", None)
 
 
 def is_gathered(optimizer: MegatronOptimizer, resharding: Resharding) -> bool:

@@ -17,6 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from services.trainer.megatron.hybrid import is_hybrid
 from services.trainer.megatron.optimizer import chained_parts
+from services.trainer.megatron.optimizer_state import forget_steps
 from services.trainer.megatron.torch_dist import Sharded, load
 from services.trainer.megatron.weights import gather_json
 
@@ -66,8 +67,7 @@ def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
     """Reads and takes over all pieces. All ranks call it; ranks with fewer batches read nothing in the last rounds."""
     parts = {id(piece.part): piece.part for piece in pieces}
     for part in parts.values():
-        for state in part.optimizer.state.values():
-            state.pop("step", None)  # Megatron wants it to be loaded with the rest; it is set by set_num_updates
+        forget_steps(part)
     batches = list(_batches(pieces))
     num_rounds = max(gather_json(len(batches), torch.device("cpu")))
     for batch in itertools.islice(itertools.chain(batches, itertools.repeat([])), num_rounds):
