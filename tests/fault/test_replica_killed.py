@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, replica_info, weights
+from tests.fault.stopping import stop_while_generating
 from tests.support import engine_of, still_there
 
 
@@ -23,9 +24,9 @@ def all_idle(addresses: list[str]) -> bool:
 
 def kill_while_generating(run: LockstepRun, address: str, version: int) -> None:
     """Kills the replica in the generation from `version`, and lets the step end only when it is back."""
-    run.until(lambda: run.has("published", version), f"version {version} to be served")
-    run.until(lambda: replica_info(address).samples_in_flight, "samples in the replica")
-    os.kill(run.services("rollout")[address], signal.SIGKILL)
+    service = run.services("rollout")[address]
+    stop_while_generating(run, address, service, version)
+    os.kill(service, signal.SIGKILL)
     run.until(lambda: f"replica {address} is out" in run.log, "the loss to be noticed", timeout_s=15)
     run.until(lambda: f"replica {address} is back" in run.log, "the replica to be back")
     assert not run.has("collected", version)

@@ -1,11 +1,14 @@
 """Reward service and one replica are replaced, one after the other, while a run goes on: nothing of it is lost."""
 
+import os
+import signal
 from contextlib import ExitStack, chdir
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, replica_info, running_services, weights
+from tests.fault.stopping import stop_while_generating
 from tests.support import free_port, running, service_command
 
 NAMES = ("trainer", "reward", "rollout-0", "rollout-1")
@@ -20,8 +23,10 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
         started = stack.enter_context(running_services(addresses, workspace))
         services = dict(zip(addresses, started, strict=True))
 
-        def restart(name: str) -> None:
+        def restart(name: str, stopped: int | None = None) -> None:
             services[name].terminate()
+            if stopped is not None:
+                os.kill(stopped, signal.SIGCONT)
             services[name].wait(30)
             command = service_command(name.partition("-")[0], addresses[name])
             with chdir(workspace):
@@ -36,8 +41,8 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
             run.release()
             run.until(lambda: run.has("collected", 2), "the next steps")
             run.hold()  # no step ends before the replica is back
-            run.until(lambda: replica_info(addresses["rollout-0"]).samples_in_flight, "samples in the replica")
-            restart("rollout-0")
+            engine = stop_while_generating(run, addresses["rollout-0"], services["rollout-0"].pid, version=3)
+            restart("rollout-0", engine)
             run.until(lambda: f"replica {addresses['rollout-0']} is back" in run.log, "the replica to be back")
             run.release()
             assert run.wait() == 0, run.output
