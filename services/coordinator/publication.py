@@ -64,11 +64,11 @@ class Publisher:
             store_host=opened.store_host,
             store_port=opened.store_port,
             store_secret=opened.store_secret,
-            world_size=1 + sum(replica.num_workers for replica in replicas),
+            world_size=opened.plan.num_senders + sum(replica.num_workers for replica in replicas),
             backend=opened.weight_backend,
             timeout_s=self._run.config.weights.timeout_s,
         )
-        joins, base_rank = [self._trainer.join(group)], 1
+        joins, base_rank = [self._trainer.join(group)], opened.plan.num_senders
         for replica in replicas:
             joins.append(replica.join(group, base_rank, opened.plan))
             base_rank += replica.num_workers

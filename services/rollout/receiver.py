@@ -110,14 +110,14 @@ class WeightReceiver:
         group, buckets, buffers = self._lockstep_group, self._lockstep_plan.buckets, self._lockstep_loading.buffers
 
         def post(index: int) -> tuple[torch.Tensor, Any]:
-            size = buckets[index].num_bytes
+            size, sender = buckets[index].num_bytes, buckets[index].sender
             # Without buffers a new one each time: vLLM keeps views of it until the layer is complete.
             flat = (
                 buffers[index % NUM_BUFFERS][:size]
                 if buffers
                 else torch.empty(size, dtype=torch.uint8, device=self.device)
             )
-            return flat, group.broadcast(flat)
+            return flat, group.broadcast(flat, sender)
 
         posted = [post(index) for index in range(first, len(buckets))[:_DEPTH]]
         for index, bucket in enumerate(buckets[first:], first):

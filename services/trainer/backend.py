@@ -53,8 +53,11 @@ class Backend(Protocol):
     def discard_gradients(self) -> None:
         """Forgets what was accumulated."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere."""
+    def weights(self, senders: Sequence[int] = ()) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere.
+
+        With `senders`, a rank for each tensor, they are whole there and None elsewhere.
+        """
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's adapters in PEFT's names, like `weights`; nothing if the whole model is trained."""
@@ -67,6 +70,9 @@ class Backend(Protocol):
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         """Names and order of `weights`, with meta tensors."""
+
+    def weight_senders(self, bucket_bytes: int) -> list[int]:
+        """The rank that had best send each of `weights` in buckets of this size; empty if that is rank 0 for all."""
 
     def save(self, directory: Path) -> Callable[[], None] | None:
         """Writes model and optimizer state into `directory`, each rank its part.

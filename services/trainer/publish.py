@@ -1,4 +1,8 @@
-"""The trainer's end of a publication: gather, pack, broadcast and hash, bucket by bucket."""
+"""The trainer's end of a publication: gather, pack, broadcast and hash, bucket by bucket.
+
+Every rank that holds weights sends some of the buckets, and has the next of its own gathered and packed when its turn
+comes. The broadcasts themselves follow one another: each of them takes the whole link into every engine.
+"""
 
 import time
 from dataclasses import dataclass
@@ -17,9 +21,10 @@ _DEPTH = 2
 
 @dataclass(frozen=True)
 class Publication:
-    """What was sent."""
+    """What was sent, as far as this sender is concerned."""
 
     digest: str
+    """Of all that was sent; empty on all senders but the first."""
     num_bytes: int
     duration_s: float
     base_sums: Sums | None
@@ -30,7 +35,7 @@ class Publication:
 def send(
     group: WeightGroup, plan: Plan, weights: NamedTensors, *, version: int, base_sums: Sums | None = None
 ) -> Publication:
-    """Broadcasts `weights` to the group and waits until every member has loaded the same content.
+    """Broadcasts this sender's part of `weights` to the group; the first sender waits until all have the same content.
 
     With `base_sums` every member holds the base that has them, and `weights` are the adapter's only.
 
@@ -42,21 +47,37 @@ def send(
     skips_base = base_sums is not None
     digest = WeightDigest(plan.digest, group.device, base_sums or (0, 0))
     in_flight: list[tuple[torch.Tensor, torch.distributed.Work]] = []
-    for bucket, flat in pack(plan, weights, group.device, skips_base=skips_base):
+    for bucket, flat in pack(plan, weights, group.device, skips_base=skips_base, sender=group.rank):
         if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:
             base_sums = digest.sums()
-        with cost.hashing():
-            digest.update(flat, start=bucket.start)
-        in_flight.append((flat, group.broadcast(flat)))
+        if flat is not None:
+            with cost.hashing():
+                digest.update(flat, start=bucket.start)
+        else:  # a broadcast passes through its members; none of them can leave it out
+            flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device)
+        in_flight.append((flat, group.broadcast(flat, bucket.sender)))
         if len(in_flight) >= _DEPTH:
             group.wait(in_flight.pop(0)[1])
     for _, work in in_flight:
         group.wait(work)
+    content = _conclude(group, plan, digest, version)
+    num_bytes = plan.num_bytes_sent(skips_base=skips_base)
+    return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())
+
+
+def _conclude(group: WeightGroup, plan: Plan, digest: WeightDigest, version: int) -> str:
+    """On the first sender, the digest of all senders' parts, which every receiver must have too."""
+    if group.rank > 0:
+        group.acknowledge(version, " ".join(map(str, digest.sums())))
+        return ""
+    answers = group.acknowledged(version)
+    parts, received = answers[: plan.num_senders - 1], answers[plan.num_senders - 1 :]
+    for part in parts:
+        first, second = map(int, part.split())
+        digest.add((first, second))
     content = digest.hexdigest()
-    received = group.acknowledged(version)
     if any(other != content for other in received):
         raise PreconditionFailed(
             f"sent weights {content}, members received {received}", reason=Reason.DIGEST_MISMATCH, sent=content
         )
-    num_bytes = plan.num_bytes_sent(skips_base=skips_base)
-    return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())
+    return content

@@ -25,7 +25,7 @@ from services.common.errors import ERROR_CLASSES, InternalError, LockstepError, 
 log = logging.getLogger(__name__)
 
 # After one rank failed with a typed error, the others are about to, unless they wait for it in a collective.
-_OTHERS_GRACE_S = 10.0
+GRACE_S = 10.0
 # A process that ends closes its connection; a host that is lost does not. ZeroMQ asks it this often, from a thread of
 # its own, whatever the rank is busy with, and gives it up after so long without an answer.
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
@@ -93,18 +93,23 @@ class Ranks:
         why = f"rank {rank} on {host} is gone: its process has ended, or its host cannot be reached"
         self._fail(why, rank=str(rank), host=host)
 
-    async def call(self, method: str, parts: Sequence[Message] | None = None, **arguments: Any) -> list[Message]:
+    async def call(
+        self, method: str, parts: Sequence[Message] | None = None, *, grace_s: float = GRACE_S, **arguments: Any
+    ) -> list[Message]:
         """Runs `method` on all ranks with `arguments` and each rank's own part; the answers in rank order.
 
         A cancelled call goes on in the background: the ranks cannot be called back, and the next call waits for them.
+        `grace_s` after the first typed error, those that have not answered have failed.
 
         Raises:
             LockstepError: As a rank raised it, when all ranks have answered.
             InternalError: A rank failed with anything else; the trainer ends.
         """
-        return await asyncio.shield(self._call(method, parts or [Message({})] * self.num_ranks, arguments))
+        return await asyncio.shield(self._call(method, parts or [Message({})] * self.num_ranks, grace_s, arguments))
 
-    async def _call(self, method: str, parts: Sequence[Message], arguments: dict[str, Any]) -> list[Message]:
+    async def _call(
+        self, method: str, parts: Sequence[Message], grace_s: float, arguments: dict[str, Any]
+    ) -> list[Message]:
         async with self._turn:
             if self._failure:
                 raise self._failure
@@ -112,7 +117,7 @@ class Ranks:
                 for rank, part in enumerate(parts):
                     command = Message({"method": method, "arguments": arguments | part.body}, part.frames)
                     await self._send(rank, command)
-                answers = await self._answers(method)
+                answers = await self._answers(method, grace_s)
         errors = [answer.body["error"] for _, answer in sorted(answers.items()) if "error" in answer.body]
         if errors:
             raise _rebuild(errors[0])
@@ -124,18 +129,18 @@ class Ranks:
         except zmq.ZMQError as error:
             raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
 
-    async def _answers(self, method: str) -> dict[int, Message]:
+    async def _answers(self, method: str, grace_s: float) -> dict[int, Message]:
         answers: dict[int, Message] = {}
-        grace_s: float | None = None
+        timeout_s: float | None = None
         while len(answers) < self.num_ranks:
-            received = await self._received(grace_s)
+            received = await self._received(timeout_s)
             if received is None:
                 missing = sorted(set(range(self.num_ranks)) - set(answers))
                 raise self._fail(f"{method}: ranks {missing} did not answer")
             sender, *parts = received
             answer = answers[int(sender)] = Message.unpack(parts)
             if "error" in answer.body:
-                grace_s = _OTHERS_GRACE_S
+                timeout_s = grace_s
                 if answer.body["error"]["class"] is None:
                     message, metadata = answer.body["error"]["message"], answer.body["error"]["metadata"]
                     raise self._fail(f"{method}: {message}", **metadata)

@@ -30,7 +30,7 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint import TrainState
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.network import published_host
-from services.trainer.ranks import Ranks
+from services.trainer.ranks import GRACE_S, Ranks
 from services.trainer.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.worker import CONFIGS, Worker
 
@@ -71,7 +71,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._store = store
         self._run_id = ""
         self._roles: dict[Role, _Held] = {}
-        self._epoch = -1
+        self._epoch, self._epoch_timeout_s = -1, 0.0
         self._saving = asyncio.Lock()  # held until a checkpoint is whole, which may outlast _changing; taken first
         self._changing = asyncio.Lock()
 
@@ -164,7 +164,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"epoch {request.group.epoch} is not above {self._epoch}, which this trainer has seen",
                 reason=Reason.OLD_EPOCH,
             )
-        self._epoch = request.group.epoch
+        self._epoch, self._epoch_timeout_s = request.group.epoch, request.group.timeout_s
         answers = await self._killing_epoch_on_cancel("join", group=request.group.SerializeToString().hex())
         return pb.JoinWeightGroupResponse(plan_digest=answers[0].body["plan_digest"])
 
@@ -190,7 +190,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             stamp=policy.stamp,
             num_bytes=sent["num_bytes"],
             duration_s=sent["duration_s"],
-            cost=types_pb2.PublicationCost(**sent["cost"]),
+            cost=_most([answer.body["cost"] for answer in answers if answer.body]),
         )
 
     @to_the_end
@@ -289,8 +289,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._ranks.call("close")
 
     async def _killing_epoch_on_cancel(self, method: str, **arguments: Any) -> Any:
+        # A sender that is still connecting cannot be told that another has given up.
+        grace_s = self._epoch_timeout_s + GRACE_S
         try:
-            return await self._ranks.call(method, **arguments)
+            return await self._ranks.call(method, grace_s=grace_s, **arguments)
         except asyncio.CancelledError:
             self._kill_epoch()  # the caller gave up on a member; nobody else should wait for it
             raise
@@ -355,6 +357,11 @@ def _replay(header: pb.TrainHeader, held: _Held) -> pb.TrainResponse:
             reason=Reason.REPLAYED_BATCH,
         )
     return pb.TrainResponse(version=held.state.version, metrics=held.state.last_metrics, replayed=True)
+
+
+def _most(costs: list[dict[str, float]]) -> types_pb2.PublicationCost:
+    """Of several senders, which work at the same time."""
+    return types_pb2.PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:

@@ -51,7 +51,7 @@ CONFIGS: dict[Role, type[TrainerConfig]] = {
 
 
 class Worker:
-    """One rank: the backend of each role, and on rank 0 its membership of the weight group."""
+    """One rank: the backend of each role, and its membership of the weight group if it sends."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -60,6 +60,7 @@ class Worker:
         self._configs: dict[Role, TrainerConfig] = {}
         self._backends: dict[Role, Backend] = {}
         self._plan: Plan | None = None
+        self._senders: list[int] = []  # the rank that sends, by tensor of the plan
         self._base_sums: Sums | None = None  # of the base, which is frozen, once it was sent
         self._group: WeightGroup | None = None
         self._model_path = ""
@@ -150,11 +151,12 @@ class Worker:
         return Message({"metrics": metrics})
 
     def join(self, *, group: str) -> Message:
-        """Rank 0 enters the epoch as its member 0."""
+        """The ranks that send enter the epoch as its first members, rank 0 among them."""
         self.leave()
-        if self._rank == 0:
+        members = self._members()
+        if self._rank in members:
             message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
-            self._group = WeightGroup(message, rank=0, device=self._device)
+            self._group = WeightGroup(message, rank=members.index(self._rank), device=self._device)
         return Message({"plan_digest": self._plan.digest})
 
     def agree(self) -> Message:
@@ -167,19 +169,18 @@ class Worker:
         return Message({"skips_base": agrees and self._base_sums is not None})
 
     def send(self, *, version: int, skips_base: bool) -> Message:
-        """Publishes. All ranks gather, rank 0 broadcasts; if that fails, the gather is still finished on all."""
+        """Publishes. All ranks gather, some of them broadcast; if that fails, the gather is still finished on all."""
         weights, base_sums = self._published(skips_base), self._base_sums if skips_base else None
         with torch.no_grad():
-            if self._rank != 0:
-                _exhaust(weights)
-                return Message({})
-            if self._group is None:
-                _exhaust(weights)
-                raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
             try:
+                if self._rank not in self._members():
+                    return Message({})
+                if self._group is None:
+                    raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
                 publication = send(self._group, self._plan, weights, version=version, base_sums=base_sums)
             finally:
                 _exhaust(weights)
+        if self._rank == 0:
             self._base_sums = publication.base_sums
         return Message(asdict(publication))
 
@@ -243,7 +244,10 @@ class Worker:
     def _make_plan(self, bucket_bytes: int) -> Plan:
         base, lora = self._open().weight_specs(), self._configs[Role.POLICY].lora
         if not lora.published_rank:
-            return Plan.of(base, bucket_bytes=bucket_bytes)
+            self._senders = self._open().weight_senders(bucket_bytes)
+            members = self._members()
+            return Plan.of(base, bucket_bytes=bucket_bytes, senders=[members.index(rank) for rank in self._senders])
+        self._senders = []
         adapter = self._open().adapter_specs()
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
@@ -251,8 +255,12 @@ class Worker:
     def _published(self, skips_base: bool) -> NamedTensors:
         backend = self._open()
         if not self._plan.has_adapter:
-            return backend.weights()
+            return backend.weights(self._senders)
         return itertools.chain(() if skips_base else backend.base(), backend.adapter())
+
+    def _members(self) -> list[int]:
+        """The ranks that send, as the weight group counts them."""
+        return sorted({0, *self._senders})
 
     def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:
         if self._rank != 0:

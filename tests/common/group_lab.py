@@ -54,7 +54,7 @@ def receive(group: WeightGroup, plan: Plan, version: int) -> tuple[str, list[Nam
     digest, weights = WeightDigest(plan.digest, CPU), []
     for bucket in plan.buckets:
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        group.wait(group.broadcast(flat))
+        group.wait(group.broadcast(flat, bucket.sender))
         digest.update(flat, start=bucket.start)
         weights += unpack(bucket, flat)
     group.acknowledge(version, digest.hexdigest())

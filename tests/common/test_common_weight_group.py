@@ -96,12 +96,53 @@ def test_every_member_gets_what_was_sent(store, pool, next_epoch) -> None:
     assert send(first, PLAN, some_weights(), version=8).digest == publication.digest
 
 
+def own_part(weights, senders, own) -> list[tuple[str, torch.Tensor | None]]:
+    return [(name, tensor if sender == own else None) for (name, tensor), sender in zip(weights, senders, strict=True)]
+
+
+def turns() -> tuple[Plan, list[list[tuple[str, torch.Tensor | None]]]]:
+    """A plan of two senders, who take turns, and what each of them has."""
+    senders = [0, 0, 1, 1, 0, 1, 0]
+    weights = some_weights()
+    plan = Plan.of(weights, bucket_bytes=1 << 20, senders=senders)
+    return plan, [own_part(weights, senders, own) for own in (0, 1)]
+
+
+def test_what_several_send_is_as_if_one_had_sent_it(store, pool, next_epoch) -> None:
+    plan, parts = turns()
+    assert [bucket.sender for bucket in plan.buckets] == [0, 1, 0, 1, 0]
+    *senders, first, second = form(pool, store, next_epoch(), 4)
+    for version in (1, 2):
+        received = [pool.submit(receive, group, plan, version) for group in (first, second)]
+        other = pool.submit(send, senders[1], plan, parts[1], version=version)
+        publication = send(senders[0], plan, parts[0], version=version)
+        assert publication.digest == digest_of(PLAN, some_weights())
+        assert publication.num_bytes == other.result().num_bytes == sum(tensor.nbytes for _, tensor in some_weights())
+        for future in received:
+            digest, weights = future.result()
+            assert digest == publication.digest
+            assert all(torch.equal(got, want) for (_, got), (_, want) in zip(weights, some_weights(), strict=True))
+
+
+def test_a_sender_that_gives_up_ends_it_for_all(store, pool, next_epoch) -> None:
+    plan, parts = turns()
+    *senders, first, second = form(pool, store, next_epoch(), 4, timeout_s=20.0)
+    others = [pool.submit(receive, group, plan, 1) for group in (first, second)]
+    others.append(pool.submit(send, senders[0], plan, parts[0], version=1))
+    time.sleep(0.2)  # they wait for the second sender
+    assert not any(other.done() for other in others)
+    senders[1].kill()
+    for other in others:
+        with aborted_within(NOTICED_S):
+            other.result()
+
+
 class FlippingGroup(WeightGroup):
     """Sends one bit other than was hashed: memory or a network card that is broken."""
 
-    def broadcast(self, flat: torch.Tensor) -> dist.Work:
+    def broadcast(self, flat: torch.Tensor, sender: int = 0) -> dist.Work:
         flat[3] ^= 1
-        return super().broadcast(flat)
+        return super().broadcast(flat, sender)
 
 
 def test_bytes_that_change_on_the_way_are_noticed(store, pool, next_epoch) -> None:

@@ -210,6 +210,29 @@ def test_export_that_is_not_the_plan_is_an_error(sent: list[tuple[str, torch.Ten
         list(pack(plan, sent, CPU))
 
 
+def test_the_buckets_of_another_sender_go_by() -> None:
+    weights = [(name, torch.full([4], index)) for index, name in enumerate("abc")]
+    plan = Plan.of(weights, bucket_bytes=1 << 20, senders=[0, 1, 0])
+    assert plan.num_senders == 2
+    given = [weights[0], ("b", None), weights[2]]
+    flats = [flat for _, flat in pack(plan, given, CPU)]
+    assert [flat is None for flat in flats] == [False, True, False]
+    assert torch.equal(flats[2].view(torch.int64), weights[2][1])
+    (none, own, _) = [flat for _, flat in pack(plan, [("a", None), weights[1], ("c", None)], CPU, sender=1)]
+    assert none is None
+    assert torch.equal(own.view(torch.int64), weights[1][1])
+    with pytest.raises(InternalError, match="the plan has b, got c"):
+        list(pack(plan, [weights[0], weights[2], weights[1]], CPU))
+    with pytest.raises(InternalError, match="c is this sender's"):
+        list(pack(plan, [weights[0], weights[1], ("c", None)], CPU))
+
+
+def test_plan_with_a_sender_of_no_group_is_refused() -> None:
+    spec = TensorSpec(name="w", dtype="float32", shape=[1], sender=2)
+    with pytest.raises(InvalidInput, match="2 senders"):
+        Plan(WeightPlan(tensors=[spec], bucket_bytes=64, num_senders=2))
+
+
 def test_plan_with_an_unknown_dtype_is_refused() -> None:
     for dtype in ("float33", "Tensor", "os"):
         with pytest.raises(InvalidInput, match=dtype):

@@ -134,22 +134,25 @@ class Stack:
         await self.form_group(self.replicas)
         return (await self.send(version)).stamp
 
-    async def form_group(self, members: list[Replica]) -> None:
-        self.epoch += 1
-        self.members = members
-        group = WeightGroup(
+    def group(self, *, world_size: int, timeout_s: float) -> WeightGroup:
+        return WeightGroup(
             run_id=self.run_id,
             epoch=self.epoch,
             store_host=self.opened.store_host,
             store_port=self.opened.store_port,
             store_secret=self.opened.store_secret,
-            world_size=1 + len(members),
+            world_size=world_size,
             backend=self.opened.weight_backend,
-            timeout_s=30,
+            timeout_s=timeout_s,
         )
+
+    async def form_group(self, members: list[Replica]) -> None:
+        self.epoch += 1
+        self.members, base_rank = members, self.opened.plan.num_senders
+        group = self.group(world_size=base_rank + len(members), timeout_s=30)
         joined = await asyncio.gather(
             self.trainer.call("JoinWeightGroup", trainer_pb2.JoinWeightGroupRequest(group=group), timeout_s=60),
-            *(replica.join(group, self.opened.plan, rank) for rank, replica in enumerate(members, 1)),
+            *(replica.join(group, self.opened.plan, rank) for rank, replica in enumerate(members, base_rank)),
         )
         assert len({answer.plan_digest for answer in joined}) == 1
 

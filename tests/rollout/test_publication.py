@@ -12,6 +12,7 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common import batch as batches
+from services.common.errors import Aborted
 from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_transformers, load_model
 
 # float32 on both ends. Measured 3e-5 for a 9.5M model; a wrong weight, temperature or position shows above 1e-2.
@@ -26,9 +27,19 @@ TRAINER = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", params=["untied", "tied", "moe"])
+# Of Megatron both ranks send: taking turns with what each has a half of, or each its own experts.
+MEGATRON = {
+    "untied tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "moe ep2": {"expert_model_parallel_size": 2},
+}
+
+
+@pytest_asyncio.fixture(scope="module", params=["untied", "tied", "moe", *MEGATRON])
 async def opened(request: pytest.FixtureRequest, stack: Stack, model) -> Stack:
-    await stack.open(model(request.param), TRAINER)
+    layout = MEGATRON.get(request.param)
+    changes = {"strategy": "megatron", "megatron": layout} if layout else {}
+    await stack.open(model(request.param.split()[0]), TRAINER | changes)
+    assert stack.opened.plan.num_senders == (2 if layout else 1)
     return stack
 
 
@@ -138,6 +149,16 @@ async def test_a_seed_gives_the_same_sample_in_any_company_and_on_any_replica(op
     for answer in crowd:
         for one, other in itertools.combinations(answer.completions, 2):
             assert list(one.tokens) != list(other.tokens)
+
+
+async def test_a_member_that_does_not_come_ends_the_epoch_for_every_sender(opened: Stack):
+    version = (await opened.trainer.call("GetInfo", trainer_pb2.GetInfoRequest(), timeout_s=10)).stamp.version
+    stamp = await opened.publish(version)
+    opened.epoch += 1
+    group = opened.group(world_size=opened.opened.plan.num_senders + 1, timeout_s=0.5)
+    with pytest.raises(Aborted, match="join"):
+        await opened.trainer.call("JoinWeightGroup", trainer_pb2.JoinWeightGroupRequest(group=group), timeout_s=10)
+    assert await opened.publish(version) == stamp
 
 
 async def test_a_sample_ends_with_the_first_stop_token_and_keeps_it(opened: Stack):

@@ -66,7 +66,7 @@ class Deployment:
         )
         return await self.call("OpenRun", request)
 
-    async def join(self, *, epoch: int | None = None, world_size: int = 1, timeout_s: float = 10.0) -> None:
+    async def join(self, *, epoch: int | None = None, world_size: int | None = None, timeout_s: float = 10.0) -> None:
         self.epoch = self.epoch + 1 if epoch is None else epoch
         group = WeightGroup(
             run_id="r",
@@ -74,7 +74,7 @@ class Deployment:
             store_host=self.opened.store_host,
             store_port=self.opened.store_port,
             store_secret=self.opened.store_secret,
-            world_size=world_size,
+            world_size=world_size or self.opened.plan.num_senders,
             backend=self.opened.weight_backend,
             timeout_s=timeout_s,
         )

@@ -102,7 +102,8 @@ def run(lab: MegatronLab, name: str, directory: Path) -> None:
 def _state(lab: MegatronLab) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     backend = lab.backend
     parts = {"merged": backend.weights(), "base": backend.base(), "adapter": backend.adapter()}
-    tensors = {f"{part}/{name}": tensor.clone() for part, stream in parts.items() for name, tensor in stream}
+    whole = ((f"{part}/{name}", tensor) for part, stream in parts.items() for name, tensor in stream)
+    tensors = {name: tensor.clone() for name, tensor in whole if tensor is not None}  # on rank 0
     return tensors, _rows(lab.logprobs(samples()))
 
 

@@ -6,6 +6,7 @@ What came out lies in DIRECTORY/NAME.{safetensors,json}.
 
 import functools
 import gc
+import hashlib
 import importlib
 import multiprocessing
 import os
@@ -33,6 +34,8 @@ from tests.trainer.fsdp_lab import BASE, FULL_LOSS, SMALL, TEMPERATURE, samples,
 
 # On-policy, the surrogate alone is a mean of advantages and cancels to almost 0; the entropy makes the loss of size 1.
 LOSS = {"entropy_coef": 0.5}
+# Of a tiny model's weights, so that senders take turns.
+_TURN_BYTES = 1 << 14
 TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
@@ -188,6 +191,11 @@ def aligned_samples(seed: int, align: int) -> pa.Table:
     return table.set_column(index, table.schema.field(index), pa.array(longer, table.schema.field(index).type))
 
 
+def content(tensor: torch.Tensor) -> str:
+    # Of a copy: numpy would keep hold of memory that is offloaded next.
+    return hashlib.sha256(tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()).hexdigest()
+
+
 class MegatronLab:
     """One rank."""
 
@@ -221,7 +229,15 @@ class MegatronLab:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole, in checkpoint names, on rank 0."""
-        return {name: tensor.clone() for name, tensor in self.backend.weights()}
+        return {name: tensor.clone() for name, tensor in self.backend.weights() if tensor is not None}
+
+    def published(self) -> list[tuple[int, str, str]]:
+        """Rank, name and content of what every rank has to send."""
+        senders = self.backend.weight_senders(_TURN_BYTES)
+        own = [(name, content(tensor)) for name, tensor in self.backend.weights(senders) if tensor is not None]
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, own)
+        return [(rank, *named) for rank, theirs in enumerate(gathered) for named in theirs]
 
     def train(self, batch: pa.Table, version: int = 0, role: Role = Role.POLICY) -> dict[str, float]:
         part = train_parts(batch, self._settings[role], self._num_parts(role), role)[self._data_ranks[role]]
@@ -265,6 +281,7 @@ def run(lab: MegatronLab, name: str, directory: Path) -> None:
     here = [lab.bytes_here()]
     before = lab.weights()
     here.append(lab.bytes_here())
+    published = lab.published()
     logprobs = lab.logprobs(batch(0))
     if layout.has_broken_norms:
         for parameter in lab.backend._model.chunks[0].parameters():
@@ -278,7 +295,8 @@ def run(lab: MegatronLab, name: str, directory: Path) -> None:
     after = lab.weights()
     reference = lab.logprobs(batch(0), role="reference") if lab.config.loss.kl_coef else []
     if lab.rank == 0:
-        write(directory, f"{name}-before", before, {"logprobs": _lists(logprobs), "reference": _lists(reference)})
+        answers = {"logprobs": _lists(logprobs), "reference": _lists(reference), "published": published}
+        write(directory, f"{name}-before", before, answers)
         answers = {"logprobs": _lists(after_logprobs), "updates": metrics, "bytes_here": here}
         answers |= {"num_threads": num_threads, "num_files": num_files}
         write(directory, f"{name}-after", after, answers)

@@ -2,6 +2,7 @@
 of transformers."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.support import make_model
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import TEMPERATURE, Lab, samples
 from tests.trainer.labs import run_lab
-from tests.trainer.megatron_lab import FULL_LOSS, LAYOUTS, LOSS
+from tests.trainer.megatron_lab import FULL_LOSS, LAYOUTS, LOSS, content
 
 WORLDS = (1, 2, 4)
 # Log-probabilities are float32 logits of size 5 less their norm: 5 x 2^-24 = 3e-7, a few times over. A sum in another
@@ -42,6 +43,7 @@ class Result:
 
         self.before, answers = content("before")
         self.logprobs, self.reference = answers["logprobs"], answers["reference"]
+        self.published: list[tuple[int, str, str]] = answers["published"]
         self.after, answers = content("after")
         self.after_logprobs, self.updates = answers["logprobs"], answers["updates"]
         self.bytes_here: list[dict[str, int]] = answers["bytes_here"]
@@ -92,6 +94,17 @@ def test_weights_of_a_fresh_model_are_the_checkpoints_bit_by_bit(
     for key, tensor in stored.items():
         assert exported[key].dtype == dtype
         assert torch.equal(exported[key], tensor.to(dtype)), key
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_weight_is_sent_by_one_rank_and_all_that_hold_weights_send(megatron: Path, name: str) -> None:
+    result, sizes = Result(megatron, name), LAYOUTS[name].megatron
+    assert sorted(name for _, name, _ in result.published) == sorted(result.before)
+    for _, key, sent in result.published:
+        assert sent == content(result.before[key]), key
+    kinds = ("tensor_model", "pipeline_model", "expert_model")
+    num_parts = math.prod(sizes.get(f"{kind}_parallel_size", 1) for kind in kinds)
+    assert (len({rank for rank, _, _ in result.published}) > 1) == (num_parts > 1)
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -19,7 +19,6 @@ from services.common.errors import DeadlineExceeded, InternalError, LockstepErro
 from services.common.rpc import Client, Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
 from services.trainer import checkpoint
-from services.trainer import ranks as ranks_module
 from services.trainer.ranks import Message, Ranks, follow
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.support import make_batch
@@ -176,13 +175,12 @@ async def test_an_answer_that_cannot_be_sent_is_a_failure(crew: Crew) -> None:
 
 
 async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+    crew: Crew,
 ) -> None:
-    monkeypatch.setattr(ranks_module, "_OTHERS_GRACE_S", 0.2)
     crew.close_gates()
     async with asyncio.timeout(5):
         with pytest.raises(InternalError, match=r"\[0\] did not answer"):
-            await crew.ranks.call("refuse_while_another_hangs")
+            await crew.ranks.call("refuse_while_another_hangs", grace_s=0.2)
     assert len(crew.failures) == 1
 
 

@@ -55,6 +55,10 @@ class WeightDigest:
             self._sums[0] += mixed.sum()
             self._sums[1] += ((mixed ^ _shift_right(mixed, 29)) * _MIX_1).sum()
 
+    def add(self, sums: Sums) -> None:
+        """Adds a part that was taken elsewhere."""
+        self._sums += torch.tensor(sums, dtype=torch.int64, device=self._sums.device)
+
     def sums(self) -> Sums:
         """Of what was taken so far. Waits for the device."""
         first, second = self._sums.tolist()

@@ -86,12 +86,12 @@ class WeightGroup:
         if int(count.item()) != self.world_size:
             self._give_up(f"{int(count.item())} of {self.world_size} members answered")
 
-    def broadcast(self, flat: torch.Tensor) -> dist.Work:
-        """Starts the broadcast of `flat` from rank 0; finish it with `wait`."""
+    def broadcast(self, flat: torch.Tensor, sender: int = 0) -> dist.Work:
+        """Starts the broadcast of `flat` from member `sender`; finish it with `wait`. All begin all in one order."""
         if self._pg is None:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
         options = BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank, options.rootTensor = sender, 0
         return self._pg.broadcast([flat], options)
 
     def wait(self, work: dist.Work) -> None:
@@ -119,11 +119,11 @@ class WeightGroup:
         return torch.equal(least, ~not_most)
 
     def acknowledge(self, version: int, digest: str) -> None:
-        """Tells rank 0 that this member loaded `version` and what its content hashes to."""
+        """Tells rank 0 that this member is done with `version`, and what its content, or its part, hashes to."""
         self._store.set(f"ack/{version}/{self.rank}", digest)
 
     def acknowledged(self, version: int) -> list[str]:
-        """The digests of all members but rank 0. Through the store, because vLLM answers for its first engine only.
+        """What each member after rank 0 acknowledged. By the store, because vLLM answers for its first engine only.
 
         Raises:
             Aborted: A member did not acknowledge in time.

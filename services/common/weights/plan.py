@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,8 @@ from services.common.errors import InternalError, InvalidInput
 # Every tensor starts at a multiple of this, so that views of any dtype are aligned.
 ALIGN_BYTES = 16
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+NamedTensors = Iterable[tuple[str, torch.Tensor | None]]
+"""None: another member sends it."""
 _NOTHING = ("nothing", torch.empty(0))
 
 
@@ -33,11 +34,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive tensors that travel as one flat uint8 buffer; `start` counts bytes from the first bucket's begin."""
+    """Consecutive tensors of one sender, which travel as one flat uint8 buffer.
+
+    `start` counts bytes from the first bucket's begin, `sender` is a member of the weight group.
+    """
 
     start: int
     num_bytes: int
     slots: tuple[Slot, ...]
+    sender: int
 
 
 class Plan:
@@ -46,6 +51,9 @@ class Plan:
     def __init__(self, message: types_pb2.WeightPlan):
         self.message = message
         self.buckets = tuple(_cut(message))
+        self.num_senders = message.num_senders
+        if any(bucket.sender >= self.num_senders for bucket in self.buckets):
+            raise InvalidInput(f"plan: a tensor's sender is none of its {self.num_senders} senders", field="plan")
         self.num_bytes = sum(slot.num_bytes for bucket in self.buckets for slot in bucket.slots)
         self.num_base_buckets = len(self.buckets)
         if self.has_adapter:
@@ -53,9 +61,13 @@ class Plan:
             self.num_base_buckets = sum(length <= message.num_base_tensors for length in lengths)
 
     @classmethod
-    def of(cls, tensors: NamedTensors, *, bucket_bytes: int) -> "Plan":
-        """The plan of `tensors` (meta tensors will do) in their order."""
-        return cls(types_pb2.WeightPlan(tensors=_specs(tensors), bucket_bytes=bucket_bytes))
+    def of(cls, tensors: NamedTensors, *, bucket_bytes: int, senders: Sequence[int] = ()) -> "Plan":
+        """The plan of `tensors` (meta tensors will do) in their order; `senders` is of each, without it all are 0."""
+        specs = _specs(tensors)
+        for spec, sender in zip(specs, senders, strict=bool(senders)):
+            spec.sender = sender
+        num_senders = 1 + max(senders, default=0)
+        return cls(types_pb2.WeightPlan(tensors=specs, bucket_bytes=bucket_bytes, num_senders=num_senders))
 
     @classmethod
     def with_adapter(
@@ -69,6 +81,7 @@ class Plan:
                 bucket_bytes=bucket_bytes,
                 num_base_tensors=len(specs),
                 adapter_config_json=adapter_config_json,
+                num_senders=1,
             )
         )
 
@@ -97,27 +110,27 @@ class Plan:
 
 
 def pack(
-    plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False
-) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False, sender: int = 0
+) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
     """Fills one new buffer (uint8 [num_bytes]) after the other from `tensors`, which must come in the plan's order.
 
-    With `skips_base`, tensors and buckets are the adapter's only.
+    With `skips_base`, tensors and buckets are the adapter's only. A bucket of another sender than `sender` comes, when
+    its tensors have gone by, without a buffer.
 
     Raises:
         InternalError: A tensor is not the one that the plan has at its place, or comes after its end.
     """
     source = iter(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
+        if bucket.sender != sender:
+            for slot in bucket.slots:
+                name, _ = next(source, _NOTHING)
+                if name != slot.name:
+                    raise InternalError(f"export order changed: the plan has {slot.name}, got {name}")
+            yield bucket, None
+            continue
         flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
-        tensors_in_bucket = []
-        for slot in bucket.slots:
-            name, tensor = next(source, _NOTHING)
-            if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
-                raise InternalError(
-                    f"export order changed: the plan has {slot.name} {slot.dtype} {slot.shape}, "
-                    f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
-                )
-            tensors_in_bucket.append(tensor)
+        tensors_in_bucket = [_checked(slot, *next(source, _NOTHING)) for slot in bucket.slots]
         # One call for all: launching a copy for each would take longer than the copies.
         with torch.no_grad():
             torch._foreach_copy_([view for _, view in unpack(bucket, flat)], tensors_in_bucket)
@@ -136,6 +149,18 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield slot.name, typed[slot.dtype].as_strided(slot.shape, slot.stride, place)
 
 
+def _checked(slot: Slot, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+    """`tensor`, which is what the plan has in the slot."""
+    if tensor is None:
+        raise InternalError(f"{slot.name} is this sender's in the plan, and it was not given")
+    if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
+        raise InternalError(
+            f"export order changed: the plan has {slot.name} {slot.dtype} {slot.shape}, "
+            f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    return tensor
+
+
 def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:
     return [
         types_pb2.TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape)
@@ -145,19 +170,20 @@ def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:
 
 def _cut(message: types_pb2.WeightPlan) -> Iterator[Bucket]:
     slots: list[Slot] = []
-    start = offset = 0
+    start = offset = sender = 0
     for index, spec in enumerate(message.tensors):
         dtype = getattr(torch, spec.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise InvalidInput(f"plan: {spec.name} has unknown dtype {spec.dtype!r}", field="plan")
         num_bytes = math.prod(spec.shape) * dtype.itemsize
         is_first_of_adapter = message.adapter_config_json and index == message.num_base_tensors
-        if slots and (is_first_of_adapter or offset + num_bytes > message.bucket_bytes):
-            yield Bucket(start=start, num_bytes=offset, slots=tuple(slots))
+        is_first_of_sender = spec.sender != sender
+        if slots and (is_first_of_adapter or is_first_of_sender or offset + num_bytes > message.bucket_bytes):
+            yield Bucket(start, offset, tuple(slots), sender)
             start, offset, slots = start + offset, 0, []
-        shape = tuple(spec.shape)
+        shape, sender = tuple(spec.shape), spec.sender
         stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
         slots.append(Slot(spec.name, dtype, shape, stride, offset, num_bytes))
         offset += num_bytes + -num_bytes % ALIGN_BYTES
     if slots:
-        yield Bucket(start=start, num_bytes=offset, slots=tuple(slots))
+        yield Bucket(start, offset, tuple(slots), sender)

@@ -94,7 +94,7 @@ class Trainer(Model):
         super().__init__("trainer", address, config, transport)
 
     async def join(self, group: WeightGroup) -> str:
-        """Enters the weight group as its member 0; the digest of the plan as the trainer built it."""
+        """Enters the weight group as its first members; the digest of the plan as the trainer built it."""
         request = pb.JoinWeightGroupRequest(group=group)
         return (await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)).plan_digest
 

@@ -64,7 +64,7 @@ class _Stamps:
             store_host=opened.store_host,
             store_port=opened.store_port,
             store_secret=opened.store_secret,
-            world_size=1,
+            world_size=opened.plan.num_senders,
             backend=opened.weight_backend,
             timeout_s=self._run.config.weights.timeout_s,
         )

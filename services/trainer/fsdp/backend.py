@@ -81,7 +81,7 @@ class FsdpBackend:
     def discard_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, senders: Sequence[int] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._stream
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,6 +95,9 @@ class FsdpBackend:
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
+
+    def weight_senders(self, bucket_bytes: int) -> list[int]:
+        return []  # the shards are gathered on all ranks at once
 
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()

@@ -30,7 +30,13 @@ from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import MegatronModel
 from services.trainer.megatron.transformer import read_config
 from services.trainer.megatron.weight_map import WeightMap
-from services.trainer.megatron.weights import WeightStream, gather_json, held_parameters, load_checkpoint_weights
+from services.trainer.megatron.weights import (
+    Streamed,
+    WeightStream,
+    gather_json,
+    held_parameters,
+    load_checkpoint_weights,
+)
 from services.trainer.packing import Pack
 
 
@@ -114,21 +120,24 @@ class MegatronBackend:
     def discard_gradients(self) -> None:
         self._offloader.release("grads", "params")
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._streamed(self._stream)
+    def weights(self, senders: Sequence[int] = ()) -> Iterator[tuple[str, torch.Tensor | None]]:
+        yield from self._streamed(self._stream.to(senders))
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._adapter is not None:
-            yield from self._streamed(self._adapter)
+            yield from self._streamed(self._adapter.to())
 
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._streamed(self._base)
+        yield from self._streamed(self._base.to())
 
     def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._adapter.specs() if self._adapter is not None else []
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
+
+    def weight_senders(self, bucket_bytes: int) -> list[int]:
+        return self._stream.senders(bucket_bytes)
 
     def save(self, directory: Path) -> Callable[[], None] | None:
         self._offloader.load("params", "optimizer")
@@ -185,7 +194,7 @@ class MegatronBackend:
             if chunk.ddp_config.overlap_param_gather:  # else the last update would be gathered in the next forward
                 chunk.start_param_sync(force_sync=True)
 
-    def _streamed(self, stream: WeightStream) -> Iterator[tuple[str, torch.Tensor]]:
+    def _streamed(self, stream: Streamed) -> Streamed:
         self._offloader.load("params")
         self._finish_update()
         yield from stream

@@ -145,12 +145,17 @@ _TOP = {
     "decoder.final_layernorm.weight": ("model.norm.weight", False, 1),
     "output_layer.weight": ("lm_head.weight", True, 2),
 }
-# Megatron's name below a layer -> kind of cut, checkpoint names below the layer. The order is that of publication.
+# Megatron's name below a layer -> kind of cut, checkpoint names below the layer. The order is that of publication:
+# what the same ranks hold is together, so that it travels together.
 _LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
     r"self_attention\.linear_qkv\.(weight|bias)": ("qkv", ()),
     r"self_attention\.linear_proj\.weight": ("columns", ("self_attn.o_proj.weight",)),
+    r"mlp\.linear_fc1\.weight": ("glu", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    r"mlp\.linear_fc2\.weight": ("columns", ("mlp.down_proj.weight",)),
     r"self_attention\.q_layernorm\.weight": ("whole", ("self_attn.q_norm.weight",)),
     r"self_attention\.k_layernorm\.weight": ("whole", ("self_attn.k_norm.weight",)),
+    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": ("whole", ("input_layernorm.weight",)),
+    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight": ("whole", ("post_attention_layernorm.weight",)),
     r"mlp\.router\.weight": ("whole", ("router",)),
     r"mlp\.experts\.(?:local_experts\.(?=\d+\.linear_fc1)|linear_fc1\.weight)(\d+)(?:\.linear_fc1\.weight)?": (
         "expert fc1",
@@ -160,9 +165,5 @@ _LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
         "expert fc2",
         (),
     ),
-    r"mlp\.linear_fc1\.weight": ("glu", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    r"mlp\.linear_fc2\.weight": ("columns", ("mlp.down_proj.weight",)),
-    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": ("whole", ("input_layernorm.weight",)),
-    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight": ("whole", ("post_attention_layernorm.weight",)),
 }
 _EXPERTS_PLACE = list(_LAYER).index(next(pattern for pattern, (kind, _) in _LAYER.items() if kind == "expert fc1"))

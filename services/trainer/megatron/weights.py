@@ -1,6 +1,7 @@
-"""Checkpoint weights into the sharded model, and out of it: streamed to rank 0 from the ranks that hold each shard."""
+"""Checkpoint weights into the sharded model, and out of it: streamed from the ranks that hold the shards of each."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,13 @@ from services.trainer.model_files import tensor_files
 
 # Shards that lie next to each other on the same ranks travel together, up to this many bytes of each.
 _RUN_BYTES = 64 << 20
+# A run of less than this part of a bucket, such as a layer's norms, is sent by a rank that does not hold it.
+_SMALL = 256
 HEAD = "output_layer.weight"
 """Of a language model, and of a critic, whose is not in the checkpoint that it starts from."""
+
+
+Streamed = Iterator[tuple[str, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def load_checkpoint_weights(
 
 
 class WeightStream:
-    """The policy in checkpoint names, always in the same order, on rank 0; no rank ever holds all of it.
+    """The policy in checkpoint names, always in the same order; no rank ever holds all of it.
 
     `value` gives what is published of a parameter, such as the weight with its adapter merged in.
     """
@@ -120,24 +126,36 @@ class WeightStream:
         meta = ((entry, [torch.empty(entry.shape, dtype=entry.dtype, device="meta")]) for entry in self._entries)
         return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def senders(self, bucket_bytes: int) -> list[int]:
+        """A rank for each of `specs`: those that hold it take turns of a bucket; small ones stay with whose turn it is.
+
+        Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all.
+        """
+        given = zip(self._runs, _turns(self._runs, bucket_bytes), strict=True)
+        return [sender for run, sender in given for entry in run for _ in self._parts[entry.name].names]
+
+    def to(self, senders: Sequence[int] = ()) -> Streamed:
+        """Names and tensors, which are whole on their rank of `senders`, by default rank 0, and None elsewhere."""
+        index = 0
         for run in self._runs:
-            if self._rank == 0:
+            names = [name for entry in run for name in self._parts[entry.name].names]
+            sender = senders[index] if senders else 0
+            index += len(names)
+            if self._rank == sender:
                 yield from self._receive(run)
-            elif self._rank in run[0].holders:
-                dist.send(self._flat(run), dst=0)
+                continue
+            if self._rank in run[0].holders:
+                _exchange([dist.P2POp(dist.isend, self._flat(run), sender)])
+            yield from ((name, None) for name in names)
 
     def _receive(self, run: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every holder's shards; rank 0's own are not copied."""
-        per_holder = [self._own(run) if holder == 0 else self._shards_from(holder, run) for holder in run[0].holders]
+        """Every holder's shards; this rank's own are not copied."""
+        num_bytes, others = sum(entry.num_bytes for entry in run), [h for h in run[0].holders if h != self._rank]
+        flats = {other: torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for other in others}
+        _exchange([dist.P2POp(dist.irecv, flat, other) for other, flat in flats.items()])
+        per_holder = [_shards(flats[h], run) if h in flats else self._own(run) for h in run[0].holders]
         for entry, *shards in zip(run, *per_holder, strict=True):
             yield from self._joined(entry, shards)
-
-    def _shards_from(self, holder: int, run: Sequence[Entry]) -> list[torch.Tensor]:
-        flat = torch.empty(sum(entry.num_bytes for entry in run), dtype=torch.uint8, device=self._device)
-        dist.recv(flat, src=holder)
-        parts = flat.split([entry.num_bytes for entry in run])
-        return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
 
     def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
         return [self._value(self._held[entry.name]).detach().to(self._device) for entry in run]
@@ -176,6 +194,31 @@ def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | 
     padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(padded, torch.cat([own, own.new_zeros(longest - own.numel())]), group=group)
     return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(padded, sizes, strict=True)]
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    """All at once, over the connections that all ranks share: two ranks alone would get a communicator of their own."""
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
+    parts = flat.split([entry.num_bytes for entry in run])
+    return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
+
+
+def _turns(runs: Sequence[Sequence[Entry]], bucket_bytes: int) -> Iterator[int]:
+    sent: Counter[int] = Counter()
+    sender, sent_in_turn = 0, 0
+    for run in runs:
+        holders = run[0].holders
+        num_bytes = len(holders) * sum(entry.num_bytes for entry in run)
+        is_over = sender not in holders or sent_in_turn + num_bytes > bucket_bytes
+        if is_over and num_bytes > bucket_bytes // _SMALL:
+            sender, sent_in_turn = min(holders, key=lambda rank: sent[rank]), 0
+        sent[sender] += num_bytes
+        sent_in_turn += num_bytes
+        yield sender
 
 
 def _runs(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
