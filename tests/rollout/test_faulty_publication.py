@@ -24,12 +24,12 @@ class Wire:
     """A group whose broadcasts can be spoiled after the sender has hashed them."""
 
     def __init__(self, group: WeightGroup):
-        self._group, self.device = group, group.device
+        self._group, self.device, self.rank = group, group.device, group.rank
         self.num_broadcasts = 0
 
-    def broadcast(self, flat: torch.Tensor) -> torch.distributed.Work:
+    def broadcast(self, flat: torch.Tensor, sender: int) -> torch.distributed.Work:
         self.num_broadcasts += 1
-        return self._group.broadcast(self.spoil(flat))
+        return self._group.broadcast(self.spoil(flat), sender)
 
     def spoil(self, flat: torch.Tensor) -> torch.Tensor:
         return flat
