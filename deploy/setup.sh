@@ -11,15 +11,16 @@ command -v "$PYTHON" >/dev/null || { echo "setup: $PYTHON not found; install Pyt
   echo "setup: $PYTHON is $("$PYTHON" --version), but the lock in requirements/cpu.txt is for Python 3.11" >&2; exit 1; }
 
 "$PYTHON" -m venv "$VENV"
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+# The lock is complete. --no-deps because torchvision, torchaudio, torchcodec and triton are left out on purpose:
+# vLLM declares them, and text models on CPU never load them. --no-compile because Python compiles what it imports, and
+# to compile all of it beforehand takes as long as the rest.
+install() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --no-compile "$@"; }
 
 # A CPU build of torch is not on PyPI; some sites mirror it, everybody else gets it from PyTorch's own index.
-pip install --quiet --no-deps -r requirements/cpu-torch.txt ||
-  pip install --quiet --no-deps --index-url "$PYTORCH_CPU_INDEX" -r requirements/cpu-torch.txt
-# The lock is complete. --no-deps because torchvision, torchaudio, torchcodec and triton are left out on purpose:
-# vLLM declares them, and text models on CPU never load them.
-pip install --quiet --no-deps -r requirements/cpu.txt
-pip install --quiet --no-deps --no-build-isolation --editable .
+install -r requirements/cpu-torch.txt ||
+  install --index-url "$PYTORCH_CPU_INDEX" -r requirements/cpu-torch.txt
+install -r requirements/cpu.txt
+install --no-build-isolation --editable .
 
 # The sandbox of the code scorer; everything else works without it.
 command -v bwrap >/dev/null || { [ "$(id -u)" = 0 ] && apt-get install -qq -y bubblewrap >/dev/null 2>&1; } ||
