@@ -77,7 +77,7 @@ class Layout:
     like: str = ""
     align: int = 1
     """All sequences of the batches have a multiple of this many tokens."""
-    num_updates: int = 3
+    num_updates: int = 2
     has_broken_norms: bool = False
     """The gradients of the norms are not summed over the tensor-parallel ranks."""
 

@@ -20,11 +20,11 @@ from tests.trainer.megatron_lab import FULL_LOSS, LAYOUTS, LOSS, content
 
 WORLDS = (1, 2, 4)
 # Log-probabilities are float32 logits of size 5 less their norm: 5 x 2^-24 = 3e-7, a few times over. A sum in another
-# order changes them by up to 2e-6 here, and by up to 6e-6 after three updates; the issue asks for 1e-4.
+# order changes them by up to 2e-6 here, and by up to 6e-6 after the updates; the issue asks for 1e-4.
 LOGPROB_TOLERANCE = 1e-5
 # Metrics are means of 100 terms of size 1, the gradient's norm one of 1e5 numbers; neither is off by more than 1.5e-6.
 METRIC_TOLERANCE = 5e-6
-# Relative to the largest entry of a tensor, after three updates of up to 3e-2: up to 1e-6 here. A missing all-reduce of
+# Relative to the largest entry of a tensor, after two updates of up to 3e-2: up to 1e-6 here. A missing all-reduce of
 # the norms' gradients alone makes 5e-2, see the test of it.
 WEIGHT_TOLERANCE = 3e-6
 COMPARED = [name for name, layout in LAYOUTS.items() if layout.like and not layout.has_broken_norms]
