@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import ssl
 import time
@@ -15,6 +16,10 @@ from services.common.tls import CERTIFICATE_FILE, KEY_FILE, Credentials
 
 # How often, while it is waited for, and how long it is tried why there is no connection.
 _EXPLAIN_S = 5.0
+# A service that was started together with this one is there by then; for another somebody may have to do something.
+_PATIENCE_S = 30.0
+
+log = logging.getLogger(__name__)
 
 
 class Channel:
@@ -49,7 +54,7 @@ class Channel:
         begin = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._until_ready(self._channel)
+                await self._until_ready(self._channel, f"{target}: no connection yet, waiting up to {timeout_s:g} s")
         except TimeoutError as error:
             why = self._last_refusal or "no answer"
             raise Unavailable(f"{target}: no connection within {timeout_s:g} s: {why}") from error
@@ -67,7 +72,8 @@ class Channel:
         """Ends it together with its calls."""
         await self._channel.close()
 
-    async def _until_ready(self, channel: grpc.aio.Channel) -> None:
+    async def _until_ready(self, channel: grpc.aio.Channel, news: str) -> None:
+        said, begin = "", time.monotonic()
         while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
             # gRPC retries, and says no more about it until it succeeds.
             with contextlib.suppress(TimeoutError):
@@ -75,6 +81,9 @@ class Channel:
                     await channel.wait_for_state_change(state)
             if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 self._last_refusal = await self.explain()
+                if time.monotonic() - begin > _PATIENCE_S and self._last_refusal != said:
+                    said = self._last_refusal
+                    log.warning("%s: %s", news, said)
 
     def _open(self) -> None:
         if self._identity is None:

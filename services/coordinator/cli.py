@@ -165,6 +165,10 @@ def main() -> None:
     except LockstepError as error:
         _errors.print(f"lockstep: error: {error.message}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except asyncio.CancelledError:
         _errors.print("lockstep: stopped")
         sys.exit(130)
+    except SystemExit as end:
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # typer says nothing of it
+            _errors.print("lockstep: stopped")
+        raise

@@ -204,12 +204,17 @@ async def test_server_that_goes_away_in_a_call_is_unavailable(rig: Rig) -> None:
         await call
 
 
-async def test_server_that_nobody_can_reach_is_unavailable_once_waited_for() -> None:
+async def test_server_that_nobody_can_reach_is_unavailable_once_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("services.common.channel._PATIENCE_S", 0.0)
     client = Client(f"127.0.0.1:{free_port()}", reward_pb2_grpc.RewardServiceStub)
     with pytest.raises(Unavailable, match=r"no connection within 2 s: Connection refused") as caught:
         await client.call("Score", pb.ScoreRequest(), timeout_s=2, wait_for_ready=True)
     assert caught.value.reason is Reason.UNREACHABLE
     assert client.address in caught.value.message
+    waiting = f"Score at {client.address}: no connection yet, waiting up to 2 s: Connection refused"
+    assert caplog.messages == [waiting]  # once, while the reason stays the same
     await client.close()
 
 

@@ -21,7 +21,7 @@ from services.common.config.run import Config
 from services.common.errors import Unavailable
 from services.common.roles import Role
 from services.common.rpc import Server
-from services.coordinator.cli import app
+from services.coordinator.cli import app, main
 from services.coordinator.doctor import broadcast, host, session
 from services.coordinator.doctor.broadcast import check_broadcast
 from services.coordinator.doctor.finding import Finding, Verdict
@@ -224,3 +224,16 @@ def test_the_exit_code_is_1_if_anything_fails(monkeypatch: pytest.MonkeyPatch) -
     assert done.exit_code == 1 and "/nope does not exist" in done.output
     done = CliRunner().invoke(app, ["doctor", "--trainer", f"127.0.0.1:{free_port()}"])
     assert done.exit_code == 1 and "fail" in done.output
+
+
+def test_an_interrupted_command_says_that_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "examine", interrupt)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "doctor"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, capsys.readouterr().err) == (130, "lockstep: stopped\n")
