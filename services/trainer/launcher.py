@@ -4,12 +4,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Callable
-from contextlib import ExitStack
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 
-from services.common.ports import hold_free_port
 from services.common.process import configure_logging, exit_with, import_before_fork
 
 log = logging.getLogger(__name__)
@@ -33,10 +32,15 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
         import_before_fork("services.trainer.rank")
     else:
         resource_tracker.ensure_running()  # spawning would start it later, and it unblocks signals
-    with ExitStack() as holders:
-        port = hold_free_port(_HOST, holders)
+    listener = socket.create_server((_HOST, 0))
     context = multiprocessing.get_context(method)
-    shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": _HOST, "MASTER_PORT": port}
+    shared = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": listener.getsockname()[1],
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is here, as it is torchrun's
+    }
     ranks = [
         context.Process(target=_rank, args=(rank, shared, os.getpid(), serve), name=f"rank {rank}")
         for rank in range(num_ranks)
@@ -46,8 +50,10 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
         rank.start()
     for number in _ENDING:
         signal.signal(number, lambda *_: ranks[0].terminate())
+    store = _serve_store(listener)  # its threads begin after the fork, and leave signals to this one
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     ended = wait([rank.sentinel for rank in ranks])
+    del store
     first = next(rank for rank in ranks if rank.sentinel in ended)
     first.join()
     for rank in ranks:
@@ -56,6 +62,14 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     if first.exitcode:
         log.error("%s ended with exit code %d, and so do all", first.name, first.exitcode)
     return first.exitcode if first.exitcode >= 0 else 1
+
+
+def _serve_store(listener: socket.socket) -> object:
+    """Where the ranks meet. They wait, connected to the listener, until it is there."""
+    import torch.distributed as dist
+
+    host, port = listener.getsockname()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _method() -> str:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 # After one rank failed with a typed error, the others are about to, unless they wait for it in a collective.
 GRACE_S = 10.0
+# From rank 0's start: the others were started with it, and import the same.
+_COMING_S = 600.0
 # A process that ends closes its connection; a host that is lost does not. ZeroMQ asks it this often, from a thread of
 # its own, whatever the rank is busy with, and gives it up after so long without an answer.
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
@@ -68,13 +70,21 @@ class Ranks:
         self._connections: dict[int, tuple[int, str]] = {}  # rank and host, by what ZeroMQ calls a connection by
 
     async def wait_for_all(self) -> None:
-        """Returns once every rank has connected. From then on the loss of any is the failure of all."""
+        """Returns once every rank has connected. From then on the loss of any is the failure of all.
+
+        Raises:
+            InternalError: Some did not within ten minutes.
+        """
         missing = set(range(self.num_ranks))
-        while missing:
-            sender, host = await self._socket.recv_multipart(copy=False)
-            rank = int(sender.bytes)
-            self._connections[host.get(zmq.SRCFD)] = (rank, host.bytes.decode())
-            missing.discard(rank)
+        try:
+            async with asyncio.timeout(_COMING_S):
+                while missing:
+                    sender, host = await self._socket.recv_multipart(copy=False)
+                    rank = int(sender.bytes)
+                    self._connections[host.get(zmq.SRCFD)] = (rank, host.bytes.decode())
+                    missing.discard(rank)
+        except TimeoutError as error:
+            raise self._fail(f"ranks {sorted(missing)} did not connect within {_COMING_S:g} s") from error
         self._watching = asyncio.create_task(self._watch(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)))
 
     async def end(self) -> None:

@@ -74,6 +74,14 @@ async def test_a_rank_that_is_lost_between_commands_is_the_failure_of_all(traine
         await trainer.ranks.call("echo", value=2)
 
 
+async def test_a_rank_that_never_comes_is_named(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "_COMING_S", 0.5)
+    async with asyncio.timeout(10):
+        with pytest.raises(InternalError, match=r"ranks \[1\] did not connect within 0.5 s"):
+            await trainer.ranks.wait_for_all()
+    assert len(trainer.failures) == 1
+
+
 async def test_a_rank_that_is_lost_while_others_come_is_no_hang(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
