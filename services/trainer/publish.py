@@ -1,7 +1,7 @@
 """The trainer's end of a publication: gather, pack, broadcast and hash, bucket by bucket.
 
-Every rank that holds weights sends some of the buckets, and has the next of its own gathered and packed when its turn
-comes. The broadcasts themselves follow one another: each of them takes the whole link into every engine.
+Every member sends some of the buckets, and has the next of its own gathered and packed when its turn comes. The
+broadcasts themselves follow one another: each of them takes the whole link into every engine.
 """
 
 import time

@@ -87,6 +87,11 @@ class Ranks:
             raise self._fail(f"ranks {sorted(missing)} did not connect within {_COMING_S:g} s") from error
         self._watching = asyncio.create_task(self._watch(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)))
 
+    @property
+    def num_hosts(self) -> int:
+        """Those on which the ranks are."""
+        return len({host for _, host in self._connections.values()})
+
     async def end(self) -> None:
         """Lets all ranks end without a failure. Nothing can be called after it, and this process should end too."""
         for rank in range(self.num_ranks):
@@ -112,7 +117,7 @@ class Ranks:
         `grace_s` after the first typed error, those that have not answered have failed.
 
         Raises:
-            LockstepError: As a rank raised it, when all ranks have answered.
+            LockstepError: As the first rank raised it, when all ranks have answered.
             InternalError: A rank failed with anything else; the trainer ends.
         """
         return await asyncio.shield(self._call(method, parts or [Message({})] * self.num_ranks, grace_s, arguments))
@@ -128,9 +133,9 @@ class Ranks:
                     command = Message({"method": method, "arguments": arguments | part.body}, part.frames)
                     await self._send(rank, command)
                 answers = await self._answers(method, grace_s)
-        errors = [answer.body["error"] for _, answer in sorted(answers.items()) if "error" in answer.body]
-        if errors:
-            raise _rebuild(errors[0])
+        errors = [answer.body["error"] for answer in answers.values() if "error" in answer.body]
+        if errors:  # as they came in; a rank that gives up has the others give up
+            raise _rebuild(min(errors, key=lambda error: error["reason"] == Reason.EPOCH_ABORTED.value))
         return [answers[rank] for rank in range(self.num_ranks)]
 
     async def _send(self, rank: int, command: Message) -> None:
@@ -217,6 +222,7 @@ def _run(rank: int, worker: Any, command: Message) -> list[bytes]:
         result = method(**arguments, frames=command.frames) if command.frames else method(**arguments)
         return (result or Message({})).pack()
     except LockstepError as error:
+        log.warning("rank %d: %s: %s", rank, name, error.message)
         return Message({"error": _describe(error, type(error).__name__)}).pack()
     except BaseException as error:  # also torch's; and the answer ends the whole trainer
         log.exception("rank %d failed in %s", rank, name)

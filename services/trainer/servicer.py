@@ -19,7 +19,7 @@ from services.common.config.load import parse_json
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
-from services.common.rpc import service_info
+from services.common.rpc import is_loopback, service_info
 from services.common.stamps import require_stamp
 from services.common.tasks import to_the_end
 from services.common.weights.libraries import accelerator_libraries
@@ -158,11 +158,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.TrainResponse(version=held.state.version, metrics=metrics)
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
-        self._held()
+        policy = self._held()
         if request.group.epoch <= self._epoch:
             raise PreconditionFailed(
                 f"epoch {request.group.epoch} is not above {self._epoch}, which this trainer has seen",
                 reason=Reason.OLD_EPOCH,
+            )
+        store, plan = request.group.store_host, policy.opened.plan
+        if plan.num_senders > 1 and self._ranks.num_hosts > 1 and is_loopback(store):
+            raise InvalidInput(
+                f"store_host: ranks on other hosts send weights too, and cannot reach {store}; give the coordinator an "
+                "address of the trainer that all its hosts reach",
+                field="store_host",
             )
         self._epoch, self._epoch_timeout_s = request.group.epoch, request.group.timeout_s
         answers = await self._killing_epoch_on_cancel("join", group=request.group.SerializeToString().hex())

@@ -60,7 +60,8 @@ class Worker:
         self._configs: dict[Role, TrainerConfig] = {}
         self._backends: dict[Role, Backend] = {}
         self._plan: Plan | None = None
-        self._senders: list[int] = []  # the rank that sends, by tensor of the plan
+        self._senders: list[int] = []  # the rank that sends, by tensor of the plan; empty: rank 0 sends all
+        self._members = [0]  # the ranks that send, as the weight group counts them
         self._base_sums: Sums | None = None  # of the base, which is frozen, once it was sent
         self._group: WeightGroup | None = None
         self._model_path = ""
@@ -153,10 +154,9 @@ class Worker:
     def join(self, *, group: str) -> Message:
         """The ranks that send enter the epoch as its first members, rank 0 among them."""
         self.leave()
-        members = self._members()
-        if self._rank in members:
+        if self._rank in self._members:
             message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
-            self._group = WeightGroup(message, rank=members.index(self._rank), device=self._device)
+            self._group = WeightGroup(message, rank=self._members.index(self._rank), device=self._device)
         return Message({"plan_digest": self._plan.digest})
 
     def agree(self) -> Message:
@@ -173,11 +173,14 @@ class Worker:
         weights, base_sums = self._published(skips_base), self._base_sums if skips_base else None
         with torch.no_grad():
             try:
-                if self._rank not in self._members():
+                if self._rank not in self._members:
                     return Message({})
                 if self._group is None:
                     raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
                 publication = send(self._group, self._plan, weights, version=version, base_sums=base_sums)
+            except BaseException:
+                self.kill_epoch()  # nobody waits for this rank's part
+                raise
             finally:
                 _exhaust(weights)
         if self._rank == 0:
@@ -245,9 +248,10 @@ class Worker:
         base, lora = self._open().weight_specs(), self._configs[Role.POLICY].lora
         if not lora.published_rank:
             self._senders = self._open().weight_senders(bucket_bytes)
-            members = self._members()
-            return Plan.of(base, bucket_bytes=bucket_bytes, senders=[members.index(rank) for rank in self._senders])
-        self._senders = []
+            self._members = sorted({0, *self._senders})
+            member = {rank: index for index, rank in enumerate(self._members)}
+            return Plan.of(base, bucket_bytes=bucket_bytes, senders=[member[rank] for rank in self._senders])
+        self._senders, self._members = [], [0]
         adapter = self._open().adapter_specs()
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
@@ -257,10 +261,6 @@ class Worker:
         if not self._plan.has_adapter:
             return backend.weights(self._senders)
         return itertools.chain(() if skips_base else backend.base(), backend.adapter())
-
-    def _members(self) -> list[int]:
-        """The ranks that send, as the weight group counts them."""
-        return sorted({0, *self._senders})
 
     def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:
         if self._rank != 0:

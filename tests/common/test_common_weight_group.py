@@ -91,9 +91,12 @@ def test_every_member_gets_what_was_sent(store, pool, next_epoch) -> None:
         for (name, tensor), (want_name, want) in zip(weights, some_weights(), strict=True):
             assert (name, tensor.dtype) == (want_name, want.dtype)
             assert torch.equal(tensor, want)
-    # The group stays: the next version travels in the same epoch.
+    # The group stays: the next version travels in the same epoch, and so does the same one with other weights.
     received = [pool.submit(receive, group, PLAN, 8) for group in others]
     assert send(first, PLAN, some_weights(), version=8).digest == publication.digest
+    changed = [(name, tensor + 1) for name, tensor in some_weights()]
+    received = [pool.submit(receive, group, PLAN, 8) for group in others]
+    assert send(first, PLAN, changed, version=8).digest == received[0].result()[0] != publication.digest
 
 
 def own_part(weights, senders, own) -> list[tuple[str, torch.Tensor | None]]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import pytest_asyncio
 from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
-from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.errors import Aborted, PreconditionFailed, Reason, Unavailable
 from services.coordinator.clients.replica import ReplicaState
@@ -20,9 +20,11 @@ DEAD, STALE, SERVING = ReplicaState.DEAD, ReplicaState.STALE, ReplicaState.SERVI
 
 @dataclass
 class FakeTrainer:
-    """Sends at once; what it sends has the digest `digest`."""
+    """Sends at once, from two ranks; what it sends has the digest `digest`."""
 
-    opened: OpenRunResponse = field(default_factory=lambda: OpenRunResponse(store_host="h", weight_backend="gloo"))
+    opened: OpenRunResponse = field(
+        default_factory=lambda: OpenRunResponse(store_host="h", weight_backend="gloo", plan=WeightPlan(num_senders=2))
+    )
     digest: str = "digest"
     plan_digest: str = "plan"
     groups: list[WeightGroup] = field(default_factory=list)
@@ -79,7 +81,7 @@ async def test_a_group_stays_as_long_as_its_members(parts: Parts):
         assert await parts.publisher.publish(version) == PolicyStamp(version=version, digest="digest")
     assert parts.run.epochs == [2]
     assert parts.run.published == [0, 1, 2]
-    assert [fake.epochs for fake in parts.fakes] == [[(1, 3)], [(1, 3)]]
+    assert [fake.epochs for fake in parts.fakes] == [[(1, 4)], [(1, 4)]]
     assert [[stamp.version for stamp in fake.committed] for fake in parts.fakes] == [[0, 1, 2]] * 2
     assert parts.states == [SERVING, SERVING]
 
@@ -104,7 +106,7 @@ async def test_one_that_dies_drops_out_and_the_rest_get_a_new_epoch(parts: Parts
     assert parts.run.epochs == [2, 1]
     assert parts.run.published == [5]
     assert survivor.committed[-1] == stamp
-    assert survivor.epochs == [(1, 3), (2, 2)]
+    assert survivor.epochs == [(1, 4), (2, 3)]
 
     delattr(mortal, method)
     await mortal.start()

@@ -186,7 +186,7 @@ class Wire:
     def agrees(self, values: Sums) -> bool:
         return self._agrees
 
-    def broadcast(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def broadcast(self, flat: torch.Tensor, sender: int) -> tuple[torch.Tensor, torch.Tensor]:
         return flat, next(self._flats)
 
     def wait(self, work: tuple[torch.Tensor, torch.Tensor]) -> None:

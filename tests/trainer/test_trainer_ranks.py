@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from torch.distributed.checkpoint import CheckpointException
 
 from services.common import batch as batches
-from services.common.errors import DeadlineExceeded, InternalError, LockstepError, PreconditionFailed, Reason
+from services.common.errors import Aborted, DeadlineExceeded, InternalError, LockstepError, PreconditionFailed, Reason
 from services.common.rpc import Client, Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
 from services.trainer import checkpoint
@@ -47,6 +47,11 @@ class FakeWorker:
     def refuse(self) -> None:
         if self.rank == 1:
             raise PreconditionFailed("not now", reason=Reason.NOT_JOINED, field="f")
+
+    def give_up(self) -> None:
+        if self.rank == 0:
+            raise Aborted("another member gave up")
+        raise PreconditionFailed("the cause")
 
     def refuse_while_another_hangs(self) -> None:
         self.refuse()
@@ -141,6 +146,11 @@ async def test_typed_error_of_one_rank_is_raised_and_the_ranks_go_on(crew: Crew)
     assert (caught.value.reason, caught.value.metadata) == (Reason.NOT_JOINED, {"field": "f"})
     assert (await crew.ranks.call("echo", value=1))[1].body["value"] == 1
     assert not crew.failures
+
+
+async def test_the_cause_is_raised_and_not_that_others_gave_up_for_it(crew: Crew) -> None:
+    with pytest.raises(PreconditionFailed, match="the cause"):
+        await crew.ranks.call("give_up")
 
 
 async def test_crash_of_one_rank_does_not_wait_for_the_others(crew: Crew) -> None:

@@ -7,7 +7,7 @@ the epoch's kill key and aborts; the others see the key while they wait, so nobo
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -119,8 +119,13 @@ class WeightGroup:
         return torch.equal(least, ~not_most)
 
     def acknowledge(self, version: int, digest: str) -> None:
-        """Tells rank 0 that this member is done with `version`, and what its content, or its part, hashes to."""
-        self._store.set(f"ack/{version}/{self.rank}", digest)
+        """Tells rank 0 that this member is done with `version`, and what its content, or its part, hashes to.
+
+        Raises:
+            Aborted: The trainer's store is gone.
+        """
+        with self._store_at_hand():
+            self._store.set(f"ack/{version}/{self.rank}", digest)
 
     def acknowledged(self, version: int) -> list[str]:
         """What each member after rank 0 acknowledged. By the store, because vLLM answers for its first engine only.
@@ -130,7 +135,11 @@ class WeightGroup:
         """
         keys = [f"ack/{version}/{rank}" for rank in range(1, self.world_size)]
         self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge")
-        return [digest.decode() for digest in self._store.multi_get(keys)] if keys else []
+        with self._store_at_hand():
+            digests = [digest.decode() for digest in self._store.multi_get(keys)] if keys else []
+            for key in keys:  # the same version may be sent again
+                self._store.delete_key(key)
+        return digests
 
     def kill(self) -> None:
         """Makes every member of the epoch give up. Any thread of any member may call it."""
@@ -175,7 +184,7 @@ class WeightGroup:
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
         deadline, next_check, pace = time.monotonic() + self._timeout_s, time.monotonic() + _KILL_CHECK_S, _Pace()
-        try:
+        with self._store_at_hand():
             while not done():
                 now = time.monotonic()
                 if now > deadline:
@@ -185,6 +194,11 @@ class WeightGroup:
                     if self._store.check([_KILL_KEY]):
                         self._give_up(f"another member gave up while this one waited for {what}")
                 pace.wait()
+
+    @contextlib.contextmanager
+    def _store_at_hand(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             self._give_up(f"the trainer's store is gone ({error})", cause=error)
 

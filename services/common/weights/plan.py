@@ -14,6 +14,9 @@ from services.common.errors import InternalError, InvalidInput
 
 # Every tensor starts at a multiple of this, so that views of any dtype are aligned.
 ALIGN_BYTES = 16
+# Copied into a bucket in one call: one for each tensor would take longer than the copies, and what was gathered for
+# them is held until then.
+_COPY_BYTES = 64 << 20
 
 NamedTensors = Iterable[tuple[str, torch.Tensor | None]]
 """None: another member sends it."""
@@ -122,19 +125,11 @@ def pack(
     """
     source = iter(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
-        if bucket.sender != sender:
-            for slot in bucket.slots:
-                name, _ = next(source, _NOTHING)
-                if name != slot.name:
-                    raise InternalError(f"export order changed: the plan has {slot.name}, got {name}")
+        if bucket.sender == sender:
+            yield bucket, _filled(bucket, source, device)
+        else:
+            _let_pass(bucket, source)
             yield bucket, None
-            continue
-        flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
-        tensors_in_bucket = [_checked(slot, *next(source, _NOTHING)) for slot in bucket.slots]
-        # One call for all: launching a copy for each would take longer than the copies.
-        with torch.no_grad():
-            torch._foreach_copy_([view for _, view in unpack(bucket, flat)], tensors_in_bucket)
-        yield bucket, flat
     for name, _ in source:
         raise InternalError(f"export order changed: the plan ends before {name}")
 
@@ -147,6 +142,29 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         # One call where a slice and two views would be three: a large model of experts has 20,000 tensors.
         place = (begin + slot.offset) // slot.dtype.itemsize
         yield slot.name, typed[slot.dtype].as_strided(slot.shape, slot.stride, place)
+
+
+def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor | None]], device: torch.device) -> torch.Tensor:
+    flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
+    views: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
+    num_bytes = 0
+    for slot, (_, view) in zip(bucket.slots, unpack(bucket, flat), strict=True):
+        views.append(view)
+        tensors.append(_checked(slot, *next(source, _NOTHING)))
+        num_bytes += slot.num_bytes
+        if num_bytes > _COPY_BYTES or slot is bucket.slots[-1]:
+            with torch.no_grad():
+                torch._foreach_copy_(views, tensors)
+            views, tensors, num_bytes = [], [], 0
+    return flat
+
+
+def _let_pass(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor | None]]) -> None:
+    for slot in bucket.slots:
+        name, _ = next(source, _NOTHING)
+        if name != slot.name:
+            raise InternalError(f"export order changed: the plan has {slot.name}, got {name}")
 
 
 def _checked(slot: Slot, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
