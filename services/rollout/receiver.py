@@ -12,7 +12,7 @@ import torch
 from lockstep.types.v1 import types_pb2
 from vllm.config import set_current_vllm_config
 
-from services.common.errors import InternalError, InvalidInput, LockstepError
+from services.common.errors import InternalError, LockstepError
 from services.common.weights.cost import Cost
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
@@ -32,8 +32,6 @@ class WeightReceiver:
         self.lockstep_leave()
         try:
             self._lockstep_set_plan(plan)
-            if base_rank < (least := self._lockstep_plan.num_senders):
-                raise InvalidInput(f"base_rank: must be {least} or more, after the senders", field="base_rank")
             self._lockstep_group = WeightGroup(
                 types_pb2.WeightGroup.FromString(group), rank=base_rank + self._lockstep_rank(), device=self.device
             )

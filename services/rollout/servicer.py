@@ -113,6 +113,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 f"{'an' if request.plan.adapter_config_json else 'no'} adapter; open both with the same config",
                 field="plan",
             )
+        if request.base_rank < (least := request.plan.num_senders):
+            raise InvalidInput(f"base_rank: must be {least} or more, after the plan's senders", field="base_rank")
         async with self._changing:
             self._epoch, self._joined = epoch, False
             group, plan = request.group.SerializeToString(), request.plan.SerializeToString()

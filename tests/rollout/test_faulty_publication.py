@@ -11,7 +11,7 @@ import pytest
 import torch
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.errors import Aborted, LockstepError, PreconditionFailed, Reason
+from services.common.errors import Aborted, InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.common.weights.group import WeightGroup
 from tests.rollout.rollout_stack import PlayedTrainer, greedy_by_transformers
 
@@ -210,6 +210,8 @@ async def test_old_and_unknown_epochs_are_refused(played: PlayedTrainer):
         with pytest.raises(PreconditionFailed) as raised:
             await played.replica.join(played.describe_group(epoch, 5), played.plan.message)
         assert raised.value.reason is Reason.OLD_EPOCH
+    with pytest.raises(InvalidInput, match="base_rank: must be 1 or more"):
+        await played.replica.join(played.describe_group(played.epoch + 1, 5), played.plan.message, base_rank=0)
     for epoch in (played.epoch - 1, played.epoch + 1):
         with pytest.raises(PreconditionFailed) as raised:
             await played.replica.receive(epoch, 61)
