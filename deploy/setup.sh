@@ -12,8 +12,7 @@ command -v "$PYTHON" >/dev/null || { echo "setup: $PYTHON not found; install Pyt
 
 "$PYTHON" -m venv "$VENV"
 # The lock is complete. --no-deps because torchvision, torchaudio, torchcodec and triton are left out on purpose:
-# vLLM declares them, and text models on CPU never load them. --no-compile because Python compiles what it imports, and
-# to compile all of it beforehand takes as long as the rest.
+# vLLM declares them, and text models on CPU never load them. --no-compile because pip would do that on one core.
 install() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --no-compile "$@"; }
 
 # A CPU build of torch is not on PyPI; some sites mirror it, everybody else gets it from PyTorch's own index.
@@ -21,6 +20,8 @@ install -r requirements/cpu-torch.txt ||
   install --index-url "$PYTORCH_CPU_INDEX" -r requirements/cpu-torch.txt
 install -r requirements/cpu.txt
 install --no-build-isolation --editable .
+# Some packages carry files that are not for this Python, which nobody imports.
+"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" || true
 
 # The sandbox of the code scorer; everything else works without it.
 command -v bwrap >/dev/null || { [ "$(id -u)" = 0 ] && apt-get install -qq -y bubblewrap >/dev/null 2>&1; } ||
