@@ -39,8 +39,8 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
     if outcome.evaluations:
         shown = [outcome.evaluations[0], *outcome.evaluations[1:][-1:]]
         table = Table("held-out", *(f"after step {metrics['version']}" for metrics in shown))
-        for name in (key for key in shown[0] if key != "version"):
-            values = (format(metrics.get(name, float("nan")), number) for metrics in shown)
+        for name in dict.fromkeys(name for metrics in shown for name in metrics if name != "version"):
+            values = (format(metrics[name], number) if name in metrics else "-" for metrics in shown)
             table.add_row(name.removeprefix("eval/"), *values)
         console.print(table)
     lines = [f"  {name:<28} {what}" for name, what in files.items() if outcome.export_path or name != "model/"]
