@@ -21,12 +21,13 @@ from services.common.config.roles import CriticSettings, ReferenceConfig
 from services.trainer.backend import Role
 from services.trainer.checkpoint import begin
 from services.trainer.fsdp.weights import WeightStream
-from tests.trainer.fsdp_lab import SMALL, samples, write
+from tests.trainer.fsdp_lab import samples, write
 from tests.trainer.megatron_checkpoint_lab import refusal
 from tests.trainer.megatron_lab import (
     CP,
     EP,
     PP,
+    SMALL,
     TP,
     UNPACKED,
     VPP,

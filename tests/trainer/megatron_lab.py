@@ -30,8 +30,10 @@ from services.common.layout import data_parallel_size
 from services.trainer.backend import Role
 from services.trainer.shards import forward_parts, train_parts
 from services.trainer.worker import Worker
-from tests.trainer.fsdp_lab import BASE, FULL_LOSS, SMALL, TEMPERATURE, samples, write
+from tests.trainer.fsdp_lab import BASE, FULL_LOSS, TEMPERATURE, samples, write
 
+# Three micro-batches on one data-parallel rank, two on each of two.
+SMALL = {"max_tokens_per_microbatch": 64}
 # On-policy, the surrogate alone is a mean of advantages and cancels to almost 0; the entropy makes the loss of size 1.
 LOSS = {"entropy_coef": 0.5}
 # Of a tiny model's weights, so that senders take turns.
