@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
@@ -16,6 +17,20 @@ log = logging.getLogger(__name__)
 
 # With the same members: a fault that is not theirs (a lost packet) passes, one that stays is reported.
 _MAX_ATTEMPTS = 3
+
+
+def weight_group(run: Run, opened: OpenRunResponse, epoch: int, num_workers: int) -> WeightGroup:
+    """Of the senders of the trainer that answered `opened`, and as many workers of engines."""
+    return WeightGroup(
+        run_id=run.run_id,
+        epoch=epoch,
+        store_host=opened.store_host,
+        store_port=opened.store_port,
+        store_secret=opened.store_secret,
+        world_size=opened.plan.num_senders + num_workers,
+        backend=opened.weight_backend,
+        timeout_s=run.config.weights.timeout_s,
+    )
 
 
 class Publisher:
@@ -58,16 +73,7 @@ class Publisher:
     async def _form_group(self, replicas: Sequence[Replica]) -> None:
         opened = self._trainer.opened
         self._epoch = self._run.next_epoch(len(replicas))
-        group = WeightGroup(
-            run_id=self._run.run_id,
-            epoch=self._epoch,
-            store_host=opened.store_host,
-            store_port=opened.store_port,
-            store_secret=opened.store_secret,
-            world_size=opened.plan.num_senders + sum(replica.num_workers for replica in replicas),
-            backend=opened.weight_backend,
-            timeout_s=self._run.config.weights.timeout_s,
-        )
+        group = weight_group(self._run, opened, self._epoch, sum(replica.num_workers for replica in replicas))
         joins, base_rank = [self._trainer.join(group)], opened.plan.num_senders
         for replica in replicas:
             joins.append(replica.join(group, base_rank, opened.plan))

@@ -183,8 +183,7 @@ class Worker:
                 raise
             finally:
                 _exhaust(weights)
-        if self._rank == 0:
-            self._base_sums = publication.base_sums
+        self._base_sums = publication.base_sums
         return Message(asdict(publication))
 
     def leave(self) -> None:

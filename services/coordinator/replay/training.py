@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import pyarrow as pa
-from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
+from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.metrics import batch_metrics
+from services.coordinator.publication import weight_group
 from services.coordinator.replay.record import Batch, Difference, Record, compare
 from services.coordinator.run import Run
 
@@ -57,18 +58,8 @@ class _Stamps:
         return await self._trainer.send(self._epoch, version)
 
     async def _join(self) -> None:
-        opened, self._epoch = self._trainer.opened, self._run.next_epoch(0)
-        group = WeightGroup(
-            run_id=self._run.run_id,
-            epoch=self._epoch,
-            store_host=opened.store_host,
-            store_port=opened.store_port,
-            store_secret=opened.store_secret,
-            world_size=opened.plan.num_senders,
-            backend=opened.weight_backend,
-            timeout_s=self._run.config.weights.timeout_s,
-        )
-        await self._trainer.join(group)
+        self._epoch = self._run.next_epoch(0)
+        await self._trainer.join(weight_group(self._run, self._trainer.opened, self._epoch, 0))
 
 
 def _drawn_from(stamp: PolicyStamp, batch: Batch) -> pa.Table:

@@ -120,6 +120,7 @@ class WeightStream:
         self._entries = self._find_holders(parallelism)
         self._parts = {entry.name: names.part(entry.name) for entry in self._entries}
         self._runs = list(_runs(self._entries))
+        self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
         """Names and meta tensors."""
@@ -131,14 +132,13 @@ class WeightStream:
 
         Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all.
         """
-        given = zip(self._runs, _turns(self._runs, bucket_bytes), strict=True)
-        return [sender for run, sender in given for entry in run for _ in self._parts[entry.name].names]
+        given = zip(self._names, _turns(self._runs, bucket_bytes), strict=True)
+        return [sender for names, sender in given for _ in names]
 
     def to(self, senders: Sequence[int] = ()) -> Streamed:
         """Names and tensors, which are whole on their rank of `senders`, by default rank 0, and None elsewhere."""
         index = 0
-        for run in self._runs:
-            names = [name for entry in run for name in self._parts[entry.name].names]
+        for run, names in zip(self._runs, self._names, strict=True):
             sender = senders[index] if senders else 0
             index += len(names)
             if self._rank == sender:
