@@ -33,7 +33,7 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.tasks import gather
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.devices import num_gpus
+from services.coordinator.devices import visible_gpus
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WARM_UP_SAMPLES, _WARM_UP_TOKENS = 64, 16
@@ -102,8 +102,9 @@ async def measure(config: Config, options: argparse.Namespace, keep_now: Keep) -
     async with AsyncExitStack() as stack:
         opening = [stack.enter_async_context(serving(config))]
         if not options.no_bare:
-            gpu = options.bare_gpu if options.bare_gpu is not None else config.trainer.num_ranks
-            opening.append(stack.enter_async_context(bare_engine(config, gpu if num_gpus() else None)))
+            index = options.bare_gpu if options.bare_gpu is not None else config.trainer.num_ranks
+            gpus = visible_gpus()
+            opening.append(stack.enter_async_context(bare_engine(config, gpus[index] if gpus else None)))
         service, *bare = await gather(opening)
         comparison = Comparison(config, service, bare[0] if bare else None, keep_now)
         await comparison.warm_up()

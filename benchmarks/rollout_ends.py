@@ -166,9 +166,9 @@ class Bare:
 
 
 @asynccontextmanager
-async def bare_engine(config: Config, gpu: int | None) -> AsyncIterator[Bare]:
+async def bare_engine(config: Config, gpu: str | None) -> AsyncIterator[Bare]:
     """vLLM's LLM on `gpu` of this host, with the engine arguments of the service."""
-    env = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+    env = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     with (config.run_dir / "logs" / "bare.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.rollout_bare", str(os.getpid())),

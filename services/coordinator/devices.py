@@ -1,34 +1,52 @@
 """Which GPUs of this host each started service gets: the trainer's ranks the first, then replica by replica."""
 
+import os
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 
-
-def num_gpus() -> int:
-    """NVIDIA GPUs of this host, without loading a driver library."""
-    return sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
+_DEVICES = Path("/dev")
 
 
-def split_gpus(ranks: dict[str, int], config: Config, *, available: int, start_rollout: bool) -> dict[str, str]:
+def visible_gpus() -> list[str]:
+    """Those that CUDA_VISIBLE_DEVICES leaves to this process, as it names them, else all NVIDIA GPUs of this host.
+
+    Loads no driver library.
+    """
+    found = sum(path.name.removeprefix("nvidia").isdecimal() for path in _DEVICES.glob("nvidia*"))
+    every = [str(index) for index in range(found)]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not found:
+        return every
+    # As CUDA reads it: what follows a GPU that is not there counts for nothing.
+    return list(
+        takewhile(lambda name: name in every or name.startswith(("GPU-", "MIG-")), named.replace(" ", "").split(","))
+    )
+
+
+def split_gpus(
+    ranks: dict[str, int], config: Config, *, available: Sequence[str], start_rollout: bool
+) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES by service name; empty where there is no GPU. `ranks` has the trainers that are started.
 
     Raises:
         InvalidInput: There are GPUs, but fewer than the services need.
     """
-    if available == 0:
+    if not available:
         return {}
     wanted = dict(ranks)
     if start_rollout:
         replica = config.rollout.tensor_parallel_size
         wanted |= {f"rollout-{index}": replica for index in range(config.rollout.num_replicas)}
     total = sum(wanted.values())
-    if total > available:
+    if total > len(available):
         raise InvalidInput(
-            f"this host has {available} GPUs, but the trainers' num_ranks and rollout.num_replicas x "
+            f"this host has {len(available)} GPUs to use, but the trainers' num_ranks and rollout.num_replicas x "
             f"tensor_parallel_size need {total}; lower them, or give the addresses of services on other hosts",
             field="trainer.num_ranks",
         )
-    devices = iter(range(available))
-    return {name: ",".join(str(next(devices)) for _ in range(count)) for name, count in wanted.items()}
+    devices = iter(available)
+    return {name: ",".join(next(devices) for _ in range(count)) for name, count in wanted.items()}

@@ -15,7 +15,7 @@ from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.ports import hold_free_port
 from services.common.tasks import gather
 from services.common.tls import LOCAL, Transport
-from services.coordinator.devices import num_gpus, split_gpus
+from services.coordinator.devices import split_gpus, visible_gpus
 from services.coordinator.observing import ServiceFlags
 from services.coordinator.resume import CHECKPOINTS
 from services.coordinator.trace import trace_path
@@ -139,7 +139,7 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
     starts_rollout = "rollout" in services and not given.rollout
     models = config.models.items() if "trainer" in services else ()
     ranks = {name: model.num_ranks for name, model in models if is_started(name, config, given)}
-    gpus = split_gpus(ranks, config, available=num_gpus(), start_rollout=starts_rollout)
+    gpus = split_gpus(ranks, config, available=visible_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     started: set[str] = set()
     with contextlib.ExitStack() as ports:

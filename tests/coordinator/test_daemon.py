@@ -114,7 +114,7 @@ async def test_what_cannot_be_started_is_refused_with_the_reason(here: Daemon, f
             await getattr(here.coordinator, method)("../runs/run", **({"now": False} if method == "stop" else {}))
     assert [run.name for run in await here.coordinator.all()] == ["run"]
     # Two runs cannot both be given the GPUs of this host.
-    monkeypatch.setattr(runs_module, "num_gpus", lambda: 8)
+    monkeypatch.setattr(runs_module, "visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(here.runs.running["run"], "given", Addresses(rollout=("h:1",)))
     with pytest.raises(PreconditionFailed, match="run run has started services on the GPUs of this host"):
         here.runs.start(Config(**run_settings(here.directory, name="greedy")), Addresses(trainer="h:1"))

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,9 +55,12 @@ def test_python() -> None:
 def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "cpu.txt"
     lock.write_text("# all\nnumpy==0.0.1 \\\n    --hash=sha256:1\nnot-installed==1.0\n")
-    assert_fails(host.check_packages([lock]), WARN, "numpy", "cpu.txt is what was tested")
+    assert_fails(host.check_packages([lock]), WARN, "numpy", "what cpu.txt names")
     lock.write_text("not-installed==1.0\n")
     assert host.check_packages([lock]).verdict is OK
+    for name in ("rollout-cuda.txt", "trainer-cuda.txt"):  # one of them is installed
+        (tmp_path / name).write_text(f"numpy=={version('numpy') if name[0] == 't' else '0.0.1'}\n")
+    assert host.check_packages(sorted(tmp_path.glob("*-cuda.txt"))).verdict is OK
     assert_fails(host.check_packages([]), WARN, "nothing to compare", "lock")
     some = [one for one in host.distributions() if one.name.lower() not in ("grpcio", "pyarrow")]
     monkeypatch.setattr(host, "distributions", lambda: some)
@@ -71,12 +75,12 @@ def test_torch() -> None:
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config, none = config_with(trainer={"num_ranks": 2}), Addresses()
-    assert host.check_gpus(config, none, 0).verdict is OK
-    assert host.check_gpus(config, none, 3).verdict is OK
-    assert_fails(host.check_gpus(config, none, 2), FAIL, "2", "need 3")
-    assert host.check_gpus(config, Addresses(trainer="a:1"), 2).verdict is OK
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert_fails(host.check_gpus(None, none, 2), WARN, "'1'", "unset CUDA_VISIBLE_DEVICES")
+    assert host.check_gpus(config, none, []).verdict is OK
+    assert host.check_gpus(config, none, ["0", "1", "2"]).verdict is OK
+    assert_fails(host.check_gpus(config, none, ["0", "1"]), FAIL, "2", "need 3")
+    assert host.check_gpus(config, Addresses(trainer="a:1"), ["0", "1"]).verdict is OK
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert host.check_gpus(None, none, ["5"]).found == "1, by CUDA_VISIBLE_DEVICES=5"
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
 from services.coordinator.daemon.history import read_run
 from services.coordinator.daemon.hosted import HostedRun
-from services.coordinator.devices import num_gpus
+from services.coordinator.devices import visible_gpus
 from services.coordinator.launch import Addresses, is_started
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Runs:
 
     def _require_gpus(self, config: Config, given: Addresses) -> None:
         holder = next((name for name, hosted in self.running.items() if _starts(hosted.config, hosted.given)), None)
-        if holder and num_gpus() and _starts(config, given):
+        if holder and visible_gpus() and _starts(config, given):
             raise PreconditionFailed(
                 f"run {holder} has started services on the GPUs of this host: give the addresses of services that run "
                 "already, or start this when that has ended"

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import distribution, distributions
@@ -15,7 +16,7 @@ from services.common.architecture import read_architecture
 from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.ports import PORTS, hold_free_port
-from services.coordinator.devices import num_gpus, split_gpus
+from services.coordinator.devices import split_gpus, visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.launch import Addresses, is_started
 
@@ -32,9 +33,10 @@ _NAME = re.compile(r"^[A-Za-z0-9._-]+")
 def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
     """All checks of this host."""
     yield check_python()
-    yield check_packages(sorted((_ROOT / "requirements").glob("gpu*.txt" if num_gpus() else "cpu*.txt")))
-    yield check_torch(num_gpus())
-    yield check_gpus(config, given, num_gpus())
+    gpus = visible_gpus()
+    yield check_packages(sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt")))
+    yield check_torch(len(gpus))
+    yield check_gpus(config, given, gpus)
     yield check_shared_memory(Path("/dev/shm"))
     yield check_ports(16, _LOCAL_PORTS)
     yield check_disk(config)
@@ -59,16 +61,18 @@ def check_packages(locks: Sequence[Path]) -> Finding:
     if not locks:
         return Finding("packages", "nothing to compare with", Verdict.WARN, "use the lock of this release's sources")
     lines = [line for lock in locks for line in lock.read_text().splitlines()]
-    pinned = {_plain(found[1]): found[2] for line in lines if (found := _PINNED.match(line))}
+    pinned: dict[str, list[str]] = defaultdict(list)  # the services' locks for GPUs need not agree
+    for found in filter(None, map(_PINNED.match, lines)):
+        pinned[_plain(found[1])].append(found[2])
     other = [
-        f"{name} {installed[name]}, not {version}"
-        for name, version in sorted(pinned.items())
-        if installed.get(name, version) != version
+        f"{name} {installed[name]}, not {versions[0]}"
+        for name, versions in sorted(pinned.items())
+        if installed.get(name, versions[0]) not in versions
     ]
     names = " and ".join(lock.name for lock in locks)
     if other:
         shown = "; ".join(other[:4]) + (f"; and {len(other) - 4} more" if len(other) > 4 else "")
-        return Finding("packages", shown, Verdict.WARN, f"run `make setup`: {names} is what was tested")
+        return Finding("packages", shown, Verdict.WARN, f"install what {names} names: that was tested")
     return Finding("packages", f"{len(pinned.keys() & installed.keys())} as {names} has them")
 
 
@@ -88,19 +92,17 @@ def check_torch(gpus: int) -> Finding:
     return Finding("torch", found)
 
 
-def check_gpus(config: Config | None, given: Addresses, gpus: int) -> Finding:
-    """The GPUs are enough for the services that a run would start here, and none is hidden."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+def check_gpus(config: Config | None, given: Addresses, gpus: Sequence[str]) -> Finding:
+    """The GPUs are enough for the services that a run would start here."""
     if config is not None:
         ranks = {name: model.num_ranks for name, model in config.models.items() if is_started(name, config, given)}
         try:
             split_gpus(ranks, config, available=gpus, start_rollout=not given.rollout)
         except LockstepError as error:
-            return Finding("GPUs", str(gpus), Verdict.FAIL, error.message)
-    if gpus and hidden is not None:
-        fix = "unset CUDA_VISIBLE_DEVICES: `lockstep run` gives each service its own"
-        return Finding("GPUs", f"{gpus}, of which CUDA_VISIBLE_DEVICES names {hidden!r}", Verdict.WARN, fix)
-    return Finding("GPUs", str(gpus) if gpus else "none: services run on CPU")
+            return Finding("GPUs", str(len(gpus)), Verdict.FAIL, error.message)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = "" if named is None else f", by CUDA_VISIBLE_DEVICES={named}"
+    return Finding("GPUs", f"{len(gpus) or 'none: services run on CPU'}{which}")
 
 
 def check_shared_memory(path: Path) -> Finding:

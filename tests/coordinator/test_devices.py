@@ -1,0 +1,45 @@
+"""Which GPUs the started services get."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import InvalidInput
+from services.coordinator import devices
+from services.coordinator.devices import split_gpus, visible_gpus
+from tests.coordinator.fake_services import make_config
+
+
+@pytest.fixture(autouse=True)
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("named", "visible"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("2,3", ["2", "3"]),
+        ("3, GPU-8932f937", ["3", "GPU-8932f937"]),
+        ("1,-1,2", ["1"]),
+        ("0,4,1", ["0"]),
+        ("", []),
+    ],
+)
+def test_visible(named: str | None, visible: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_gpus() == visible
+
+
+def test_split() -> None:
+    config = make_config(trainer={"num_ranks": 2}, rollout={"num_replicas": 2})
+    expected = {"trainer": "4,5", "rollout-0": "6", "rollout-1": "7"}
+    assert split_gpus({"trainer": 2}, config, available=["4", "5", "6", "7"], start_rollout=True) == expected
+    assert split_gpus({"trainer": 2}, config, available=["4", "5"], start_rollout=False) == {"trainer": "4,5"}
+    assert split_gpus({"trainer": 2}, config, available=[], start_rollout=True) == {}
+    with pytest.raises(InvalidInput, match=r"3 GPUs to use, .* need 4"):
+        split_gpus({"trainer": 2}, config, available=["0", "1", "2"], start_rollout=True)
