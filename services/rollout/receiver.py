@@ -15,7 +15,7 @@ from vllm.config import set_current_vllm_config
 from services.common.errors import InternalError, LockstepError
 from services.common.weights.cost import Cost
 from services.common.weights.digest import WeightDigest
-from services.common.weights.group import WeightGroup
+from services.common.weights.group import Transfer, WeightGroup
 from services.common.weights.plan import Plan, unpack
 from services.rollout.adapter import load_adapter
 from services.rollout.loading import NUM_BUFFERS, Arrivals, Loading
@@ -109,7 +109,7 @@ class WeightReceiver:
     def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float], cost: Cost) -> Arrivals:
         group, buckets, buffers = self._lockstep_group, self._lockstep_plan.buckets, self._lockstep_loading.buffers
 
-        def post(index: int) -> tuple[torch.Tensor, Any]:
+        def post(index: int) -> tuple[torch.Tensor, Transfer]:
             size, sender = buckets[index].num_bytes, buckets[index].sender
             # Without buffers a new one each time: vLLM keeps views of it until the layer is complete.
             flat = (
@@ -121,9 +121,9 @@ class WeightReceiver:
 
         posted = [post(index) for index in range(first, len(buckets))[:_DEPTH]]
         for index, bucket in enumerate(buckets[first:], first):
-            flat, work = posted.pop(0)
+            flat, transfer = posted.pop(0)
             begin = time.perf_counter()
-            group.wait(work)
+            group.wait(transfer)
             timing["wait_s"] += time.perf_counter() - begin
             if index + _DEPTH < len(buckets):
                 posted.append(post(index + _DEPTH))

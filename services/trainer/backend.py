@@ -53,10 +53,10 @@ class Backend(Protocol):
     def discard_gradients(self) -> None:
         """Forgets what was accumulated."""
 
-    def weights(self, senders: Sequence[int] = ()) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere.
 
-        With `senders`, a rank for each tensor, they are whole there and None elsewhere.
+        For buckets of `bucket_bytes` they are whole on their rank of `weight_senders`, if it names any.
         """
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:

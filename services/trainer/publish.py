@@ -1,22 +1,19 @@
 """The trainer's end of a publication: gather, pack, broadcast and hash, bucket by bucket.
 
-Every member sends some of the buckets, and has the next of its own gathered and packed when its turn comes. The
-broadcasts themselves follow one another: each of them takes the whole link into every engine.
+Every member sends some of the buckets, and gathers and packs the next of its own while the last of its own and those of
+the others are on their way. The broadcasts themselves follow one another: each of them takes the whole link into every
+engine.
 """
 
 import time
+from collections import deque
 from dataclasses import dataclass
-
-import torch
 
 from services.common.errors import PreconditionFailed, Reason
 from services.common.weights.cost import Cost
 from services.common.weights.digest import Sums, WeightDigest
-from services.common.weights.group import WeightGroup
+from services.common.weights.group import Transfer, WeightGroup
 from services.common.weights.plan import NamedTensors, Plan, pack
-
-# Buckets in flight: one is sent while the next is gathered and packed.
-_DEPTH = 2
 
 
 @dataclass(frozen=True)
@@ -46,23 +43,32 @@ def send(
     begin, cost = time.perf_counter(), Cost(group.device)
     skips_base = base_sums is not None
     digest = WeightDigest(plan.digest, group.device, base_sums or (0, 0))
-    in_flight: list[tuple[torch.Tensor, torch.distributed.Work]] = []
+    in_flight: deque[Transfer] = deque()
+    own: Transfer | None = None
     for bucket, flat in pack(plan, weights, group.device, skips_base=skips_base, sender=group.rank):
         if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:
             base_sums = digest.sums()
-        if flat is not None:
-            with cost.hashing():
-                digest.update(flat, start=bucket.start)
-        else:  # a broadcast passes through its members; none of them can leave it out
-            flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device)
-        in_flight.append((flat, group.broadcast(flat, bucket.sender)))
-        if len(in_flight) >= _DEPTH:
-            group.wait(in_flight.pop(0)[1])
-    for _, work in in_flight:
-        group.wait(work)
+        if flat is None:  # a broadcast passes through its members; none of them can leave it out
+            in_flight.append(group.pass_on(bucket.num_bytes, bucket.sender))
+            continue
+        with cost.hashing():
+            digest.update(flat, start=bucket.start)
+        before, own = own, group.broadcast(flat, bucket.sender)
+        in_flight.append(own)
+        del flat
+        if before is not None:  # two of its own at once, of which one is being packed
+            _wait_through(before, in_flight, group)
+    while in_flight:
+        group.wait(in_flight.popleft())
     content = _conclude(group, plan, digest, version)
     num_bytes = plan.num_bytes_sent(skips_base=skips_base)
     return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())
+
+
+def _wait_through(last: Transfer, in_flight: deque[Transfer], group: WeightGroup) -> None:
+    while (transfer := in_flight.popleft()) is not last:
+        group.wait(transfer)
+    group.wait(last)
 
 
 def _conclude(group: WeightGroup, plan: Plan, digest: WeightDigest, version: int) -> str:

@@ -60,7 +60,6 @@ class Worker:
         self._configs: dict[Role, TrainerConfig] = {}
         self._backends: dict[Role, Backend] = {}
         self._plan: Plan | None = None
-        self._senders: list[int] = []  # the rank that sends, by tensor of the plan; empty: rank 0 sends all
         self._members = [0]  # the ranks that send, as the weight group counts them
         self._base_sums: Sums | None = None  # of the base, which is frozen, once it was sent
         self._group: WeightGroup | None = None
@@ -246,11 +245,11 @@ class Worker:
     def _make_plan(self, bucket_bytes: int) -> Plan:
         base, lora = self._open().weight_specs(), self._configs[Role.POLICY].lora
         if not lora.published_rank:
-            self._senders = self._open().weight_senders(bucket_bytes)
-            self._members = sorted({0, *self._senders})
+            senders = self._open().weight_senders(bucket_bytes)
+            self._members = sorted({0, *senders})
             member = {rank: index for index, rank in enumerate(self._members)}
-            return Plan.of(base, bucket_bytes=bucket_bytes, senders=[member[rank] for rank in self._senders])
-        self._senders, self._members = [], [0]
+            return Plan.of(base, bucket_bytes=bucket_bytes, senders=[member[rank] for rank in senders])
+        self._members = [0]
         adapter = self._open().adapter_specs()
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
@@ -258,7 +257,7 @@ class Worker:
     def _published(self, skips_base: bool) -> NamedTensors:
         backend = self._open()
         if not self._plan.has_adapter:
-            return backend.weights(self._senders)
+            return backend.weights(self._plan.message.bucket_bytes)
         return itertools.chain(() if skips_base else backend.base(), backend.adapter())
 
     def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:

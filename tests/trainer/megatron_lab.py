@@ -235,8 +235,7 @@ class MegatronLab:
 
     def published(self) -> list[tuple[int, str, str]]:
         """Rank, name and content of what every rank has to send."""
-        senders = self.backend.weight_senders(_TURN_BYTES)
-        own = [(name, content(tensor)) for name, tensor in self.backend.weights(senders) if tensor is not None]
+        own = [(name, content(tensor)) for name, tensor in self.backend.weights(_TURN_BYTES) if tensor is not None]
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, own)
         return [(rank, *named) for rank, theirs in enumerate(gathered) for named in theirs]

@@ -20,8 +20,8 @@ PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 10, senders=[0, 1])
 
 def sender(rank: int, weights: list[tuple[str, torch.Tensor | None]]) -> Worker:
     worker = Worker(None, rank, 2, CPU)
-    worker._plan, worker._senders, worker._members = PLAN, [0, 1], [0, 1]
-    worker._backends[Role.POLICY] = SimpleNamespace(weights=lambda senders: iter(weights))
+    worker._plan, worker._members = PLAN, [0, 1]
+    worker._backends[Role.POLICY] = SimpleNamespace(weights=lambda bucket_bytes: iter(weights))
     return worker
 
 

@@ -8,7 +8,7 @@ the epoch's kill key and aborts; the others see the key while they wait, so nobo
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -22,6 +22,8 @@ from services.common.weights.store import StoreAddress, StoreClient
 
 # Completion of a collective, and a key in the store, can only be asked for: torch offers no event for either.
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
+# A bucket travels in parts of this size: what passes through a member that does not keep it needs memory for one.
+_PART_BYTES = 256 << 20
 _KILL_CHECK_S = 0.2
 _KILL_KEY = "killed"
 # gloo's destructor waits, holding the GIL, for operations that its abort() does not wake. Broken groups are kept
@@ -31,13 +33,20 @@ _graveyard: list[tuple[float, dist.ProcessGroup]] = []
 
 @dataclass
 class _Pace:
-    """Waits that grow from microseconds to milliseconds."""
+    """Waits that grow with the time already waited: the end is noticed at most a tenth of it late, or 2 ms."""
 
-    wait_s: float = _SHORTEST_WAIT_S
+    begin: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
-        time.sleep(self.wait_s)
-        self.wait_s = min(self.wait_s * 2, _LONGEST_WAIT_S)
+        waited_s = time.monotonic() - self.begin
+        time.sleep(min(max(waited_s / 10, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A broadcast on its way, and its memory, which is held until then."""
+
+    parts: list[tuple[torch.Tensor, dist.Work]]
 
 
 class WeightGroup:
@@ -53,6 +62,7 @@ class WeightGroup:
         self._timeout_s, self._backend = group.timeout_s, group.backend
         self._pg: dist.ProcessGroup | None = None
         self._client: StoreClient | None = None
+        self._scratch: torch.Tensor | None = None
         timeout = timedelta(seconds=group.timeout_s)
         try:
             # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
@@ -86,21 +96,23 @@ class WeightGroup:
         if int(count.item()) != self.world_size:
             self._give_up(f"{int(count.item())} of {self.world_size} members answered")
 
-    def broadcast(self, flat: torch.Tensor, sender: int = 0) -> dist.Work:
+    def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Starts the broadcast of `flat` from member `sender`; finish it with `wait`. All begin all in one order."""
-        if self._pg is None:
-            raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = sender, 0
-        return self._pg.broadcast([flat], options)
+        return Transfer([(part, self._start(part, sender)) for part in flat.split(_PART_BYTES)])
 
-    def wait(self, work: dist.Work) -> None:
+    def pass_on(self, num_bytes: int, sender: int) -> Transfer:
+        """Takes part in the broadcast of a flat buffer that this member has no use for."""
+        sizes = [min(_PART_BYTES, num_bytes - begin) for begin in range(0, num_bytes, _PART_BYTES)]
+        return Transfer([(part, self._start(part, sender)) for part in map(self._unused, sizes)])
+
+    def wait(self, transfer: Transfer) -> None:
         """Waits for a broadcast.
 
         Raises:
             Aborted: It failed, timed out, or another member gave up.
         """
-        self._wait(work)
+        for _, work in transfer.parts:
+            self._wait(work)
 
     def agrees(self, values: Sequence[int]) -> bool:
         """Whether all members bring the same 64-bit integers. A collective, in order with the broadcasts.
@@ -158,6 +170,21 @@ class WeightGroup:
             now = time.monotonic()
             _graveyard[:] = [(until, dead) for until, dead in _graveyard if until > now]
             _graveyard.append((now + self._timeout_s + 5, pg))
+
+    def _start(self, part: torch.Tensor, sender: int) -> dist.Work:
+        if self._pg is None:
+            raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = sender, 0
+        return self._pg.broadcast([part], options)
+
+    def _unused(self, num_bytes: int) -> torch.Tensor:
+        """Memory to pass on. NCCL's broadcasts follow one another and share it; gloo's run side by side."""
+        if self._backend == "gloo":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if self._scratch is None:
+            self._scratch = torch.empty(_PART_BYTES, dtype=torch.uint8, device=self.device)
+        return self._scratch[:num_bytes]
 
     def _make_backend(self, host: str, timeout: timedelta) -> dist.ProcessGroup:
         if self._backend == "gloo":

@@ -117,6 +117,8 @@ def pack(
 ) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
     """Fills one new buffer (uint8 [num_bytes]) after the other from `tensors`, which must come in the plan's order.
 
+    A large tensor that has a bucket for itself is not copied.
+
     With `skips_base`, tensors and buckets are the adapter's only. A bucket of another sender than `sender` comes, when
     its tensors have gone by, without a buffer.
 
@@ -145,6 +147,11 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
 
 
 def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor | None]], device: torch.device) -> torch.Tensor:
+    if len(bucket.slots) == 1:
+        tensor = _checked(bucket.slots[0], *next(source, _NOTHING))
+        if tensor.device == device and _is_flat(tensor):
+            return tensor.detach().view(-1).view(torch.uint8)
+        source = iter([(bucket.slots[0].name, tensor)])
     flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
     views: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
@@ -158,6 +165,12 @@ def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor | None]], d
                 torch._foreach_copy_(views, tensors)
             views, tensors, num_bytes = [], [], 0
     return flat
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are a bucket's, of whole aligned words."""
+    sizes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and not any(size % ALIGN_BYTES for size in sizes)
 
 
 def _let_pass(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor | None]]) -> None:

@@ -81,7 +81,7 @@ class FsdpBackend:
     def discard_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def weights(self, senders: Sequence[int] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._stream
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:

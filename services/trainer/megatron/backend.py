@@ -120,15 +120,15 @@ class MegatronBackend:
     def discard_gradients(self) -> None:
         self._offloader.release("grads", "params")
 
-    def weights(self, senders: Sequence[int] = ()) -> Iterator[tuple[str, torch.Tensor | None]]:
-        yield from self._streamed(self._stream.to(senders))
+    def weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+        yield from self._streamed(self._stream.to_senders(bucket_bytes) if bucket_bytes else self._stream.to_first())
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._adapter is not None:
-            yield from self._streamed(self._adapter.to())
+            yield from self._streamed(self._adapter.to_first())
 
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._streamed(self._base.to())
+        yield from self._streamed(self._base.to_first())
 
     def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._adapter.specs() if self._adapter is not None else []

@@ -1,8 +1,9 @@
 """Checkpoint weights into the sharded model, and out of it: streamed from the ranks that hold the shards of each."""
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,12 +13,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from services.common.errors import InvalidInput
+from services.common.weights.plan import ALIGN_BYTES
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weight_map import Part, WeightMap
 from services.trainer.model_files import tensor_files
 
-# Shards that lie next to each other on the same ranks travel together, up to this many bytes of each.
+# Shards that lie next to each other on the same ranks travel together, up to this many bytes of all ranks.
 _RUN_BYTES = 64 << 20
 # A run of less than this part of a bucket, such as a layer's norms, is sent by a rank that does not hold it.
 _SMALL = 256
@@ -26,6 +28,8 @@ HEAD = "output_layer.weight"
 
 
 Streamed = Iterator[tuple[str, torch.Tensor | None]]
+Turn = tuple[int, list[int]]
+"""A sender, and the numbers of the consecutive runs that it sends."""
 
 
 @dataclass(frozen=True)
@@ -132,28 +136,57 @@ class WeightStream:
 
         Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all.
         """
-        given = zip(self._names, _turns(self._runs, bucket_bytes), strict=True)
-        return [sender for names, sender in given for _ in names]
+        turns = self._turns(bucket_bytes)
+        return [sender for sender, indices in turns for index in indices for _ in self._names[index]]
 
-    def to(self, senders: Sequence[int] = ()) -> Streamed:
-        """Names and tensors, which are whole on their rank of `senders`, by default rank 0, and None elsewhere."""
-        index = 0
-        for run, names in zip(self._runs, self._names, strict=True):
-            sender = senders[index] if senders else 0
-            index += len(names)
-            if self._rank == sender:
-                yield from self._receive(run)
-                continue
-            if self._rank in run[0].holders:
-                _exchange([dist.P2POp(dist.isend, self._flat(run), sender)])
-            yield from ((name, None) for name in names)
+    def to_senders(self, bucket_bytes: int) -> Streamed:
+        """Names and tensors, which are whole on their rank of `senders` and None elsewhere."""
+        for turns in _rounds(self._turns(bucket_bytes)):
+            yield from self._round(turns)
 
-    def _receive(self, run: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every holder's shards; this rank's own are not copied."""
-        num_bytes, others = sum(entry.num_bytes for entry in run), [h for h in run[0].holders if h != self._rank]
-        flats = {other: torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for other in others}
-        _exchange([dist.P2POp(dist.irecv, flat, other) for other, flat in flats.items()])
-        per_holder = [_shards(flats[h], run) if h in flats else self._own(run) for h in run[0].holders]
+    def to_first(self) -> Streamed:
+        """Names and tensors, which are whole on rank 0 and None elsewhere."""
+        yield from self._round([(0, list(range(len(self._runs))))])
+
+    def _turns(self, bucket_bytes: int) -> Iterator[Turn]:
+        return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
+
+    def _round(self, turns: Sequence[Turn]) -> Streamed:
+        """Turns of different ranks, which gather for all of them at the same time: each gives and takes at once."""
+        gathered = self._gather(turns)
+        for sender, indices in turns:
+            for index in indices:
+                if sender != self._rank:
+                    yield from ((name, None) for name in self._names[index])
+                    continue
+                received = next(gathered)
+                if index == indices[-1]:  # who goes on may wait for others, who must then have all from this rank
+                    list(gathered)
+                yield from self._whole(self._runs[index], received)
+        list(gathered)
+
+    def _gather(self, turns: Sequence[Turn]) -> Iterator[dict[int, torch.Tensor]]:
+        """The other holders' shards of each run of this rank's turn, by rank; one run of every turn at a time."""
+        for column in itertools.zip_longest(*(indices for _, indices in turns)):
+            received: dict[int, torch.Tensor] = {}
+            operations = []
+            for (sender, _), index in zip(turns, column, strict=True):
+                run = self._runs[index] if index is not None else ()
+                holders = run[0].holders if run else ()
+                if sender == self._rank:
+                    num_bytes = sum(entry.num_bytes for entry in run)
+                    others = [holder for holder in holders if holder != self._rank]
+                    received = {h: torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for h in others}
+                    operations += [dist.P2POp(dist.irecv, flat, other) for other, flat in received.items()]
+                elif self._rank in holders:
+                    operations.append(dist.P2POp(dist.isend, self._flat(run), sender))
+            _exchange(operations)
+            yield received
+
+    def _whole(self, run: Sequence[Entry], received: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every holder's shards joined; this rank's own are not copied."""
+        holders = run[0].holders
+        per_holder = [_shards(received[h], run) if h in received else self._own(run) for h in holders]
         for entry, *shards in zip(run, *per_holder, strict=True):
             yield from self._joined(entry, shards)
 
@@ -161,7 +194,8 @@ class WeightStream:
         return [self._value(self._held[entry.name]).detach().to(self._device) for entry in run]
 
     def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
-        return torch.cat([shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)])
+        flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)]
+        return torch.cat(flats) if len(flats) > 1 else flats[0]
 
     def _joined(self, entry: Entry, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         part = self._parts[entry.name]
@@ -207,24 +241,41 @@ def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
     return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
 
 
-def _turns(runs: Sequence[Sequence[Entry]], bucket_bytes: int) -> Iterator[int]:
+def _rounds(turns: Iterable[Turn]) -> Iterator[list[Turn]]:
+    """Consecutive turns of different senders."""
+    together: list[Turn] = []
+    for turn in turns:
+        if any(turn[0] == sender for sender, _ in together):
+            yield together
+            together = []
+        together.append(turn)
+    if together:
+        yield together
+
+
+def _deal(runs: Sequence[Sequence[Entry]], num_tensors: Sequence[int], bucket_bytes: int) -> Iterator[Turn]:
+    """Turns of a bucket at most, or of one run that is larger. Who has sent least is next."""
     sent: Counter[int] = Counter()
-    sender, sent_in_turn = 0, 0
-    for run in runs:
+    sender, indices, in_turn = 0, [], 0
+    for index, (run, count) in enumerate(zip(runs, num_tensors, strict=True)):
         holders = run[0].holders
-        num_bytes = len(holders) * sum(entry.num_bytes for entry in run)
-        is_over = sender not in holders or sent_in_turn + num_bytes > bucket_bytes
-        if is_over and num_bytes > bucket_bytes // _SMALL:
-            sender, sent_in_turn = min(holders, key=lambda rank: sent[rank]), 0
+        num_bytes = len(holders) * sum(entry.num_bytes for entry in run) + count * ALIGN_BYTES
+        is_foreign = sender not in holders and num_bytes > bucket_bytes // _SMALL
+        if is_foreign or in_turn + num_bytes > bucket_bytes:
+            if indices:
+                yield sender, indices
+            sender, indices, in_turn = min(holders, key=lambda rank: sent[rank]), [], 0
+        indices.append(index)
         sent[sender] += num_bytes
-        sent_in_turn += num_bytes
-        yield sender
+        in_turn += num_bytes
+    if indices:
+        yield sender, indices
 
 
 def _runs(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     run: list[Entry] = []
     for entry in entries:
-        is_full = sum(e.num_bytes for e in run) + entry.num_bytes > _RUN_BYTES
+        is_full = (sum(e.num_bytes for e in run) + entry.num_bytes) * len(entry.holders) > _RUN_BYTES
         if run and (is_full or entry.holders != run[0].holders or entry.dtype != run[0].dtype):
             yield run
             run = []
