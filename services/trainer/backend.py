@@ -53,11 +53,11 @@ class Backend(Protocol):
     def discard_gradients(self) -> None:
         """Forgets what was accumulated."""
 
-    def weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere.
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere."""
 
-        For buckets of `bucket_bytes` they are whole on their rank of `weight_senders`, if it names any.
-        """
+    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """`weights`, of each round of `weight_turns` those that this rank sends; for backends that have turns."""
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's adapters in PEFT's names, like `weights`; nothing if the whole model is trained."""
@@ -71,8 +71,8 @@ class Backend(Protocol):
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         """Names and order of `weights`, with meta tensors."""
 
-    def weight_senders(self, bucket_bytes: int) -> list[int]:
-        """The rank that had best send each of `weights` in buckets of this size; empty if that is rank 0 for all."""
+    def weight_turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """Which rank had best send how many of `weights` in buckets of this size; empty if that is rank 0 for all."""
 
     def save(self, directory: Path) -> Callable[[], None] | None:
         """Writes model and optimizer state into `directory`, each rank its part.

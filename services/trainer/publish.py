@@ -7,13 +7,14 @@ engine.
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.common.errors import PreconditionFailed, Reason
 from services.common.weights.cost import Cost
 from services.common.weights.digest import Sums, WeightDigest
 from services.common.weights.group import Transfer, WeightGroup
-from services.common.weights.plan import NamedTensors, Plan, pack
+from services.common.weights.plan import NamedTensors, Plan, pack, pack_rounds
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,17 @@ class Publication:
 
 
 def send(
-    group: WeightGroup, plan: Plan, weights: NamedTensors, *, version: int, base_sums: Sums | None = None
+    group: WeightGroup,
+    plan: Plan,
+    weights: NamedTensors | Iterable[NamedTensors],
+    *,
+    version: int,
+    base_sums: Sums | None = None,
 ) -> Publication:
     """Broadcasts this sender's part of `weights` to the group; the first sender waits until all have the same content.
 
-    With `base_sums` every member holds the base that has them, and `weights` are the adapter's only.
+    `weights` is all of the plan, or, if it has several senders, this one's of each round. With `base_sums` every member
+    holds the base that has them, and `weights` are the adapter's only.
 
     Raises:
         Aborted: A member failed, left or was too slow.
@@ -45,7 +52,12 @@ def send(
     digest = WeightDigest(plan.digest, group.device, base_sums or (0, 0))
     in_flight: deque[Transfer] = deque()
     own: Transfer | None = None
-    for bucket, flat in pack(plan, weights, group.device, skips_base=skips_base, sender=group.rank):
+    packed = (
+        pack_rounds(plan, weights, group.device, sender=group.rank)
+        if plan.num_senders > 1
+        else pack(plan, weights, group.device, skips_base=skips_base)
+    )
+    for bucket, flat in packed:
         if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:
             base_sums = digest.sums()
         if flat is None:  # a broadcast passes through its members; none of them can leave it out
@@ -53,11 +65,11 @@ def send(
             continue
         with cost.hashing():
             digest.update(flat, start=bucket.start)
-        before, own = own, group.broadcast(flat, bucket.sender)
+        last, own = own, group.broadcast(flat, bucket.sender)
         in_flight.append(own)
-        del flat
-        if before is not None:  # two of its own at once, of which one is being packed
-            _wait_through(before, in_flight, group)
+        if last is not None:
+            _wait_through(last, in_flight, group)
+        del flat, last  # one of its own is on its way and needs memory while the next is packed
     while in_flight:
         group.wait(in_flight.popleft())
     content = _conclude(group, plan, digest, version)

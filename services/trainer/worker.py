@@ -3,7 +3,7 @@
 import gc
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from dataclasses import asdict
 from datetime import timedelta
@@ -245,19 +245,21 @@ class Worker:
     def _make_plan(self, bucket_bytes: int) -> Plan:
         base, lora = self._open().weight_specs(), self._configs[Role.POLICY].lora
         if not lora.published_rank:
-            senders = self._open().weight_senders(bucket_bytes)
-            self._members = sorted({0, *senders})
-            member = {rank: index for index, rank in enumerate(self._members)}
-            return Plan.of(base, bucket_bytes=bucket_bytes, senders=[member[rank] for rank in senders])
+            turns = self._open().weight_turns(bucket_bytes)
+            self._members = sorted({0, *(rank for rank, _ in turns)})
+            numbered = [(self._members.index(rank), num_tensors) for rank, num_tensors in turns]
+            return Plan.of(base, bucket_bytes=bucket_bytes, turns=numbered)
         self._members = [0]
         adapter = self._open().adapter_specs()
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
 
-    def _published(self, skips_base: bool) -> NamedTensors:
+    def _published(self, skips_base: bool) -> NamedTensors | Iterator[NamedTensors]:
         backend = self._open()
+        if self._plan.num_senders > 1:
+            return backend.sent_weights(self._plan.message.bucket_bytes)
         if not self._plan.has_adapter:
-            return backend.weights(self._plan.message.bucket_bytes)
+            return backend.weights()
         return itertools.chain(() if skips_base else backend.base(), backend.adapter())
 
     def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:

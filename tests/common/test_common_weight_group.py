@@ -99,16 +99,11 @@ def test_every_member_gets_what_was_sent(store, pool, next_epoch) -> None:
     assert send(first, PLAN, changed, version=8).digest == received[0].result()[0] != publication.digest
 
 
-def own_part(weights, senders, own) -> list[tuple[str, torch.Tensor | None]]:
-    return [(name, tensor if sender == own else None) for (name, tensor), sender in zip(weights, senders, strict=True)]
-
-
-def turns() -> tuple[Plan, list[list[tuple[str, torch.Tensor | None]]]]:
-    """A plan of two senders, who take turns, and what each of them has."""
-    senders = [0, 0, 1, 1, 0, 1, 0]
-    weights = some_weights()
-    plan = Plan.of(weights, bucket_bytes=1 << 20, senders=senders)
-    return plan, [own_part(weights, senders, own) for own in (0, 1)]
+def turns() -> tuple[Plan, list[list[list[tuple[str, torch.Tensor]]]]]:
+    """A plan of two senders, who take turns, and what each of them has in each round."""
+    a, b, c, d, e, f, g = weights = some_weights()
+    plan = Plan.of(weights, bucket_bytes=1 << 20, turns=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
+    return plan, [[[a, b], [e], [g]], [[c, d], [f], []]]
 
 
 def test_what_several_send_is_as_if_one_had_sent_it(store, pool, next_epoch) -> None:

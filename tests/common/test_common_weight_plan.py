@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import math
 import struct
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from lockstep.types.v1.types_pb2 import TensorSpec, WeightPlan
 
 from services.common.errors import InternalError, InvalidInput
 from services.common.weights.digest import WeightDigest
-from services.common.weights.plan import ALIGN_BYTES, Plan, pack, unpack
-from tests.common.group_lab import CPU, digest_of, some_weights
+from services.common.weights.plan import ALIGN_BYTES, Plan, pack, pack_rounds, unpack
+from tests.common.group_lab import CPU, NamedTensor, digest_of, some_weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float8_e4m3fn]
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -210,27 +211,45 @@ def test_export_that_is_not_the_plan_is_an_error(sent: list[tuple[str, torch.Ten
         list(pack(plan, sent, CPU))
 
 
-def test_the_buckets_of_another_sender_go_by() -> None:
-    weights = [(name, torch.full([4], index)) for index, name in enumerate("abc")]
-    plan = Plan.of(weights, bucket_bytes=1 << 20, senders=[0, 1, 0])
+def test_rounds_of_several_senders() -> None:
+    a, b, c, d = weights = [(name, torch.full([4], index)) for index, name in enumerate("abcd")]
+    plan = Plan.of(weights, bucket_bytes=1 << 20, turns=[(0, 1), (1, 2), (0, 1)])
     assert plan.num_senders == 2
-    given = [weights[0], ("b", None), weights[2]]
-    flats = [flat for _, flat in pack(plan, given, CPU)]
+    assert [[bucket.sender for bucket in buckets] for buckets in plan.rounds] == [[0, 1], [0]]
+    flats = [flat for _, flat in pack_rounds(plan, [[a], [d]], CPU, sender=0)]
     assert [flat is None for flat in flats] == [False, True, False]
-    assert torch.equal(flats[2].view(torch.int64), weights[2][1])
-    (none, own, _) = [flat for _, flat in pack(plan, [("a", None), weights[1], ("c", None)], CPU, sender=1)]
+    assert torch.equal(flats[2].view(torch.int64), d[1])
+    (none, own, _) = [flat for _, flat in pack_rounds(plan, [[b, c], []], CPU, sender=1)]
     assert none is None
-    assert torch.equal(own.view(torch.int64), weights[1][1])
-    with pytest.raises(InternalError, match="the plan has b, got c"):
-        list(pack(plan, [weights[0], weights[2], weights[1]], CPU))
-    with pytest.raises(InternalError, match="c is this sender's"):
-        list(pack(plan, [weights[0], weights[1], ("c", None)], CPU))
+    assert torch.equal(own.view(torch.int64), torch.cat([b[1], c[1]]))
+    for wrong, problem in (([[b], [d]], "the plan has a"), ([[], [d]], "got nothing"), ([[a, b], [d]], "before b")):
+        with pytest.raises(InternalError, match=problem):
+            list(pack_rounds(plan, wrong, CPU, sender=0))
 
 
-def test_plan_with_a_sender_of_no_group_is_refused() -> None:
-    spec = TensorSpec(name="w", dtype="float32", shape=[1], sender=2)
-    with pytest.raises(InvalidInput, match="2 senders"):
-        Plan(WeightPlan(tensors=[spec], bucket_bytes=64, num_senders=2))
+def test_a_round_is_taken_before_any_of_it_is_given_out() -> None:
+    weights = [(name, torch.zeros(4)) for name in "abc"]
+    plan = Plan.of(weights, bucket_bytes=1 << 20, turns=[(0, 1), (1, 1), (0, 1)])
+    taken = []
+
+    def gather(number: int, own: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
+        yield from own
+        taken.append(number)
+
+    packed = pack_rounds(plan, itertools.starmap(gather, enumerate([[weights[1]], []])), CPU, sender=1)
+    assert [(next(packed)[0].sender, list(taken)) for _ in range(3)] == [(0, [0]), (1, [0]), (0, [0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("turns", "problem"), [([(2, 1)], "2 senders"), ([(1, 2)], "1 tensors"), ([(1, 0)], "1 tensors")]
+)
+def test_plan_with_other_turns_than_tensors_or_senders_is_refused(turns: list[tuple[int, int]], problem: str) -> None:
+    spec = TensorSpec(name="w", dtype="float32", shape=[1])
+    message = WeightPlan(tensors=[spec], bucket_bytes=64, num_senders=2)
+    for sender, num_tensors in turns:
+        message.turns.add(sender=sender, num_tensors=num_tensors)
+    with pytest.raises(InvalidInput, match=problem):
+        Plan(message)
 
 
 def test_plan_with_an_unknown_dtype_is_refused() -> None:

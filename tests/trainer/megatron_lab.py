@@ -231,11 +231,14 @@ class MegatronLab:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole, in checkpoint names, on rank 0."""
-        return {name: tensor.clone() for name, tensor in self.backend.weights() if tensor is not None}
+        return {name: tensor.clone() for name, tensor in self.backend.weights()}
 
     def published(self) -> list[tuple[int, str, str]]:
         """Rank, name and content of what every rank has to send."""
-        own = [(name, content(tensor)) for name, tensor in self.backend.weights(_TURN_BYTES) if tensor is not None]
+        if not self.backend.weight_turns(_TURN_BYTES):
+            return [(0, name, content(tensor)) for name, tensor in self.backend.weights()]
+        rounds = self.backend.sent_weights(_TURN_BYTES)
+        own = [(name, content(tensor)) for tensors in rounds for name, tensor in tensors]
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, own)
         return [(rank, *named) for rank, theirs in enumerate(gathered) for named in theirs]

@@ -15,20 +15,20 @@ from services.trainer.worker import Worker
 from tests.common.group_lab import CPU, join_all, message, receive
 
 WEIGHTS = [("a", torch.zeros(4)), ("b", torch.ones(4))]
-PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 10, senders=[0, 1])
+PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 10, turns=[(0, 1), (1, 1)])
 
 
-def sender(rank: int, weights: list[tuple[str, torch.Tensor | None]]) -> Worker:
+def sender(rank: int, own: tuple[str, torch.Tensor]) -> Worker:
     worker = Worker(None, rank, 2, CPU)
     worker._plan, worker._members = PLAN, [0, 1]
-    worker._backends[Role.POLICY] = SimpleNamespace(weights=lambda bucket_bytes: iter(weights))
+    worker._backends[Role.POLICY] = SimpleNamespace(sent_weights=lambda bucket_bytes: iter([[own]]))
     return worker
 
 
 def test_the_epoch_ends_for_all_when_one_rank_has_other_weights_than_the_plan() -> None:
     group = message(ServedStore("127.0.0.1").address, epoch=1, world_size=3, timeout_s=30.0)
-    whole = sender(0, [WEIGHTS[0], ("b", None)])
-    other = sender(1, [("a", None), ("c", torch.ones(4))])
+    whole = sender(0, WEIGHTS[0])
+    other = sender(1, ("c", torch.ones(4)))
     with ThreadPoolExecutor(3) as pool:
         whole._group, other._group, engine = [joined.result(10) for joined in join_all(pool, group, range(3))]
         begin = time.monotonic()

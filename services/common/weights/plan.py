@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from lockstep.types.v1 import types_pb2
@@ -18,8 +19,8 @@ ALIGN_BYTES = 16
 # them is held until then.
 _COPY_BYTES = 64 << 20
 
-NamedTensors = Iterable[tuple[str, torch.Tensor | None]]
-"""None: another member sends it."""
+T = TypeVar("T")
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _NOTHING = ("nothing", torch.empty(0))
 
 
@@ -53,10 +54,9 @@ class Plan:
 
     def __init__(self, message: types_pb2.WeightPlan):
         self.message = message
-        self.buckets = tuple(_cut(message))
         self.num_senders = message.num_senders
-        if any(bucket.sender >= self.num_senders for bucket in self.buckets):
-            raise InvalidInput(f"plan: a tensor's sender is none of its {self.num_senders} senders", field="plan")
+        self.rounds = tuple(tuple(itertools.chain(*parts)) for parts in take_together(_turns(message)))
+        self.buckets = tuple(itertools.chain(*self.rounds))
         self.num_bytes = sum(slot.num_bytes for bucket in self.buckets for slot in bucket.slots)
         self.num_base_buckets = len(self.buckets)
         if self.has_adapter:
@@ -64,13 +64,13 @@ class Plan:
             self.num_base_buckets = sum(length <= message.num_base_tensors for length in lengths)
 
     @classmethod
-    def of(cls, tensors: NamedTensors, *, bucket_bytes: int, senders: Sequence[int] = ()) -> "Plan":
-        """The plan of `tensors` (meta tensors will do) in their order; `senders` is of each, without it all are 0."""
-        specs = _specs(tensors)
-        for spec, sender in zip(specs, senders, strict=bool(senders)):
-            spec.sender = sender
-        num_senders = 1 + max(senders, default=0)
-        return cls(types_pb2.WeightPlan(tensors=specs, bucket_bytes=bucket_bytes, num_senders=num_senders))
+    def of(cls, tensors: NamedTensors, *, bucket_bytes: int, turns: Sequence[tuple[int, int]] = ()) -> "Plan":
+        """The plan of `tensors` (meta tensors will do) in their order; `turns` are senders and numbers of tensors."""
+        message = types_pb2.WeightPlan(tensors=_specs(tensors), bucket_bytes=bucket_bytes)
+        message.num_senders = 1 + max((sender for sender, _ in turns), default=0)
+        for sender, num_tensors in turns:
+            message.turns.add(sender=sender, num_tensors=num_tensors)
+        return cls(message)
 
     @classmethod
     def with_adapter(
@@ -112,28 +112,54 @@ class Plan:
         return hasher.hexdigest()
 
 
+def take_together(turns: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
+    """Rounds: what belongs to consecutive turns of different senders, who gather at the same time."""
+    senders: set[int] = set()
+    together: list[T] = []
+    for sender, held in turns:
+        if sender in senders:
+            yield together
+            senders, together = set(), []
+        senders.add(sender)
+        together.append(held)
+    if together:
+        yield together
+
+
 def pack(
-    plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False, sender: int = 0
-) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
+    plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False
+) -> Iterator[tuple[Bucket, torch.Tensor]]:
     """Fills one new buffer (uint8 [num_bytes]) after the other from `tensors`, which must come in the plan's order.
 
-    A large tensor that has a bucket for itself is not copied.
-
-    With `skips_base`, tensors and buckets are the adapter's only. A bucket of another sender than `sender` comes, when
-    its tensors have gone by, without a buffer.
+    A large tensor that has a bucket for itself is not copied. With `skips_base`, tensors and buckets are the adapter's
+    only.
 
     Raises:
         InternalError: A tensor is not the one that the plan has at its place, or comes after its end.
     """
     source = iter(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
-        if bucket.sender == sender:
-            yield bucket, _filled(bucket, source, device)
-        else:
-            _let_pass(bucket, source)
-            yield bucket, None
-    for name, _ in source:
-        raise InternalError(f"export order changed: the plan ends before {name}")
+        yield bucket, _filled(bucket, source, device)
+    _end(source)
+
+
+def pack_rounds(
+    plan: Plan, rounds: Iterable[NamedTensors], device: torch.device, *, sender: int
+) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
+    """`pack` for one of several senders, whose tensors of each round are `rounds`. Others' buckets have no buffer.
+
+    A round's tensors are taken before its first bucket is given out. Then all members begin gathering and broadcasts
+    in one order, and what is broadcast never waits for what a member would do after it.
+
+    Raises:
+        InternalError: As `pack`.
+    """
+    for buckets, tensors in zip(plan.rounds, rounds, strict=True):
+        source = iter(tensors)
+        filled = {bucket.start: _filled(bucket, source, device) for bucket in buckets if bucket.sender == sender}
+        _end(source)
+        for bucket in buckets:
+            yield bucket, filled.pop(bucket.start, None)
 
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,23 +199,19 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not any(size % ALIGN_BYTES for size in sizes)
 
 
-def _let_pass(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor | None]]) -> None:
-    for slot in bucket.slots:
-        name, _ = next(source, _NOTHING)
-        if name != slot.name:
-            raise InternalError(f"export order changed: the plan has {slot.name}, got {name}")
-
-
-def _checked(slot: Slot, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+def _checked(slot: Slot, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, which is what the plan has in the slot."""
-    if tensor is None:
-        raise InternalError(f"{slot.name} is this sender's in the plan, and it was not given")
     if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
         raise InternalError(
             f"export order changed: the plan has {slot.name} {slot.dtype} {slot.shape}, "
             f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
         )
     return tensor
+
+
+def _end(source: Iterator[tuple[str, torch.Tensor]]) -> None:
+    for name, _ in source:
+        raise InternalError(f"export order changed: the plan ends before {name}")
 
 
 def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:
@@ -199,20 +221,39 @@ def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:
     ]
 
 
-def _cut(message: types_pb2.WeightPlan) -> Iterator[Bucket]:
+def _turns(message: types_pb2.WeightPlan) -> Iterator[tuple[int, list[Bucket]]]:
+    """Senders and their buckets. Each bucket of a single sender is a turn."""
+    specs, start = iter(message.tensors), 0
+    for sender, num_tensors in _parts(message):
+        buckets = list(_cut(itertools.islice(specs, num_tensors), message.bucket_bytes, start, sender))
+        yield from [(sender, buckets)] if message.num_senders > 1 else [(sender, [bucket]) for bucket in buckets]
+        start += sum(bucket.num_bytes for bucket in buckets)
+
+
+def _parts(message: types_pb2.WeightPlan) -> list[tuple[int, int]]:
+    """Senders and numbers of tensors; adapters begin with a bucket of their own."""
+    base = message.num_base_tensors if message.adapter_config_json else 0
+    parts = [(turn.sender, turn.num_tensors) for turn in message.turns]
+    parts = parts or [(0, base), (0, len(message.tensors) - base)]
+    if any(sender >= message.num_senders for sender, _ in parts):
+        raise InvalidInput(f"plan: the sender of a turn is none of its {message.num_senders} senders", field="plan")
+    if sum(num_tensors for _, num_tensors in parts) != len(message.tensors):
+        raise InvalidInput(f"plan: its turns are not of its {len(message.tensors)} tensors", field="plan")
+    return parts
+
+
+def _cut(specs: Iterable[types_pb2.TensorSpec], bucket_bytes: int, start: int, sender: int) -> Iterator[Bucket]:
     slots: list[Slot] = []
-    start = offset = sender = 0
-    for index, spec in enumerate(message.tensors):
+    offset = 0
+    for spec in specs:
         dtype = getattr(torch, spec.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise InvalidInput(f"plan: {spec.name} has unknown dtype {spec.dtype!r}", field="plan")
-        num_bytes = math.prod(spec.shape) * dtype.itemsize
-        is_first_of_adapter = message.adapter_config_json and index == message.num_base_tensors
-        is_first_of_sender = spec.sender != sender
-        if slots and (is_first_of_adapter or is_first_of_sender or offset + num_bytes > message.bucket_bytes):
+        shape = tuple(spec.shape)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if slots and offset + num_bytes > bucket_bytes:
             yield Bucket(start, offset, tuple(slots), sender)
             start, offset, slots = start + offset, 0, []
-        shape, sender = tuple(spec.shape), spec.sender
         stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
         slots.append(Slot(spec.name, dtype, shape, stride, offset, num_bytes))
         offset += num_bytes + -num_bytes % ALIGN_BYTES

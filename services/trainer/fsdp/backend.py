@@ -81,7 +81,7 @@ class FsdpBackend:
     def discard_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._stream
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,7 +96,7 @@ class FsdpBackend:
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
 
-    def weight_senders(self, bucket_bytes: int) -> list[int]:
+    def weight_turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
         return []  # the shards are gathered on all ranks at once
 
     def save(self, directory: Path) -> None:

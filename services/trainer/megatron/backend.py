@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,14 @@ from services.trainer.megatron.role import MegatronModel
 from services.trainer.megatron.transformer import read_config
 from services.trainer.megatron.weight_map import WeightMap
 from services.trainer.megatron.weights import (
-    Streamed,
     WeightStream,
     gather_json,
     held_parameters,
     load_checkpoint_weights,
 )
 from services.trainer.packing import Pack
+
+T = TypeVar("T")
 
 
 class MegatronBackend:
@@ -120,8 +121,11 @@ class MegatronBackend:
     def discard_gradients(self) -> None:
         self._offloader.release("grads", "params")
 
-    def weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
-        yield from self._streamed(self._stream.to_senders(bucket_bytes) if bucket_bytes else self._stream.to_first())
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._streamed(self._stream.to_first())
+
+    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        yield from self._streamed(self._stream.to_senders(bucket_bytes))
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._adapter is not None:
@@ -136,8 +140,9 @@ class MegatronBackend:
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
 
-    def weight_senders(self, bucket_bytes: int) -> list[int]:
-        return self._stream.senders(bucket_bytes)
+    def weight_turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        turns = self._stream.turns(bucket_bytes)
+        return turns if any(rank for rank, _ in turns) else []
 
     def save(self, directory: Path) -> Callable[[], None] | None:
         self._offloader.load("params", "optimizer")
@@ -194,7 +199,7 @@ class MegatronBackend:
             if chunk.ddp_config.overlap_param_gather:  # else the last update would be gathered in the next forward
                 chunk.start_param_sync(force_sync=True)
 
-    def _streamed(self, stream: Streamed) -> Streamed:
+    def _streamed(self, stream: Iterator[T]) -> Iterator[T]:
         self._offloader.load("params")
         self._finish_update()
         yield from stream

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from services.common.errors import InvalidInput
-from services.common.weights.plan import ALIGN_BYTES
+from services.common.weights.plan import ALIGN_BYTES, take_together
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weight_map import Part, WeightMap
@@ -27,8 +27,8 @@ HEAD = "output_layer.weight"
 """Of a language model, and of a critic, whose is not in the checkpoint that it starts from."""
 
 
-Streamed = Iterator[tuple[str, torch.Tensor | None]]
-Turn = tuple[int, list[int]]
+Streamed = Iterator[tuple[str, torch.Tensor]]
+Turn = tuple[int, Sequence[int]]
 """A sender, and the numbers of the consecutive runs that it sends."""
 
 
@@ -131,57 +131,54 @@ class WeightStream:
         meta = ((entry, [torch.empty(entry.shape, dtype=entry.dtype, device="meta")]) for entry in self._entries)
         return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
 
-    def senders(self, bucket_bytes: int) -> list[int]:
-        """A rank for each of `specs`: those that hold it take turns of a bucket; small ones stay with whose turn it is.
+    def turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """Ranks and numbers of tensors: the ranks that hold them take turns of a bucket in sending `specs`.
 
-        Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all.
+        Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all. Small tensors
+        stay with the rank whose turn it is.
         """
-        turns = self._turns(bucket_bytes)
-        return [sender for sender, indices in turns for index in indices for _ in self._names[index]]
+        turns = _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
+        return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in turns]
 
-    def to_senders(self, bucket_bytes: int) -> Streamed:
-        """Names and tensors, which are whole on their rank of `senders` and None elsewhere."""
-        for turns in _rounds(self._turns(bucket_bytes)):
-            yield from self._round(turns)
+    def to_senders(self, bucket_bytes: int) -> Iterator[Streamed]:
+        """Of each round of `turns`, those whose turn is this rank's, whole. All ranks take all rounds to their ends."""
+        turns = _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
+        for together in take_together((turn[0], turn) for turn in turns):
+            streamed = self._gather(together)
+            yield streamed
+            for _ in streamed:
+                pass
 
     def to_first(self) -> Streamed:
-        """Names and tensors, which are whole on rank 0 and None elsewhere."""
-        yield from self._round([(0, list(range(len(self._runs))))])
+        """All, whole, on rank 0, and nothing elsewhere."""
+        return self._gather([(0, range(len(self._runs)))])
 
-    def _turns(self, bucket_bytes: int) -> Iterator[Turn]:
-        return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
-
-    def _round(self, turns: Sequence[Turn]) -> Streamed:
-        """Turns of different ranks, which gather for all of them at the same time: each gives and takes at once."""
-        gathered = self._gather(turns)
-        for sender, indices in turns:
-            for index in indices:
-                if sender != self._rank:
-                    yield from ((name, None) for name in self._names[index])
-                    continue
-                received = next(gathered)
-                if index == indices[-1]:  # who goes on may wait for others, who must then have all from this rank
-                    list(gathered)
-                yield from self._whole(self._runs[index], received)
-        list(gathered)
-
-    def _gather(self, turns: Sequence[Turn]) -> Iterator[dict[int, torch.Tensor]]:
-        """The other holders' shards of each run of this rank's turn, by rank; one run of every turn at a time."""
+    def _gather(self, turns: Sequence[Turn]) -> Streamed:
+        """One run of every turn at a time: each rank gives and takes at once."""
         for column in itertools.zip_longest(*(indices for _, indices in turns)):
-            received: dict[int, torch.Tensor] = {}
-            operations = []
-            for (sender, _), index in zip(turns, column, strict=True):
-                run = self._runs[index] if index is not None else ()
-                holders = run[0].holders if run else ()
-                if sender == self._rank:
-                    num_bytes = sum(entry.num_bytes for entry in run)
-                    others = [holder for holder in holders if holder != self._rank]
-                    received = {h: torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for h in others}
-                    operations += [dist.P2POp(dist.irecv, flat, other) for other, flat in received.items()]
-                elif self._rank in holders:
-                    operations.append(dist.P2POp(dist.isend, self._flat(run), sender))
-            _exchange(operations)
-            yield received
+            runs = [(sender, self._runs[i]) for (sender, _), i in zip(turns, column, strict=True) if i is not None]
+            own = next((run for sender, run in runs if sender == self._rank), None)
+            received = self._exchange(own, [(sender, run) for sender, run in runs if sender != self._rank])
+            if own is not None:
+                yield from self._whole(own, received)
+
+    def _exchange(
+        self, own: Sequence[Entry] | None, others: Sequence[tuple[int, Sequence[Entry]]]
+    ) -> dict[int, torch.Tensor]:
+        """Sends this rank's shards of the runs of others, and receives the others' of its own, by rank."""
+        received = {}
+        if own:
+            num_bytes = sum(entry.num_bytes for entry in own)
+            holders = [holder for holder in own[0].holders if holder != self._rank]
+            received = {h: torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for h in holders}
+        operations = [dist.P2POp(dist.irecv, flat, holder) for holder, flat in received.items()]
+        for sender, run in others:
+            if self._rank in run[0].holders:
+                operations.append(dist.P2POp(dist.isend, self._flat(run), sender))
+        # All at once, over the connections that all ranks share: two alone would get a communicator of their own.
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return received
 
     def _whole(self, run: Sequence[Entry], received: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Every holder's shards joined; this rank's own are not copied."""
@@ -230,27 +227,9 @@ def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | 
     return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(padded, sizes, strict=True)]
 
 
-def _exchange(operations: list[dist.P2POp]) -> None:
-    """All at once, over the connections that all ranks share: two ranks alone would get a communicator of their own."""
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-
-
 def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
     parts = flat.split([entry.num_bytes for entry in run])
     return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
-
-
-def _rounds(turns: Iterable[Turn]) -> Iterator[list[Turn]]:
-    """Consecutive turns of different senders."""
-    together: list[Turn] = []
-    for turn in turns:
-        if any(turn[0] == sender for sender, _ in together):
-            yield together
-            together = []
-        together.append(turn)
-    if together:
-        yield together
 
 
 def _deal(runs: Sequence[Sequence[Entry]], num_tensors: Sequence[int], bucket_bytes: int) -> Iterator[Turn]:

@@ -92,16 +92,22 @@ class TestBroadcast(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ..., route: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "sender")
+    __slots__ = ("name", "dtype", "shape")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    SENDER_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SenderTurn(_message.Message):
+    __slots__ = ("sender", "num_tensors")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TENSORS_FIELD_NUMBER: _ClassVar[int]
     sender: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., sender: _Optional[int] = ...) -> None: ...
+    num_tensors: int
+    def __init__(self, sender: _Optional[int] = ..., num_tensors: _Optional[int] = ...) -> None: ...
 
 class PublicationCost(_message.Message):
     __slots__ = ("digest_s", "extra_bytes")
@@ -112,18 +118,20 @@ class PublicationCost(_message.Message):
     def __init__(self, digest_s: _Optional[float] = ..., extra_bytes: _Optional[int] = ...) -> None: ...
 
 class WeightPlan(_message.Message):
-    __slots__ = ("tensors", "bucket_bytes", "num_base_tensors", "adapter_config_json", "num_senders")
+    __slots__ = ("tensors", "bucket_bytes", "num_base_tensors", "adapter_config_json", "num_senders", "turns")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BASE_TENSORS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
     num_base_tensors: int
     adapter_config_json: str
     num_senders: int
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., num_base_tensors: _Optional[int] = ..., adapter_config_json: _Optional[str] = ..., num_senders: _Optional[int] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[SenderTurn]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., num_base_tensors: _Optional[int] = ..., adapter_config_json: _Optional[str] = ..., num_senders: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[SenderTurn, _Mapping]]] = ...) -> None: ...
 
 class ServiceInfo(_message.Message):
     __slots__ = ("service", "version", "incarnation", "state", "run_id", "config_digest", "libraries", "time_ns")
