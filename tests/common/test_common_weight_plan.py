@@ -255,4 +255,4 @@ def test_plan_with_other_turns_than_tensors_or_senders_is_refused(turns: list[tu
 def test_plan_with_an_unknown_dtype_is_refused() -> None:
     for dtype in ("float33", "Tensor", "os"):
         with pytest.raises(InvalidInput, match=dtype):
-            Plan(WeightPlan(tensors=[TensorSpec(name="w", dtype=dtype, shape=[1])], bucket_bytes=64))
+            Plan(WeightPlan(tensors=[TensorSpec(name="w", dtype=dtype, shape=[1])], bucket_bytes=64, num_senders=1))
