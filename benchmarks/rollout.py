@@ -143,7 +143,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-bare", action="store_true", help="measure the service alone")
-    parser.add_argument("--bare-gpu", type=int, help="GPU of LLM; that of the first replica if not given")
+    parser.add_argument(
+        "--bare-gpu", type=int, help="GPU of LLM, counted among those to use; that of the first replica if not given"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model and short samples, for CPU")
     return parser.parse_intermixed_args()
 

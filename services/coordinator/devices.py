@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 
 from services.common.config.run import Config
@@ -15,16 +14,21 @@ def visible_gpus() -> list[str]:
     """Those that CUDA_VISIBLE_DEVICES leaves to this process, as it names them, else all NVIDIA GPUs of this host.
 
     Loads no driver library.
+
+    Raises:
+        InvalidInput: It names a GPU that is not there, or one twice. CUDA would do with fewer, or with none.
     """
     found = sum(path.name.removeprefix("nvidia").isdecimal() for path in _DEVICES.glob("nvidia*"))
     every = [str(index) for index in range(found)]
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None or not found:
-        return every
-    # As CUDA reads it: what follows a GPU that is not there counts for nothing.
-    return list(
-        takewhile(lambda name: name in every or name.startswith(("GPU-", "MIG-")), named.replace(" ", "").split(","))
-    )
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).replace(" ", "")
+    names = [] if named in ("", "-1") or not found else named.split(",")
+    wrong = [name for name in names if not (name in every or name.startswith(("GPU-", "MIG-")))]
+    if wrong or len(set(names)) < len(names):
+        raise InvalidInput(
+            f"CUDA_VISIBLE_DEVICES={named}: this host has {found} GPUs, numbered from 0; name each once, or unset it",
+            field="CUDA_VISIBLE_DEVICES",
+        )
+    return names
 
 
 def split_gpus(

@@ -1,8 +1,7 @@
 """The trainer's end of a publication: gather, pack, broadcast and hash, bucket by bucket.
 
-Every member sends some of the buckets, and gathers and packs the next of its own while the last of its own and those of
-the others are on their way. The broadcasts themselves follow one another: each of them takes the whole link into every
-engine.
+Several members send in turns. Each gathers and packs the next of its own buckets while its last and those of the others
+are on their way. The broadcasts themselves follow one another: each of them takes the whole link into every engine.
 """
 
 import time
@@ -50,8 +49,8 @@ def send(
     begin, cost = time.perf_counter(), Cost(group.device)
     skips_base = base_sums is not None
     digest = WeightDigest(plan.digest, group.device, base_sums or (0, 0))
-    in_flight: deque[Transfer] = deque()
-    own: Transfer | None = None
+    most = 2 * plan.num_senders  # on their way: two rounds
+    in_flight: deque[tuple[Transfer, bool]] = deque()  # and whether it is this sender's own
     packed = (
         pack_rounds(plan, weights, group.device, sender=group.rank)
         if plan.num_senders > 1
@@ -61,26 +60,19 @@ def send(
         if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:
             base_sums = digest.sums()
         if flat is None:  # a broadcast passes through its members; none of them can leave it out
-            in_flight.append(group.pass_on(bucket.num_bytes, bucket.sender))
-            continue
-        with cost.hashing():
-            digest.update(flat, start=bucket.start)
-        last, own = own, group.broadcast(flat, bucket.sender)
-        in_flight.append(own)
-        if last is not None:
-            _wait_through(last, in_flight, group)
-        del flat, last  # one of its own is on its way and needs memory while the next is packed
-    while in_flight:
-        group.wait(in_flight.popleft())
+            in_flight.append((group.pass_on(bucket.num_bytes, bucket.sender), False))
+        else:
+            with cost.hashing():
+                digest.update(flat, start=bucket.start)
+            in_flight.append((group.broadcast(flat, bucket.sender), True))
+        # One of its own stays on its way while the next is packed. All have arrived before `weights` ends, whose end
+        # may free what they are sent from.
+        is_last = bucket is plan.buckets[-1]
+        while in_flight and (is_last or len(in_flight) > most or sum(is_own for _, is_own in in_flight) > 1):
+            group.wait(in_flight.popleft()[0])
     content = _conclude(group, plan, digest, version)
     num_bytes = plan.num_bytes_sent(skips_base=skips_base)
     return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())
-
-
-def _wait_through(last: Transfer, in_flight: deque[Transfer], group: WeightGroup) -> None:
-    while (transfer := in_flight.popleft()) is not last:
-        group.wait(transfer)
-    group.wait(last)
 
 
 def _conclude(group: WeightGroup, plan: Plan, digest: WeightDigest, version: int) -> str:

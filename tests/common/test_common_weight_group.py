@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
+from services.common.weights import group as group_module
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore, StoreAddress
@@ -106,7 +107,23 @@ def turns() -> tuple[Plan, list[list[list[tuple[str, torch.Tensor]]]]]:
     return plan, [[[a, b], [e], [g]], [[c, d], [f], []]]
 
 
-def test_what_several_send_is_as_if_one_had_sent_it(store, pool, next_epoch) -> None:
+def test_what_is_sent_may_be_freed_when_all_was_asked_for(store, pool, next_epoch) -> None:
+    kept = torch.arange(1 << 18)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        lent = kept.clone()  # alone in its bucket, so it is sent from where it is
+        yield "w", lent
+        lent.untyped_storage().resize_(0)
+
+    plan = Plan.of([("w", kept)], bucket_bytes=1 << 20)
+    first, second = form(pool, store, next_epoch(), 2)
+    received = pool.submit(receive, second, plan, 1)
+    send(first, plan, weights(), version=1)
+    assert torch.equal(received.result()[1][0][1], kept)
+
+
+def test_what_several_send_is_as_if_one_had_sent_it(store, pool, next_epoch, monkeypatch) -> None:
+    monkeypatch.setattr(group_module, "_PART_BYTES", 1000)  # no multiple of what is sent
     plan, parts = turns()
     assert [bucket.sender for bucket in plan.buckets] == [0, 1, 0, 1, 0]
     *senders, first, second = form(pool, store, next_epoch(), 4)

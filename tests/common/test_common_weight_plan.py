@@ -227,6 +227,15 @@ def test_rounds_of_several_senders() -> None:
             list(pack_rounds(plan, wrong, CPU, sender=0))
 
 
+def test_a_turn_of_nothing_but_empty_tensors() -> None:
+    empty, whole = ("empty", torch.zeros(0)), ("whole", torch.ones(4))
+    plan = Plan.of([empty, whole], bucket_bytes=1 << 20, turns=[(0, 1), (1, 1)])
+    none, (_, own) = pack_rounds(plan, [[whole]], CPU, sender=1)
+    assert none[1] is None
+    assert torch.equal(own.view(torch.float32), whole[1])
+    assert next(pack_rounds(plan, [[empty]], CPU, sender=0))[1].numel() == 0
+
+
 def test_a_round_is_taken_before_any_of_it_is_given_out() -> None:
     weights = [(name, torch.zeros(4)) for name in "abc"]
     plan = Plan.of(weights, bucket_bytes=1 << 20, turns=[(0, 1), (1, 1), (0, 1)])

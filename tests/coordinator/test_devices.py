@@ -23,8 +23,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (None, ["0", "1", "2", "3"]),
         ("2,3", ["2", "3"]),
         ("3, GPU-8932f937", ["3", "GPU-8932f937"]),
-        ("1,-1,2", ["1"]),
-        ("0,4,1", ["0"]),
+        ("-1", []),
         ("", []),
     ],
 )
@@ -33,6 +32,13 @@ def test_visible(named: str | None, visible: list[str], monkeypatch: pytest.Monk
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert visible_gpus() == visible
+
+
+@pytest.mark.parametrize("named", ["4", "0,4,1", "0,0", "1,-1,2", "gpu0"])
+def test_a_gpu_that_is_not_there_is_refused(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    with pytest.raises(InvalidInput, match=f"CUDA_VISIBLE_DEVICES={named}: this host has 4 GPUs"):
+        visible_gpus()
 
 
 def test_split() -> None:

@@ -36,7 +36,7 @@ class WeightsConfig(Strict):
     """Publication of weights from the trainer to the rollout replicas."""
 
     bucket_bytes: int = Field(default=512 << 20, ge=1 << 10)
-    """Bytes of one broadcast."""
+    """Most bytes of a bucket, which is packed, sent and loaded at once; a larger tensor has one of its own."""
     timeout_s: float = Field(default=60.0, gt=0)
     """No member of the weight group waits longer for another before the epoch is aborted."""
 

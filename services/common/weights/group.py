@@ -33,7 +33,7 @@ _graveyard: list[tuple[float, dist.ProcessGroup]] = []
 
 @dataclass
 class _Pace:
-    """Waits that grow with the time already waited: the end is noticed at most a tenth of it late, or 2 ms."""
+    """Waits that grow with the time already waited: an end is noticed a tenth of it late, within the limits above."""
 
     begin: float = field(default_factory=time.monotonic)
 
@@ -44,7 +44,7 @@ class _Pace:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A broadcast on its way, and its memory, which is held until then."""
+    """A broadcast on its way, in parts; their memory is held until this is forgotten."""
 
     parts: list[tuple[torch.Tensor, dist.Work]]
 
@@ -62,7 +62,7 @@ class WeightGroup:
         self._timeout_s, self._backend = group.timeout_s, group.backend
         self._pg: dist.ProcessGroup | None = None
         self._client: StoreClient | None = None
-        self._scratch: torch.Tensor | None = None
+        self._scratch: torch.Tensor | None = None  # what passes through this member in a publication
         timeout = timedelta(seconds=group.timeout_s)
         try:
             # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
@@ -102,7 +102,7 @@ class WeightGroup:
 
     def pass_on(self, num_bytes: int, sender: int) -> Transfer:
         """Takes part in the broadcast of a flat buffer that this member has no use for."""
-        sizes = [min(_PART_BYTES, num_bytes - begin) for begin in range(0, num_bytes, _PART_BYTES)]
+        sizes = [min(_PART_BYTES, num_bytes - begin) for begin in range(0, max(num_bytes, 1), _PART_BYTES)]
         return Transfer([(part, self._start(part, sender)) for part in map(self._unused, sizes)])
 
     def wait(self, transfer: Transfer) -> None:
@@ -136,6 +136,7 @@ class WeightGroup:
         Raises:
             Aborted: The trainer's store is gone.
         """
+        self._scratch = None
         with self._store_at_hand():
             self._store.set(f"ack/{version}/{self.rank}", digest)
 
@@ -145,6 +146,7 @@ class WeightGroup:
         Raises:
             Aborted: A member did not acknowledge in time.
         """
+        self._scratch = None
         keys = [f"ack/{version}/{rank}" for rank in range(1, self.world_size)]
         self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge")
         with self._store_at_hand():
@@ -182,8 +184,8 @@ class WeightGroup:
         """Memory to pass on. NCCL's broadcasts follow one another and share it; gloo's run side by side."""
         if self._backend == "gloo":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        if self._scratch is None:
-            self._scratch = torch.empty(_PART_BYTES, dtype=torch.uint8, device=self.device)
+        if self._scratch is None or self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._scratch[:num_bytes]
 
     def _make_backend(self, host: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -131,8 +131,8 @@ def pack(
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
     """Fills one new buffer (uint8 [num_bytes]) after the other from `tensors`, which must come in the plan's order.
 
-    A large tensor that has a bucket for itself is not copied. With `skips_base`, tensors and buckets are the adapter's
-    only.
+    A tensor that is alone in its bucket is not copied if its bytes are the bucket's. With `skips_base`, tensors and
+    buckets are the adapter's only.
 
     Raises:
         InternalError: A tensor is not the one that the plan has at its place, or comes after its end.
@@ -156,10 +156,10 @@ def pack_rounds(
     """
     for buckets, tensors in zip(plan.rounds, rounds, strict=True):
         source = iter(tensors)
-        filled = {bucket.start: _filled(bucket, source, device) for bucket in buckets if bucket.sender == sender}
+        flats = [_filled(bucket, source, device) if bucket.sender == sender else None for bucket in buckets]
         _end(source)
         for bucket in buckets:
-            yield bucket, filled.pop(bucket.start, None)
+            yield bucket, flats.pop(0)
 
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,7 +172,7 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield slot.name, typed[slot.dtype].as_strided(slot.shape, slot.stride, place)
 
 
-def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor | None]], device: torch.device) -> torch.Tensor:
+def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
     if len(bucket.slots) == 1:
         tensor = _checked(bucket.slots[0], *next(source, _NOTHING))
         if tensor.device == device and _is_flat(tensor):

@@ -33,7 +33,11 @@ _NAME = re.compile(r"^[A-Za-z0-9._-]+")
 def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
     """All checks of this host."""
     yield check_python()
-    gpus = visible_gpus()
+    try:
+        gpus = visible_gpus()
+    except LockstepError as error:
+        gpus = []
+        yield Finding("GPUs", "unknown", Verdict.FAIL, error.message)
     yield check_packages(sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt")))
     yield check_torch(len(gpus))
     yield check_gpus(config, given, gpus)

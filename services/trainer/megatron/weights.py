@@ -137,13 +137,12 @@ class WeightStream:
         Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all. Small tensors
         stay with the rank whose turn it is.
         """
-        turns = _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
+        turns = self._turns(bucket_bytes)
         return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in turns]
 
     def to_senders(self, bucket_bytes: int) -> Iterator[Streamed]:
         """Of each round of `turns`, those whose turn is this rank's, whole. All ranks take all rounds to their ends."""
-        turns = _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
-        for together in take_together((turn[0], turn) for turn in turns):
+        for together in take_together((turn[0], turn) for turn in self._turns(bucket_bytes)):
             streamed = self._gather(together)
             yield streamed
             for _ in streamed:
@@ -152,6 +151,9 @@ class WeightStream:
     def to_first(self) -> Streamed:
         """All, whole, on rank 0, and nothing elsewhere."""
         return self._gather([(0, range(len(self._runs)))])
+
+    def _turns(self, bucket_bytes: int) -> Iterator[Turn]:
+        return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
 
     def _gather(self, turns: Sequence[Turn]) -> Streamed:
         """One run of every turn at a time: each rank gives and takes at once."""
