@@ -160,7 +160,7 @@ def critic_weights(lab: MegatronLab) -> dict[str, torch.Tensor]:
 
     chunks, parallelism = backend._model.bare_chunks(), backend._model.parallelism
     body = ShardStream(held_parameters(chunks, parallelism), backend._map, parallelism, backend.device)
-    tensors = {name: tensor.clone() for name, tensor in backend._streamed(body.to()) if tensor is not None}
+    tensors = {name: tensor.clone() for name, tensor in backend._streamed(body.to_first())}
     backend._offloader.load("params")
     own = chunks[-1].output_layer.weight.detach().clone() if parallelism.is_last_stage else None
     backend._offloader.release("params")
