@@ -98,12 +98,11 @@ class WeightGroup:
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Starts the broadcast of `flat` from member `sender`; finish it with `wait`. All begin all in one order."""
-        return Transfer([(part, self._start(part, sender)) for part in flat.split(_PART_BYTES)])
+        return self._begin(flat.split(_part_sizes(flat.numel())), sender)
 
     def pass_on(self, num_bytes: int, sender: int) -> Transfer:
         """Takes part in the broadcast of a flat buffer that this member has no use for."""
-        sizes = [min(_PART_BYTES, num_bytes - begin) for begin in range(0, max(num_bytes, 1), _PART_BYTES)]
-        return Transfer([(part, self._start(part, sender)) for part in map(self._unused, sizes)])
+        return self._begin([self._unused(size) for size in _part_sizes(num_bytes)], sender)
 
     def wait(self, transfer: Transfer) -> None:
         """Waits for a broadcast.
@@ -173,12 +172,12 @@ class WeightGroup:
             _graveyard[:] = [(until, dead) for until, dead in _graveyard if until > now]
             _graveyard.append((now + self._timeout_s + 5, pg))
 
-    def _start(self, part: torch.Tensor, sender: int) -> dist.Work:
+    def _begin(self, parts: Sequence[torch.Tensor], sender: int) -> Transfer:
         if self._pg is None:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = sender, 0
-        return self._pg.broadcast([part], options)
+        return Transfer([(part, self._pg.broadcast([part], options)) for part in parts])
 
     def _unused(self, num_bytes: int) -> torch.Tensor:
         """Memory to pass on. NCCL's broadcasts follow one another and share it; gloo's run side by side."""
@@ -235,6 +234,11 @@ class WeightGroup:
         self.kill()
         self.abort()
         raise Aborted(f"epoch {self.epoch}, member {self.rank}: {why}", epoch=self.epoch) from cause
+
+
+def _part_sizes(num_bytes: int) -> list[int]:
+    """Of a broadcast's parts, the same on all members."""
+    return [min(_PART_BYTES, num_bytes - begin) for begin in range(0, max(num_bytes, 1), _PART_BYTES)]
 
 
 def _gloo_device(store_host: str) -> object:

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -49,7 +50,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property  # every publication asks, of many thousand experts
     def num_bytes(self) -> int:
         """Of one shard."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
