@@ -2,11 +2,13 @@
 
 `python -m benchmarks.sync NAME SHAPE [key=value ...]` with SHAPE one of benchmarks.megatron_layouts.MODELS; weights are
 random. The config is that of the quickstart, changed by the overrides: strategy, ranks, replicas, engine arguments.
+Hashing goes on beside the transfer: what it costs is the difference to a run `--without-digest`.
 """
 
+import argparse
 import asyncio
+import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,13 +30,14 @@ from services.coordinator.clients.trainer import Trainer
 from services.coordinator.launch import Addresses, launch
 
 _CONFIG = "deploy/runs/quickstart.yaml"
+_WITHOUT_DIGEST = Path(__file__).parent / "without_digest"
 # The first two are watched and checked by the engine, which then goes the short way.
 _WARM_UP, _REPEATS = 3, 20
 _LINK_GB_PER_S = 450  # NVLink of an H100 or H200, each way
 
 
-async def measure(config: Config) -> dict[str, list[float]]:
-    """Publishes again and again; raw seconds of each phase."""
+async def measure(config: Config, idle_s: float) -> dict[str, list[float]]:
+    """Publishes again and again, `idle_s` after the last time; raw seconds of each phase."""
     samples: dict[str, list[float]] = defaultdict(list)
     async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
         trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
@@ -44,6 +47,7 @@ async def measure(config: Config) -> dict[str, list[float]]:
         samples["first publication, with joining [s]"].append(time.perf_counter() - begin)
         largest = max(bucket.num_bytes for bucket in Plan(trainer.opened.plan).buckets)
         for _ in range(_WARM_UP - 1 + _REPEATS):
+            await asyncio.sleep(idle_s)
             timed = await _publish(trainer, rollout, version, largest)
             for name, seconds in timed.items():
                 samples[name].append(seconds)
@@ -85,16 +89,25 @@ async def _publish(trainer: Trainer, rollout: Rollout, version: int, largest: in
 
 def main() -> None:
     """Makes the model, measures and keeps the result."""
-    name, shape, *overrides = sys.argv[1:]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sync")
+    parser.add_argument("name")
+    parser.add_argument("shape")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--tiny", action="store_true", help="a small model, for CPU")
+    parser.add_argument("--without-digest", action="store_true", help="nothing is hashed, at either end")
+    parser.add_argument("--idle-s", type=float, default=0.0, help="before each publication, as engines are in a step")
+    options = parser.parse_intermixed_args()
+    name, overrides = options.name, options.overrides
     with tempfile.TemporaryDirectory() as directory:
-        model = make_random_model(Path(directory), shape, is_tiny="--tiny" in overrides)
-        overrides = [override for override in overrides if override != "--tiny"]
+        model = make_random_model(Path(directory), options.shape, is_tiny=options.tiny)
+        if options.without_digest:
+            os.environ["PYTHONPATH"] = f"{_WITHOUT_DIGEST}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         fixed = [f"model={model}", f"runs_dir={directory}/runs", "name=sync", "weights.timeout_s=60"]
         config = load(Config, [_CONFIG, *fixed, *overrides])
         config.run_dir.mkdir(parents=True)
         (config.run_dir / "logs").mkdir()
         try:
-            samples = asyncio.run(measure(config))
+            samples = asyncio.run(measure(config, options.idle_s))
         except Exception:
             for log in (config.run_dir / "logs").glob("*.log"):
                 Console().print(log.name, log.read_text(errors="replace")[-3000:], markup=False)
@@ -104,7 +117,7 @@ def main() -> None:
     libraries = ("torch", "vllm", "transformers")
     median = statistics.median(samples["publication [s]"])
     Console().print(f"{name}: median {median * 1e3:.1f} ms, slowest {worst * 1e3:.1f} ms")
-    keep(name, samples, libraries=libraries, shape=shape, weights="random", config=_CONFIG, overrides=overrides)
+    keep(name, samples, libraries=libraries, shape=options.shape, weights="random", config=_CONFIG, overrides=overrides)
 
 
 if __name__ == "__main__":
