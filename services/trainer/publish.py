@@ -62,9 +62,9 @@ def send(
         if flat is None:  # a broadcast passes through its members; none of them can leave it out
             in_flight.append((group.pass_on(bucket.num_bytes, bucket.sender), False))
         else:
-            in_flight.append((group.broadcast(flat, bucket.sender), True))
-            with cost.hashing():  # both only read it
+            with cost.hashing():
                 digest.update(flat, start=bucket.start)
+            in_flight.append((group.broadcast(flat, bucket.sender), True))
         # One of its own stays on its way while the next is packed. All have arrived before `weights` ends, whose end
         # may free what they are sent from.
         is_last = bucket is plan.buckets[-1]
