@@ -143,11 +143,13 @@ class Worker:
             built.append(Minibatch(packs, Totals(**minibatch["totals"])))
             begin += sum(sizes)
         if role == Role.CRITIC:
-            backend, config = self._open(Role.CRITIC), self._configs[Role.CRITIC]
-            return Message({"metrics": update_critic(backend, built, config, version)})
-        index, self._num_updates = self._num_updates, self._num_updates + 1
-        with self._profiler.update(index):
-            metrics = update(self._open(), built, self._configs[Role.POLICY], temperature, version)
+            metrics = update_critic(self._open(Role.CRITIC), built, self._configs[Role.CRITIC], version)
+        else:
+            index, self._num_updates = self._num_updates, self._num_updates + 1
+            with self._profiler.update(index):
+                metrics = update(self._open(), built, self._configs[Role.POLICY], temperature, version)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()  # the optimizer's kernels, their time and their errors, are the update's
         return Message({"metrics": metrics})
 
     def join(self, *, group: str) -> Message:
