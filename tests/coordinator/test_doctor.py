@@ -22,6 +22,7 @@ from services.common.config.run import Config
 from services.common.errors import Unavailable
 from services.common.roles import Role
 from services.common.rpc import Server
+from services.coordinator import devices
 from services.coordinator.cli import app, main
 from services.coordinator.doctor import broadcast, host, session
 from services.coordinator.doctor.broadcast import check_broadcast
@@ -81,6 +82,16 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.check_gpus(config, Addresses(trainer="a:1"), ["0", "1"]).verdict is OK
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     assert host.check_gpus(None, none, ["5"]).found == "1, by CUDA_VISIBLE_DEVICES=5"
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    findings = {finding.check: finding for finding in host.examine_host(None, Addresses(reward="a:1"))}
+    assert_fails(findings["GPUs"], FAIL, "unknown", "CUDA_VISIBLE_DEVICES=0,1: this host has 1 GPUs")
+    assert "torch" not in findings  # what it should find there is not known
+    assert "disk" in findings
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

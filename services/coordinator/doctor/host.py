@@ -36,11 +36,11 @@ def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
     try:
         gpus = visible_gpus()
     except LockstepError as error:
-        gpus = []
         yield Finding("GPUs", "unknown", Verdict.FAIL, error.message)
-    yield check_packages(sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt")))
-    yield check_torch(len(gpus))
-    yield check_gpus(config, given, gpus)
+    else:
+        yield check_packages(sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt")))
+        yield check_torch(len(gpus))
+        yield check_gpus(config, given, gpus)
     yield check_shared_memory(Path("/dev/shm"))
     yield check_ports(16, _LOCAL_PORTS)
     yield check_disk(config)
