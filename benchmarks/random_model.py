@@ -1,13 +1,28 @@
 """Random weights of a real shape, for benchmarks that start services on them."""
 
+import argparse
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 
-def make_random_model(directory: Path, shape: str, *, is_tiny: bool) -> Path:
-    """DIRECTORY/SHAPE, written by a process of its own, which leaves nothing on a GPU."""
-    tiny = ["tiny"] if is_tiny else []
-    command = [sys.executable, "-m", "benchmarks.megatron_model", str(directory), shape, *tiny, "weights-only"]
-    subprocess.run(command, check=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `make_random_model` takes."""
+    parser.add_argument("--tiny", action="store_true", help="a small model, and short samples, for CPU")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="make the model there, or use it if it is there")
+
+
+def make_random_model(directory: Path, shape: str, options: argparse.Namespace) -> Path:
+    """DIRECTORY/SHAPE, or a link of that name; written by a process of its own, which leaves nothing on a GPU."""
+    name, models = f"{shape}-tiny" if options.tiny else shape, (options.models or directory).absolute()
+    models.mkdir(parents=True, exist_ok=True)
+    if not (models / name).exists():
+        with tempfile.TemporaryDirectory(dir=models) as unfinished:
+            tiny = ["tiny"] if options.tiny else []
+            command = [sys.executable, "-m", "benchmarks.megatron_model", unfinished, shape, *tiny, "weights-only"]
+            subprocess.run(command, check=True)
+            Path(unfinished, shape).rename(models / name)
+    if models / name != directory / shape:
+        (directory / shape).symlink_to(models / name)
     return directory / shape

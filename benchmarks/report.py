@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -26,7 +27,7 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
     result = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "hardware": {
             "machine": platform.machine(),
             "cpu": _cpu(),

@@ -1,6 +1,6 @@
 """The rollout service over gRPC against vLLM's own LLM.generate: tokens/s, first group, tail, and CPU time of the host.
 
-`python -m benchmarks.rollout NAME SHAPE [key=value ...] [--concurrency 512,1024,2048] [--repeats 3] [--tiny]`
+`python -m benchmarks.rollout NAME SHAPE [key=value ...] [--concurrency 512,1024,2048] [--repeats 3]`
 
 SHAPE is one of benchmarks.megatron_layouts.MODELS; weights are random. A trainer publishes them to the replicas; LLM
 loads the same in a process of its own, with the engine arguments of the service. A repeat gives both the same batch of
@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.lengths import MAX_TOKENS, PROMPT_TOKENS
-from benchmarks.random_model import make_random_model
+from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.rollout_ends import Bare, Batch, Drawn, Service, bare_engine, serving
 from benchmarks.rollout_lengths import by_seed
@@ -146,7 +146,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--bare-gpu", type=int, help="GPU of LLM, counted among those to use; that of the first replica if not given"
     )
-    parser.add_argument("--tiny", action="store_true", help="a small model and short samples, for CPU")
+    add_options(parser)
     return parser.parse_intermixed_args()
 
 
@@ -159,7 +159,7 @@ def main() -> None:
         keep(options.name, samples, libraries=("torch", "vllm", "grpcio"), **settings)
 
     with tempfile.TemporaryDirectory() as directory:
-        model = make_random_model(Path(directory), options.shape, is_tiny=options.tiny)
+        model = make_random_model(Path(directory), options.shape, options)
         config = load(Config, [_CONFIG, *fixed(options, model), *options.overrides])
         (config.run_dir / "logs").mkdir(parents=True)
         try:

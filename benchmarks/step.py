@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.lengths import MAX_TOKENS, PROMPT_TOKENS
 from benchmarks.loop import measure
-from benchmarks.random_model import make_random_model
+from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import RESULTS
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -46,11 +46,11 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("shape")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--tiny", action="store_true", help="a small model and short samples, for CPU")
+    add_options(parser)
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        model = make_random_model(directory, options.shape, is_tiny=options.tiny)
+        model = make_random_model(directory, options.shape, options)
         for name in _TOKENIZER:
             shutil.copy(Path("deploy/quickstart/model") / name, model)
         sizes = _TINY if options.tiny else _WHOLE

@@ -19,7 +19,7 @@ from lockstep.trainer.v1 import trainer_pb2
 from rich.console import Console
 
 from benchmarks.publishing import open_publisher
-from benchmarks.random_model import make_random_model
+from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
@@ -93,13 +93,13 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("shape")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--tiny", action="store_true", help="a small model, for CPU")
+    add_options(parser)
     parser.add_argument("--without-digest", action="store_true", help="nothing is hashed, at either end")
     parser.add_argument("--idle-s", type=float, default=0.0, help="before each publication, as engines are in a step")
     options = parser.parse_intermixed_args()
     name, overrides = options.name, options.overrides
     with tempfile.TemporaryDirectory() as directory:
-        model = make_random_model(Path(directory), options.shape, is_tiny=options.tiny)
+        model = make_random_model(Path(directory), options.shape, options)
         if options.without_digest:
             os.environ["PYTHONPATH"] = f"{_WITHOUT_DIGEST}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         fixed = [f"model={model}", f"runs_dir={directory}/runs", "name=sync", "weights.timeout_s=60"]

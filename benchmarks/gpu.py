@@ -1,0 +1,121 @@
+"""Every benchmark that this host's GPUs are enough for, one after the other, each kept under its name.
+
+`python -m benchmarks.gpu [PATTERNS] [--list] [--limit-s 900]` with comma-separated shell PATTERNS of names, such as
+`sync*,step-qwen3-8b*`; `--list` only shows the commands. What fails or takes longer than the limit does not stop the
+others. A model is made once for all, in a temporary folder (TMPDIR) with room for 1 to 61 GB each.
+"""
+
+import argparse
+import fnmatch
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+from rich.console import Console
+
+_GRACE_S = 60.0
+_WITH_MODEL = ("sync", "step", "rollout")
+_BF16 = "trainer.strategy=megatron trainer.compute_dtype=bfloat16"
+_SYNC = "rollout.engine.gpu_memory_utilization=0.5 rollout.engine.enforce_eager=true"
+_STEP = "rollout.engine.gpu_memory_utilization=0.8 rollout.engine.additional_config.shorter_by=4"
+# 8 billion weights, their gradients, float32 moments and activations on one GPU.
+_FITS = (
+    "trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192 "
+    "'trainer.megatron.ddp_config={grad_reduce_in_fp32: false}' trainer.megatron.fully_reshardable=false "
+    "'trainer.megatron.optimizer_config_kwargs={use_precision_aware_optimizer: true, main_grads_dtype: bf16}'"
+)
+
+
+def commands() -> Iterator[tuple[int, str]]:
+    """GPUs that are needed, and `MODULE NAME ARGUMENTS`."""
+    for world in (1, 2, 4, 8):
+        yield (
+            world,
+            f"train train-dense-{world} --only 'qwen2.5-?b megatron {world} GPUs*,qwen2.5-?b fsdp {world} GPUs*'",
+        )
+        if world > 1:
+            yield world, f"train train-experts-{world} --only '*a3b*{world} GPUs*'"
+    yield from _publications()
+    yield from _rollouts()
+    for each in (1, 2, 4):
+        both = f"trainer.num_ranks={each} rollout.num_replicas={each} rollout.sampling.max_tokens=1024 num_steps=8"
+        yield 2 * each, f"step step-qwen3-0.6b-{each}to{each} qwen3-0.6b {_BF16} {_STEP} {both}"
+        yield 2 * each, f"step step-qwen3-8b-{each}to{each} qwen3-8b {_BF16} {_STEP} {both} {_FITS}"
+    loop = "num_steps=60 evaluation.eval_freq=20 trainer.num_ranks=1 rollout.num_replicas=1"
+    yield 2, f"loop loop-gpu {loop} rollout.engine.gpu_memory_utilization=0.4 rollout.engine.enforce_eager=true"
+
+
+def _publications() -> Iterator[tuple[int, str]]:
+    one = f"{_SYNC} trainer.num_ranks=1 rollout.num_replicas=1"
+    yield 2, f"sync sync-qwen3-0.6b-1to1-fsdp qwen3-0.6b {one}"
+    yield 2, f"sync sync-qwen3-0.6b-1to1 qwen3-0.6b {_BF16} {one}"
+    yield 2, f"sync sync-qwen3-8b-1to1 qwen3-8b {_BF16} {one}"
+    yield 2, f"sync sync-qwen3-8b-1to1-without-digest qwen3-8b {_BF16} {one} --without-digest"
+    yield 2, f"sync sync-qwen3-a3b-4-layers-1to1 qwen3-a3b-4-layers {_BF16} {one}"
+    for each in (2, 4):
+        both = f"{_SYNC} trainer.num_ranks={each} rollout.num_replicas={each}"
+        tp = f"trainer.megatron.tensor_model_parallel_size={each} trainer.megatron.sequence_parallel=true"
+        ep = f"trainer.megatron.expert_model_parallel_size={each}"
+        yield 2 * each, f"sync sync-qwen3-8b-{each}to{each}-tp{each} qwen3-8b {_BF16} {both} {tp}"
+        yield 2 * each, f"sync sync-qwen3-a3b-16-layers-{each}to{each}-ep{each} qwen3-a3b-16-layers {_BF16} {both} {ep}"
+    yield 8, f"sync sync-qwen3-30b-a3b-4to4-ep4 qwen3-30b-a3b {_BF16} {both} {ep}"
+
+
+def _rollouts() -> Iterator[tuple[int, str]]:
+    # Two engines share a GPU, or a GPU with the trainer that rests.
+    engine = f"{_BF16} rollout.engine.gpu_memory_utilization=0.3 rollout.engine.kv_cache_memory_bytes"
+    small, large = f"{engine}={85 << 30} --bare-gpu 0", f"{engine}={44 << 30}"
+    half, quarter = (f"rollout.engine.additional_config.shorter_by={by}" for by in (2, 4))
+    yield 2, f"rollout rollout-qwen3-0.6b-512 qwen3-0.6b --concurrency 512 --repeats 5 {small} {half}"
+    yield 2, f"rollout rollout-qwen3-0.6b qwen3-0.6b --concurrency 1024,2048 --repeats 3 {small} {quarter}"
+    yield 2, f"rollout rollout-qwen2.5-7b qwen2.5-7b --concurrency 512,1024,2048 --repeats 3 {large} {quarter}"
+    tail = f"--no-bare --concurrency 1024 --repeats 3 rollout.num_replicas=2 {_BF16} {half}"
+    for most in (64, 128, 256):
+        yield 3, f"rollout rollout-tail-{most} qwen3-0.6b rollout.max_samples={most} {tail}"
+
+
+def main() -> None:
+    """Runs what was chosen, and says how each ended."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
+    parser.add_argument("patterns", nargs="?", default="*")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=900)
+    options = parser.parse_args()
+    num_gpus, console, failed = torch.cuda.device_count(), Console(soft_wrap=True), 0
+    with tempfile.TemporaryDirectory() as models:
+        for needed, command in commands():
+            module, *arguments = shlex.split(command)
+            if not any(fnmatch.fnmatch(arguments[0], pattern) for pattern in options.patterns.split(",")):
+                continue
+            if options.list or needed > num_gpus:
+                console.print(f"{needed} GPUs: python -m benchmarks.{command}", markup=False, highlight=False)
+                continue
+            kept = ["--models", models] if module in _WITH_MODEL else []
+            failed += not _run(
+                [sys.executable, "-m", f"benchmarks.{module}", *arguments, *kept], options.limit_s, console
+            )
+    sys.exit(1 if failed else 0)
+
+
+def _run(command: list[str], limit_s: float, console: Console) -> bool:
+    begin = time.monotonic()
+    with subprocess.Popen(command) as running:
+        late = threading.Timer(limit_s, running.send_signal, [signal.SIGINT])  # it keeps what it has measured
+        later = threading.Timer(limit_s + _GRACE_S, running.kill)  # what it has started ends with it
+        for timer in (late, later):
+            timer.start()
+        outcome = f"exit code {running.wait()}"
+        for timer in (late, later):
+            timer.cancel()
+    console.print(f"{command[3]}: {outcome}, {time.monotonic() - begin:.0f} s", highlight=False)
+    return outcome == "exit code 0"
+
+
+if __name__ == "__main__":
+    main()
