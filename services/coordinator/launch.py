@@ -158,8 +158,11 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
             return address
 
         trainers = {name: getattr(given, name) for name in ("trainer", "reference", "critic")}
+        # Trainers that each took all cores would wait for one another's threads: ten times as long, on two cores.
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, sum(ranks.values())))
         for name, count in ranks.items():
-            trainers[name] = add(name, "-m", "services.trainer", "--nproc-per-node", str(count))
+            sizes = ("--nproc-per-node", str(count), "--threads-per-rank", str(threads))
+            trainers[name] = add(name, "-m", "services.trainer", *sizes)
         addresses = Addresses(
             reward=given.reward or (add("reward", "-m", "services.reward") if "reward" in services else ""),
             **trainers,

@@ -10,20 +10,24 @@ from services.common.serve import ServeOptions, serve_from_command_line
 from services.trainer.launcher import run_ranks
 
 
-async def _run(options: ServeOptions) -> int:
+async def _run(options: ServeOptions, *, threads_per_rank: int | None) -> int:
     from services.trainer.rank import run
 
-    return await run(options)
+    return await run(options, threads_per_rank)
 
 
 def serve(args: Sequence[str] | None) -> None:
     """One rank, with torchrun's variables. Not in __main__, which a spawned rank does not have."""
-    serve_from_command_line("trainer", _run, args, parents=[_own_arguments()])
+    parser = _own_arguments()
+    own, _ = parser.parse_known_args(args)
+    run = partial(_run, threads_per_rank=own.threads_per_rank)
+    serve_from_command_line("trainer", run, args, parents=[parser])
 
 
 def _own_arguments() -> argparse.ArgumentParser:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--nproc-per-node", type=int, default=1, help="ranks of a trainer on this host alone")
+    own.add_argument("--threads-per-rank", type=int, metavar="N", help="CPU threads; all cores, divided, if not given")
     return own
 
 
@@ -33,6 +37,8 @@ def main(args: Sequence[str] | None = None) -> None:
     own, rest = parser.parse_known_args(args)
     if own.nproc_per_node < 1:
         parser.error(f"--nproc-per-node {own.nproc_per_node}: a trainer has at least one rank")
+    if own.threads_per_rank is not None and own.threads_per_rank < 1:
+        parser.error(f"--threads-per-rank {own.threads_per_rank}: a rank has at least one thread")
     if "RANK" in os.environ or {"-h", "--help"} & set(rest):
         serve(args)
     else:

@@ -27,9 +27,10 @@ def _join_torchrun() -> tuple[dist.Store, int, int]:
     return next(dist.rendezvous("env://"))
 
 
-def _device() -> torch.device:
+def _device(num_threads: int | None) -> torch.device:
     # torchrun leaves one thread to each; an optimizer on CPU wants its share of the cores also where there are GPUs.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    num_cores, num_ranks = len(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.set_num_threads(num_threads or max(1, num_cores // num_ranks))
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -37,10 +38,13 @@ def _device() -> torch.device:
     return device
 
 
-async def run(options: ServeOptions) -> int:
-    """Serves on rank 0 until it is told to end, or a rank fails; works on every rank."""
+async def run(options: ServeOptions, threads_per_rank: int | None = None) -> int:
+    """Serves on rank 0 until it is told to end, or a rank fails; works on every rank.
+
+    Without `threads_per_rank` this host's cores are divided among the ranks of this trainer.
+    """
     store, rank, world_size = _join_torchrun()
-    worker = Worker(store, rank, world_size, _device())
+    worker = Worker(store, rank, world_size, _device(threads_per_rank))
     if rank > 0:
         code = _follow_to_the_end(rank, store, worker)
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import Reason, Unavailable
-from services.coordinator.launch import Addresses, launch
+from services.coordinator.launch import Addresses, Child, launch
 from tests.coordinator.fake_services import make_config
 
 
@@ -31,3 +31,18 @@ async def test_the_error_says_whether_the_same_command_goes_on(
     assert caught.value.reason is Reason.SERVICE_DIED
     assert ("the same command goes on from the newest checkpoint" in caught.value.message) is goes_on
     assert str(config.run_dir / "logs" / "reward.log") in caught.value.message
+
+
+async def test_trainers_that_are_started_together_share_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def not_started(child: Child) -> None:
+        threads[child.name] = child.command[child.command.index("--threads-per-rank") + 1]
+
+    threads: dict[str, str] = {}
+    monkeypatch.setattr(Child, "start", not_started)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
+    critic = {"deployment": "own", "num_ranks": 1}
+    config = make_config(runs_dir=tmp_path, trainer={"num_ranks": 3}, advantage={"kind": "gae"}, critic=critic)
+    async with launch(config, Addresses(rollout=("127.0.0.1:1",), reward="127.0.0.1:1")):
+        assert threads == {"trainer": "2", "critic": "2"}

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from services.common.serve import ServeOptions
+from services.trainer import command, rank
 from tests.support import still_there
 from tests.trainer.deployment import deployed
 from tests.trainer.toy_ranks import EXIT_CODE
@@ -54,6 +57,23 @@ def test_a_killed_launcher_leaves_no_rank(started) -> None:
     launcher, ranks = started
     launcher.kill()
     assert not still_there([rank["pid"] for rank in ranks], after_s=5)
+
+
+def test_a_rank_has_the_threads_that_the_command_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(options: ServeOptions, num_threads: int | None) -> int:
+        rank._device(num_threads)
+        return torch.get_num_threads()
+
+    monkeypatch.setattr(rank, "run", run)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    before, half = torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // 2)
+    try:
+        for arguments, expected in (([], half), (["--threads-per-rank", "3"], 3)):
+            with pytest.raises(SystemExit) as ended:
+                command.serve(arguments)
+            assert ended.value.code == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 async def test_spawned_ranks_train(trainer_files: Path) -> None:
