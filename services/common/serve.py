@@ -42,7 +42,10 @@ def serve_from_command_line(
     `prepare` is called in between, before anything uses gRPC.
     """
     parser = argparse.ArgumentParser(
-        prog=f"lockstep-{service}", description=f"Serves the {service} of Lockstep.", parents=list(parents)
+        prog=f"lockstep-{service}",
+        description=f"Serves the {service} of Lockstep.",
+        parents=list(parents),
+        allow_abbrev=False,
     )
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT to serve on; port 0 picks a free one")
     security = parser.add_mutually_exclusive_group()

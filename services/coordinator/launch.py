@@ -131,10 +131,13 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def launch(config: Config, given: Addresses, *, services: Collection[str] = SERVICES) -> AsyncIterator[Fleet]:
+async def launch(
+    config: Config, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
+) -> AsyncIterator[Fleet]:
     """Services for `config`: those of `given`, the rest started here and ended on the way out, however that is.
 
     Of the kinds that are not among `services`, as a supervised run has no rollout and no reward, none is started.
+    Trainers divide this host's cores as those of `sharing` do, if it is given: a sum depends on the number of threads.
     """
     starts_rollout = "rollout" in services and not given.rollout
     models = config.models.items() if "trainer" in services else ()
@@ -158,10 +161,9 @@ async def launch(config: Config, given: Addresses, *, services: Collection[str] 
             return address
 
         trainers = {name: getattr(given, name) for name in ("trainer", "reference", "critic")}
-        # Trainers that each took all cores would wait for one another's threads: ten times as long, on two cores.
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, sum(ranks.values())))
+        threads = str(_threads_per_rank(sharing or config, given))
         for name, count in ranks.items():
-            sizes = ("--nproc-per-node", str(count), "--threads-per-rank", str(threads))
+            sizes = ("--nproc-per-node", str(count), "--threads-per-rank", threads)
             trainers[name] = add(name, "-m", "services.trainer", *sizes)
         addresses = Addresses(
             reward=given.reward or (add("reward", "-m", "services.reward") if "reward" in services else ""),
@@ -188,3 +190,9 @@ def is_started(name: str, config: Config, given: Addresses) -> bool:
     """Whether the ranks of a model of `config` are started here."""
     has_own = name == "trainer" or getattr(config, name).deployment == "own"
     return has_own and not getattr(given, name)
+
+
+def _threads_per_rank(config: Config, given: Addresses) -> int:
+    """Trainers that each took all cores would wait for one another's threads: ten times as long, on two cores."""
+    num_ranks = sum(model.num_ranks for name, model in config.models.items() if is_started(name, config, given))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks))

@@ -61,10 +61,11 @@ async def with_services(
     console: Console | None,
     *,
     services: Collection[str] = SERVICES,
+    sharing: Config | None = None,
 ) -> Result:
     """Awaits `work` on the addresses of `services`: those without one are started first, and ended afterwards.
 
-    Everything is logged, to `console` too; without one it is the caller's business.
+    `sharing` is that of `launch`. Everything is logged, to `console` too; without one it is the caller's business.
 
     Raises:
         LockstepError: As the first failure of any part.
@@ -73,7 +74,7 @@ async def with_services(
         _log_to(run.config, console)
     with within(run=run.run_id):
         run.watchers = watchers(run)
-        async with launch(run.config, given, services=services) as fleet:
+        async with launch(run.config, given, services=services, sharing=sharing) as fleet:
             return await unless_service_dies(work(fleet.addresses), fleet)
 
 

@@ -175,9 +175,10 @@ class Engine:
         await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
 
     async def resume(self) -> None:
-        """Samples again, and finds nothing in the prefix cache that other weights, or the same before, left there.
+        """Samples again. What is asked for from here on finds nothing that is in the prefix cache by now.
 
-        Emptying it would visit every block: 0.1 s where a small model leaves room for very many.
+        Emptying the cache would visit every block: 0.1 s where a small model leaves room for very many. A sample that
+        was asked for before the weights changed may still find it, and is refused by its stamp.
         """
         self._cache_salt = uuid.uuid4().hex
         await self._llm.resume_generation()

@@ -27,10 +27,10 @@ def _join_torchrun() -> tuple[dist.Store, int, int]:
     return next(dist.rendezvous("env://"))
 
 
-def _device(num_threads: int | None) -> torch.device:
+def _device(threads_per_rank: int | None) -> torch.device:
     # torchrun leaves one thread to each; an optimizer on CPU wants its share of the cores also where there are GPUs.
     num_cores, num_ranks = len(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
-    torch.set_num_threads(num_threads or max(1, num_cores // num_ranks))
+    torch.set_num_threads(threads_per_rank or max(1, num_cores // num_ranks))
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -38,7 +38,7 @@ def _device(num_threads: int | None) -> torch.device:
     return device
 
 
-async def run(options: ServeOptions, threads_per_rank: int | None = None) -> int:
+async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
     """Serves on rank 0 until it is told to end, or a rank fails; works on every rank.
 
     Without `threads_per_rank` this host's cores are divided among the ranks of this trainer.

@@ -19,7 +19,7 @@ from services.coordinator.devices import split_gpus
 from tests.coordinator.fake_services import FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)
-COMMANDS = {shlex.split(command)[1]: (needed, shlex.split(command)) for needed, command in gpu.commands()}
+COMMANDS = [(needed, shlex.split(command)) for needed, command in gpu.commands()]
 
 
 async def test_the_rollout_benchmark_times_every_group_and_counts_every_token():
@@ -34,9 +34,16 @@ async def test_the_rollout_benchmark_times_every_group_and_counts_every_token():
     assert 0 < min(drawn.finished_s) <= max(drawn.finished_s) <= drawn.duration_s
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_means_something_and_needs_the_gpus_that_it_says(name: str, monkeypatch: pytest.MonkeyPatch):
-    needed, (module, _, shape, *arguments) = COMMANDS[name]
+def test_each_result_has_a_name_of_its_own():
+    names = [name for _, (_, name, *_) in COMMANDS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("needed", "command"), COMMANDS, ids=[command[1] for _, command in COMMANDS])
+def test_a_command_means_something_and_needs_the_gpus_that_it_says(
+    needed: int, command: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    module, _, shape, *arguments = command
     if module == "train":
         patterns = arguments[0].split(",")
         found = [case for label, case in train_cases.cases() if any(fnmatch.fnmatch(label, p) for p in patterns)]
@@ -47,7 +54,7 @@ def test_a_command_means_something_and_needs_the_gpus_that_it_says(name: str, mo
     if module == "step":
         overrides = [*step.fixed(Path("model"), step._WHOLE), *overrides]
     elif module == "rollout":
-        monkeypatch.setattr(sys, "argv", COMMANDS[name][1])
+        monkeypatch.setattr(sys, "argv", command)
         overrides = [*rollout.fixed(rollout.parse(), Path("model")), *overrides]
     config = load(Config, ["deploy/runs/quickstart.yaml", *overrides])
     ranks = {"trainer": config.trainer.num_ranks}

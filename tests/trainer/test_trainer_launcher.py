@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common import serve
 from services.common.serve import ServeOptions
 from services.trainer import command, rank
 from tests.support import still_there
@@ -60,15 +61,18 @@ def test_a_killed_launcher_leaves_no_rank(started) -> None:
 
 
 def test_a_rank_has_the_threads_that_the_command_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(options: ServeOptions, num_threads: int | None) -> int:
-        rank._device(num_threads)
+    async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
+        rank._device(threads_per_rank)
         return torch.get_num_threads()
 
     monkeypatch.setattr(rank, "run", run)
+    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    before, half = torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // 2)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    before = torch.get_num_threads()
     try:
-        for arguments, expected in (([], half), (["--threads-per-rank", "3"], 3)):
+        for arguments, expected in (([], 4), (["--threads-per-rank", "3"], 3)):
             with pytest.raises(SystemExit) as ended:
                 command.serve(arguments)
             assert ended.value.code == expected

@@ -85,7 +85,10 @@ async def replay_session(
         with closing(Run(config, start)) as run:
             services = [_SERVICES[part] for part in what]
             return await with_services(
-                lambda addresses: session.run(run, addresses), run, given, console, services=services
+                lambda addresses: session.run(run, addresses),
+                *(run, given, console),
+                services=services,
+                sharing=record.config,
             )
 
 
