@@ -18,10 +18,13 @@ install() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quie
 # A CPU build of torch is not on PyPI; some sites mirror it, everybody else gets it from PyTorch's own index.
 install -r requirements/cpu-torch.txt ||
   install --index-url "$PYTORCH_CPU_INDEX" -r requirements/cpu-torch.txt
+# Some packages carry files that are not for this Python, which nobody imports. What is there is compiled meanwhile.
+compile() { "$VENV/bin/python" -m compileall -qq "$@" "$VENV/lib" || true; }
+compile & compiling=$!
 install -r requirements/cpu.txt
 install --no-build-isolation --editable .
-# Some packages carry files that are not for this Python, which nobody imports.
-"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" || true
+wait "$compiling"
+compile -j 0
 
 # The sandbox of the code scorer; everything else works without it.
 command -v bwrap >/dev/null || { [ "$(id -u)" = 0 ] && apt-get install -qq -y bubblewrap >/dev/null 2>&1; } ||
