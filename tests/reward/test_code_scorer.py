@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from forged_verdicts import FORGE
 from honest_programs import ADD, CALL, HONEST, STATEMENTS, pairs
-from hostile_programs import BREAK, FORGE, LEAVE, STEAL
+from hostile_programs import BREAK, LEAVE, STEAL
 
 from services.common.errors import InvalidInput
 from services.reward.graders.code import find_program
