@@ -23,11 +23,13 @@ run: setup
 test: setup lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-services test-parts
 
+FIRST_HALF := tests/common tests/e2e tests/fault tests/reward
+
 test-services: setup
-	@$(BIN)/python -m pytest tests/common tests/e2e tests/fault tests/reward 2>&1 | sed -u ''
+	@$(BIN)/python -m pytest $(FIRST_HALF) 2>&1 | sed -u ''
 
 test-parts: setup
-	@$(BIN)/python -m pytest --ignore=tests/common --ignore=tests/e2e --ignore=tests/fault --ignore=tests/reward 2>&1 | sed -u ''
+	@$(BIN)/python -m pytest $(FIRST_HALF:%=--ignore=%) 2>&1 | sed -u ''
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 `python -m benchmarks.gpu [PATTERNS] [--list] [--limit-s 900]` with comma-separated shell PATTERNS of names, such as
 `sync*,step-qwen3-8b*`; `--list` only shows the commands. What fails or takes longer than the limit does not stop the
 others. Sizes are for GPUs with the memory of an H200. A model is made once for all, in a temporary folder (TMPDIR) that
-needs 36 GB for two GPUs, 57 for four and 118 for eight; training needs data/arithmetic, as `make run` makes it.
+needs 36 GB for two GPUs, 57 for four and 118 for eight; step and loop need data/arithmetic, as `make run` makes it.
 """
 
 import argparse
@@ -37,10 +37,8 @@ _FITS = (
 def commands() -> Iterator[tuple[int, str]]:
     """GPUs that are needed, and `MODULE NAME ARGUMENTS`."""
     for world in (1, 2, 4, 8):
-        yield (
-            world,
-            f"train train-dense-{world} --only 'qwen2.5-?b megatron {world} GPUs*,qwen2.5-?b fsdp {world} GPUs*'",
-        )
+        dense = ",".join(f"qwen2.5-?b {strategy} {world} GPUs*" for strategy in ("megatron", "fsdp"))
+        yield world, f"train train-dense-{world} --only '{dense}'"
         if world > 1:
             yield world, f"train train-experts-{world} --only '*a3b*{world} GPUs*'"
     yield from _publications()

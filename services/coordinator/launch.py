@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -140,8 +140,7 @@ async def launch(
     Trainers divide this host's cores as those of `sharing` do, if it is given: a sum depends on the number of threads.
     """
     starts_rollout = "rollout" in services and not given.rollout
-    models = config.models.items() if "trainer" in services else ()
-    ranks = {name: model.num_ranks for name, model in models if is_started(name, config, given)}
+    ranks = started_ranks(config, given) if "trainer" in services else {}
     gpus = split_gpus(ranks, config, available=visible_gpus(), start_rollout=starts_rollout)
     children: list[Child] = []
     started: set[str] = set()
@@ -161,7 +160,7 @@ async def launch(
             return address
 
         trainers = {name: getattr(given, name) for name in ("trainer", "reference", "critic")}
-        threads = str(_threads_per_rank(sharing or config, given))
+        threads = str(_threads_per_rank(started_ranks(sharing or config, given)))
         for name, count in ranks.items():
             sizes = ("--nproc-per-node", str(count), "--threads-per-rank", threads)
             trainers[name] = add(name, "-m", "services.trainer", *sizes)
@@ -186,13 +185,16 @@ async def launch(
         flags.remove_targets()
 
 
-def is_started(name: str, config: Config, given: Addresses) -> bool:
-    """Whether the ranks of a model of `config` are started here."""
+def started_ranks(config: Config, given: Addresses) -> dict[str, int]:
+    """Models of `config` whose ranks are started here, and how many."""
+    return {name: model.num_ranks for name, model in config.models.items() if _is_started(name, config, given)}
+
+
+def _threads_per_rank(ranks: Mapping[str, int]) -> int:
+    """Trainers that each took all cores would wait for one another's threads: ten times as long, on two cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, sum(ranks.values())))
+
+
+def _is_started(name: str, config: Config, given: Addresses) -> bool:
     has_own = name == "trainer" or getattr(config, name).deployment == "own"
     return has_own and not getattr(given, name)
-
-
-def _threads_per_rank(config: Config, given: Addresses) -> int:
-    """Trainers that each took all cores would wait for one another's threads: ten times as long, on two cores."""
-    num_ranks = sum(model.num_ranks for name, model in config.models.items() if is_started(name, config, given))
-    return max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks))

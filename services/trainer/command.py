@@ -16,12 +16,10 @@ async def _run(options: ServeOptions, *, threads_per_rank: int | None) -> int:
     return await run(options, threads_per_rank)
 
 
-def serve(args: Sequence[str] | None) -> None:
+def serve(args: Sequence[str] | None, threads_per_rank: int | None) -> None:
     """One rank, with torchrun's variables. Not in __main__, which a spawned rank does not have."""
-    parser = _own_arguments()
-    own, _ = parser.parse_known_args(args)
-    run = partial(_run, threads_per_rank=own.threads_per_rank)
-    serve_from_command_line("trainer", run, args, parents=[parser])
+    run = partial(_run, threads_per_rank=threads_per_rank)
+    serve_from_command_line("trainer", run, args, parents=[_own_arguments()])
 
 
 def _own_arguments() -> argparse.ArgumentParser:
@@ -40,6 +38,6 @@ def main(args: Sequence[str] | None = None) -> None:
     if own.threads_per_rank is not None and own.threads_per_rank < 1:
         parser.error(f"--threads-per-rank {own.threads_per_rank}: a rank has at least one thread")
     if "RANK" in os.environ or {"-h", "--help"} & set(rest):
-        serve(args)
+        serve(args, own.threads_per_rank)
     else:
-        sys.exit(run_ranks(own.nproc_per_node, partial(serve, args)))
+        sys.exit(run_ranks(own.nproc_per_node, partial(serve, args, own.threads_per_rank)))

@@ -69,12 +69,13 @@ def test_a_rank_has_the_threads_that_the_command_gives_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
     before = torch.get_num_threads()
     try:
         for arguments, expected in (([], 4), (["--threads-per-rank", "3"], 3)):
             with pytest.raises(SystemExit) as ended:
-                command.serve(arguments)
+                command.main(arguments)
             assert ended.value.code == expected
     finally:
         torch.set_num_threads(before)

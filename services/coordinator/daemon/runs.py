@@ -12,7 +12,7 @@ from services.common.errors import InvalidInput, NotFound, PreconditionFailed, U
 from services.coordinator.daemon.history import read_run
 from services.coordinator.daemon.hosted import HostedRun
 from services.coordinator.devices import visible_gpus
-from services.coordinator.launch import Addresses, is_started
+from services.coordinator.launch import Addresses, started_ranks
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Runs:
 
 def _starts(config: Config, given: Addresses) -> bool:
     """Whether anything that wants a GPU is started here."""
-    return not given.rollout or any(is_started(name, config, given) for name in config.models)
+    return not given.rollout or bool(started_ranks(config, given))
 
 
 def _read_runs(directory: Path, name: str | None = None) -> list[pb.Run]:

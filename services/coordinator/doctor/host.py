@@ -18,7 +18,7 @@ from services.common.errors import LockstepError
 from services.common.ports import PORTS, hold_free_port
 from services.coordinator.devices import split_gpus, visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
-from services.coordinator.launch import Addresses, is_started
+from services.coordinator.launch import Addresses, started_ranks
 
 _ROOT = Path(__file__).parents[3]
 _GIB = 2**30
@@ -99,9 +99,8 @@ def check_torch(gpus: int) -> Finding:
 def check_gpus(config: Config | None, given: Addresses, gpus: Sequence[str]) -> Finding:
     """The GPUs are enough for the services that a run would start here."""
     if config is not None:
-        ranks = {name: model.num_ranks for name, model in config.models.items() if is_started(name, config, given)}
         try:
-            split_gpus(ranks, config, available=gpus, start_rollout=not given.rollout)
+            split_gpus(started_ranks(config, given), config, available=gpus, start_rollout=not given.rollout)
         except LockstepError as error:
             return Finding("GPUs", str(len(gpus)), Verdict.FAIL, error.message)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -86,7 +86,9 @@ async def replay_session(
             services = [_SERVICES[part] for part in what]
             return await with_services(
                 lambda addresses: session.run(run, addresses),
-                *(run, given, console),
+                run,
+                given,
+                console,
                 services=services,
                 sharing=record.config,
             )

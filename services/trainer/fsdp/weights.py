@@ -24,7 +24,7 @@ class WeightStream:
         self._causal_lm, self._dtype, self._device = causal_lm, dtype, device
         self._runs = list(_runs(list(causal_lm.named_parameters())))
         self._owners = list(_buffer_owners(causal_lm))
-        specs = [(name, self._meta(parameter)) for name, parameter in causal_lm.named_parameters()]
+        specs = ((name, self._meta(parameter)) for name, parameter in causal_lm.named_parameters())
         self._specs = {name: self._as_checkpoint(name, spec) for name, spec in (*specs, *self._buffers())}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
@@ -40,8 +40,8 @@ class WeightStream:
             yield from self._as_checkpoint(name, buffer)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path, owner, name in self._owners:
-            yield f"{path}.{name}", getattr(owner, name)
+        for name, owner, attribute in self._owners:
+            yield name, getattr(owner, attribute)
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         # Cast the shards, not the whole: half the bytes to gather.
@@ -67,11 +67,11 @@ class WeightStream:
 
 
 def _buffer_owners(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Path of the module that has it, the module, and its name there."""
+    """Name in the checkpoint, the module that has it, and its name there."""
     for path, module in causal_lm.named_modules():
         for name, _ in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield path, module, name
+                yield f"{path}.{name}", module, name
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
