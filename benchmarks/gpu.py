@@ -76,7 +76,7 @@ def _rollouts() -> Iterator[tuple[int, str]]:
     yield 2, f"rollout rollout-qwen3-0.6b-512 qwen3-0.6b --concurrency 512 --repeats 5 {small} {half}"
     yield 2, f"rollout rollout-qwen3-0.6b qwen3-0.6b --concurrency 1024,2048 --repeats 3 {small} {quarter}"
     yield 2, f"rollout rollout-qwen2.5-7b qwen2.5-7b --concurrency 512,1024,2048 --repeats 3 {large} {quarter}"
-    tail = f"--no-bare --concurrency 1024 --repeats 3 rollout.num_replicas=2 {_BF16} {half}"
+    tail = f"--no-bare --concurrency 1024,2560 --repeats 3 rollout.num_replicas=2 {_BF16} {half}"
     for most in (64, 128, 256):
         yield 3, f"rollout rollout-tail-{most} qwen3-0.6b rollout.max_samples={most} {tail}"
 
