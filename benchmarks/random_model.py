@@ -14,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_random_model(directory: Path, shape: str, options: argparse.Namespace) -> Path:
-    """DIRECTORY/SHAPE, or a link of that name; written by a process of its own, which leaves nothing on a GPU."""
+    """DIRECTORY/SHAPE, of links if kept elsewhere; written by a process of its own, which leaves nothing on a GPU."""
     name, models = f"{shape}-tiny" if options.tiny else shape, (options.models or directory).absolute()
     models.mkdir(parents=True, exist_ok=True)
     if not (models / name).exists():
@@ -24,5 +24,7 @@ def make_random_model(directory: Path, shape: str, options: argparse.Namespace) 
             subprocess.run(command, check=True)
             Path(unfinished, shape).rename(models / name)
     if models / name != directory / shape:
-        (directory / shape).symlink_to(models / name)
+        (directory / shape).mkdir()
+        for file in (models / name).iterdir():
+            (directory / shape / file.name).symlink_to(file)
     return directory / shape
