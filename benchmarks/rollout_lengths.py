@@ -1,7 +1,7 @@
 """How long each sample of `benchmarks.rollout` gets: lengths of the fixture, by the samples' seeds.
 
 Random weights end no sample where a trained policy would, and a request has one max_tokens for all samples of its
-group. So both engines of the comparison run vLLM's own scheduler with one change: a request ends at its own length.
+group. So both engines of the comparison run their scheduler with one change: a request ends at its own length.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,26 @@ def by_seed(mean_tokens: int, shorter_by: int) -> Callable[[int, int], int]:
 
 
 def scheduler(vllm_config: Any, **arguments: Any) -> Any:
-    """The engine argument `scheduler_cls`: the scheduler that vLLM would take, which shortens every new request.
+    """The engine argument `scheduler_cls`: the rollout service's own, which shortens every new request.
 
     The engine argument `additional_config` has the arguments of `by_seed`.
     """
+    from services.rollout import whole_samples
+
+    return _shortening(whole_samples.scheduler(vllm_config, **arguments), vllm_config)
+
+
+def bare_scheduler(vllm_config: Any, **arguments: Any) -> Any:
+    """The same of the scheduler that vLLM would take."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    made, length_of = kind(vllm_config=vllm_config, **arguments), by_seed(**vllm_config.additional_config)
-    add_request = made.add_request
+    return _shortening(kind(vllm_config=vllm_config, **arguments), vllm_config)
+
+
+def _shortening(made: Any, vllm_config: Any) -> Any:
+    length_of, add_request = by_seed(**vllm_config.additional_config), made.add_request
 
     def add_shortened(request: Any) -> None:
         request.max_tokens = length_of(request.sampling_params.seed, request.max_tokens)
