@@ -21,9 +21,9 @@ def scheduler(vllm_config: Any, **arguments: Any) -> Any:
 
     The engine argument `additional_config` has the arguments of `by_seed`.
     """
-    from services.rollout import whole_samples
+    from services.rollout.scheduler import scheduler as service_s
 
-    return _shortening(whole_samples.scheduler(vllm_config, **arguments), vllm_config)
+    return _shortening(service_s(vllm_config, **arguments), vllm_config)
 
 
 def bare_scheduler(vllm_config: Any, **arguments: Any) -> Any:

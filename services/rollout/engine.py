@@ -43,7 +43,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": "services.rollout.receiver.WeightReceiver",
-        "scheduler_cls": "services.rollout.whole_samples.scheduler",
+        "scheduler_cls": "services.rollout.scheduler.scheduler",
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():
