@@ -1,6 +1,6 @@
-"""vLLM's scheduler, which sends the tokens of a sample some at a time.
+"""vLLM's scheduler, changed to send the tokens of a sample 32 at a time.
 
-By itself it sends each on its way for people who read along: serialized on the processor core that also schedules and
+Unchanged it sends each on its way for people who read along: serialized on the processor core that also schedules and
 launches, and taken apart by the service. Nobody reads along here.
 """
 
@@ -12,8 +12,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
-# Far enough below 64, from which on vLLM sends an array as a frame of its own: 0.26 then writes into the memory of a
-# long message that ZeroMQ has not sent yet.
+# And a step's last, which may be more than one. Arrays of 64 numbers vLLM sends as frames of their own, and 0.26 then
+# writes into the memory of a long message that ZeroMQ has not sent yet.
 _CHUNK_TOKENS = 32
 
 
@@ -22,7 +22,6 @@ class _Held:
 
     def __init__(self) -> None:
         self._tokens, self._logprobs, self._ranks = array("i"), array("f"), array("i")
-        self._events: list[Any] = []
 
     @property
     def is_chunk(self) -> bool:
@@ -30,25 +29,20 @@ class _Held:
 
     def add(self, output: Any) -> None:
         self._tokens.extend(output.new_token_ids)
-        self._events += output.events or ()
         if output.new_logprobs is not None:  # of the sampled token alone
             self._logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             self._ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
 
     def move_into(self, output: Any) -> None:
-        output.new_token_ids, output.events = self._tokens.tolist(), self._events or None
+        output.new_token_ids = self._tokens.tolist()
         if self._logprobs:
             tokens, logprobs = np.array(self._tokens)[:, None], np.array(self._logprobs)[:, None]
             output.new_logprobs = LogprobsLists(tokens, logprobs, np.array(self._ranks))
         del self._tokens[:], self._logprobs[:], self._ranks[:]
-        self._events = []
 
 
 class InChunks:
     """Before one of vLLM's schedulers among the bases of a class."""
-
-    requests: dict[str, Any]
-    """vLLM's: those that are not finished."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -61,24 +55,27 @@ class InChunks:
             answer.outputs = [output for output in answer.outputs if self._is_due(output)]
         return {client: answer for client, answer in answers.items() if _says_something(answer)}
 
-    def finish_requests(self, *args: Any) -> Any:
+    def finish_requests(self, *args: Any) -> list[Any]:
         """Aborts, and forgets what was aborted."""
-        aborted = super().finish_requests(*args)  # type: ignore[misc]
-        self._held = {name: held for name, held in self._held.items() if name in self.requests}
+        aborted: list[Any] = super().finish_requests(*args)  # type: ignore[misc]
+        for request in aborted:
+            self._held.pop(request.request_id, None)
         return aborted
 
     def _is_due(self, output: Any) -> bool:
+        """Adds to a due output what was held."""
         is_finished, held = output.finish_reason is not None, self._held.get(output.request_id)
-        is_due = is_finished or held is None
         if held is None:
-            self._held[output.request_id] = _Held()
-        else:
-            held.add(output)
-            if is_due := is_finished or held.is_chunk:
-                held.move_into(output)
+            if not is_finished:
+                self._held[output.request_id] = _Held()
+            return True
+        held.add(output)
+        if not (is_finished or output.events or held.is_chunk):
+            return False
+        held.move_into(output)
         if is_finished:
             del self._held[output.request_id]
-        return is_due
+        return True
 
 
 class _Scheduler(InChunks, Scheduler):

@@ -18,6 +18,7 @@ from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_t
 # float32 on both ends. Measured 3e-5 for a 9.5M model; a wrong weight, temperature or position shows above 1e-2.
 MAX_LOGPROB_GAP = 1e-4
 SEEDS = (11, 12, 13, 14)
+LENGTH = 40  # an engine sends 1, 32 and the rest
 # An Adam step moves every weight by about lr: a tenth of the spread that the weights were drawn with.
 TRAINER = {
     "num_ranks": 2,
@@ -116,7 +117,7 @@ async def test_three_publications_are_exact_and_every_sample_is_on_policy(opened
         greedy_before = expected
 
         for temperature in (0.7, 1.0):
-            answers = await opened.replicas[0].generate(stamp, seeds=SEEDS, temperature=temperature)
+            answers = await opened.replicas[0].generate(stamp, seeds=SEEDS, temperature=temperature, max_tokens=LENGTH)
             assert all(answer.stamp == stamp for answer in answers)
             samples = completions(answers)
             assert [sample.seed for sample in samples] == list(SEEDS) * len(PROMPTS)

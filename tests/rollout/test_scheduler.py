@@ -16,21 +16,23 @@ from services.common.config.rollout import RolloutConfig
 from services.rollout.engine import engine_arguments
 from services.rollout.scheduler import InChunks
 
+QUEUED, PREEMPTED = EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED
+LENGTH = {"finish_reason": FinishReason.LENGTH}
+
 
 class PlayedScheduler:
-    """Says what it is given to say."""
+    """Says what it is given to say; requests that cannot go on are finished on the way, as vLLM does."""
 
     def __init__(self) -> None:
-        self.requests: dict[str, object] = {}
+        self.failing: set[str] = set()
 
     def update_from_output(self, said: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        for request in self.finish_requests(self.failing, None):
+            said[0].outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR))
         return said
 
-    def finish_requests(self, request_ids: Any, status: Any) -> list[str]:
-        gone = [name for name in self.requests if request_ids is None or name in request_ids]
-        for name in gone:
-            del self.requests[name]
-        return gone
+    def finish_requests(self, request_ids: Any, status: Any) -> list[SimpleNamespace]:
+        return [SimpleNamespace(request_id=name) for name in request_ids]
 
 
 class PlayedInChunks(InChunks, PlayedScheduler):
@@ -45,9 +47,6 @@ def token(name: str, *tokens: int, logprobs: bool = True, **more: Any) -> Engine
 
 def step(*outputs: EngineCoreOutput, **more: Any) -> EngineCoreOutputs:
     return EngineCoreOutputs(outputs=list(outputs), **more)
-
-
-LENGTH = {"finish_reason": FinishReason.LENGTH}
 
 
 def sent(answers: dict[int, EngineCoreOutputs]) -> list[tuple[str, list[int]]]:
@@ -92,39 +91,48 @@ def test_most_steps_send_nothing() -> None:
     }
 
 
-def test_a_sample_without_logprobs_and_one_that_failed() -> None:
+def test_a_sample_without_logprobs_and_one_of_another_client() -> None:
     played = PlayedInChunks()
     for number in range(3):
-        played.update_from_output({0: step(token("a", number, logprobs=False), token("b", number))})
-    last = token("a", 3, logprobs=False, **LENGTH), token("b", finish_reason=FinishReason.ERROR)
-    answers = played.update_from_output({0: step(*last)})
-    assert sent(answers) == [("a", [1, 2, 3]), ("b", [1, 2])]
+        played.update_from_output({0: step(token("a", number, logprobs=False)), 1: step(token("b", number))})
+    last = {0: step(token("a", 3, logprobs=False, **LENGTH)), 1: step(token("b", 4))}
+    answers = played.update_from_output(last)
+    assert list(answers) == [0] and sent(answers) == [("a", [1, 2, 3])]
     assert answers[0].outputs[0].new_logprobs is None
+    answers = played.update_from_output({1: step(token("b", 5, **LENGTH))})
+    assert list(answers) == [1] and sent(answers) == [("b", [1, 2, 4, 5])]
+    assert not played._held
+
+
+def test_one_that_fails_costs_no_other_its_tokens() -> None:
+    played = PlayedInChunks()
+    for number in range(3):
+        played.update_from_output({0: step(token("a", number), token("b", number))})
+    played.failing = {"b"}
+    answers = played.update_from_output({0: step(token("a", 3, **LENGTH))})
+    assert sent(answers) == [("a", [1, 2, 3]), ("b", [])]
+    assert [output.finish_reason for output in answers[0].outputs] == [FinishReason.LENGTH, FinishReason.ERROR]
     assert not played._held
 
 
 def test_what_vllm_counts_is_sent_at_once() -> None:
     played, prefill = PlayedInChunks(), PrefillStats()
-    queued, preempted, resumed = (
-        EngineCoreEvent(kind, 1.0)
-        for kind in (EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED, EngineCoreEventType.SCHEDULED)
-    )
+    queued, preempted = (EngineCoreEvent(kind, 1.0) for kind in (QUEUED, PREEMPTED))
     (first,) = played.update_from_output({0: step(token("a", 5, prefill_stats=prefill, events=[queued]))})[0].outputs
     assert first.prefill_stats is prefill and first.events == [queued]
-    said = step(token("a", 6, events=[preempted]), scheduler_stats=SchedulerStats())
-    assert played.update_from_output({0: said})[0].scheduler_stats is not None
-    assert played.update_from_output({0: step(finished_requests={"b"})})[0].finished_requests == {"b"}
-    (rest,) = played.update_from_output({0: step(token("a", 7, events=[resumed], **LENGTH))})[0].outputs
-    assert (rest.new_token_ids, rest.events) == ([6, 7], [preempted, resumed])
+    answers = played.update_from_output({0: step(token("a", 6), scheduler_stats=SchedulerStats())})
+    assert sent(answers) == [] and answers[0].scheduler_stats is not None
+    answers = played.update_from_output({0: step(finished_requests={"b"})})
+    assert answers[0].finished_requests == {"b"}
+    answers = played.update_from_output({0: step(token("a", 7, events=[preempted]))})
+    assert sent(answers) == [("a", [6, 7])] and answers[0].outputs[0].events == [preempted]
 
 
-@pytest.mark.parametrize("aborted", [None, {"a"}])
-def test_what_is_aborted_is_forgotten(aborted: set[str] | None) -> None:
+def test_what_is_aborted_is_forgotten() -> None:
     played = PlayedInChunks()
-    played.requests = {"a": object(), "b": object()}
     played.update_from_output({0: step(token("a", 5), token("b", 6))})
-    assert played.finish_requests(aborted, None) == (["a"] if aborted else ["a", "b"])
-    assert list(played._held) == (["b"] if aborted else [])
+    assert [request.request_id for request in played.finish_requests(["a", "c"], None)] == ["a", "c"]
+    assert list(played._held) == ["b"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
