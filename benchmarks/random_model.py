@@ -1,6 +1,8 @@
 """Random weights of a real shape, for benchmarks that start services on them."""
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_random_model(directory: Path, shape: str, options: argparse.Namespace) -> Path:
-    """DIRECTORY/SHAPE, of links if kept elsewhere; written by a process of its own, which leaves nothing on a GPU."""
+    """DIRECTORY/SHAPE, with links to weights that are kept; written by a process that leaves nothing on a GPU."""
     name, models = f"{shape}-tiny" if options.tiny else shape, (options.models or directory).absolute()
     models.mkdir(parents=True, exist_ok=True)
     if not (models / name).exists():
@@ -26,5 +28,6 @@ def make_random_model(directory: Path, shape: str, options: argparse.Namespace) 
     if models / name != directory / shape:
         (directory / shape).mkdir()
         for file in (models / name).iterdir():
-            (directory / shape / file.name).symlink_to(file)
+            place = os.symlink if file.suffix == ".safetensors" else shutil.copy
+            place(file, directory / shape / file.name)
     return directory / shape

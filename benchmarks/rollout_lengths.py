@@ -21,18 +21,16 @@ def scheduler(vllm_config: Any, **arguments: Any) -> Any:
 
     The engine argument `additional_config` has the arguments of `by_seed`.
     """
-    from services.rollout.scheduler import scheduler as service_s
+    from services.rollout.scheduler import scheduler as in_chunks
 
-    return _shortening(service_s(vllm_config, **arguments), vllm_config)
+    return _shortening(in_chunks(vllm_config, **arguments), vllm_config)
 
 
 def bare_scheduler(vllm_config: Any, **arguments: Any) -> Any:
     """The same of the scheduler that vLLM would take."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from services.rollout.scheduler import kind_of
 
-    kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    return _shortening(kind(vllm_config=vllm_config, **arguments), vllm_config)
+    return _shortening(kind_of(vllm_config)(vllm_config=vllm_config, **arguments), vllm_config)
 
 
 def _shortening(made: Any, vllm_config: Any) -> Any:

@@ -52,7 +52,6 @@ def main() -> None:
         directory = Path(temporary)
         model = make_random_model(directory, options.shape, options)
         for name in _TOKENIZER:
-            (model / name).unlink(missing_ok=True)  # a link to a model that is kept, maybe
             shutil.copy(Path("deploy/quickstart/model") / name, model)
         sizes = _TINY if options.tiny else _WHOLE
         run_dir = measure(options.name, [*fixed(model, sizes), *options.overrides], directory, shape=options.shape)

@@ -12,8 +12,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
-# And a step's last, which may be more than one. Arrays of 64 numbers vLLM sends as frames of their own, and 0.26 then
-# writes into the memory of a long message that ZeroMQ has not sent yet.
+# The last step of a chunk may add several tokens. An array of 64 numbers vLLM would send as a frame of its own, and
+# 0.26 then writes into the memory of a long message that ZeroMQ has not sent yet.
 _CHUNK_TOKENS = 32
 
 
@@ -53,7 +53,11 @@ class InChunks:
         answers: dict[int, Any] = super().update_from_output(*args)  # type: ignore[misc]
         for answer in answers.values():
             answer.outputs = [output for output in answer.outputs if self._is_due(output)]
-        return {client: answer for client, answer in answers.items() if _says_something(answer)}
+        return {
+            client: answer
+            for client, answer in answers.items()
+            if answer.outputs or answer.scheduler_stats or answer.finished_requests
+        }
 
     def finish_requests(self, *args: Any) -> list[Any]:
         """Aborts, and forgets what was aborted."""
@@ -78,19 +82,12 @@ class InChunks:
         return True
 
 
-class _Scheduler(InChunks, Scheduler):
-    pass
-
-
-class _AsyncScheduler(InChunks, AsyncScheduler):
-    pass
+def kind_of(vllm_config: Any) -> type[Scheduler]:
+    """The scheduler that vLLM would take."""
+    return AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
 
 
 def scheduler(vllm_config: Any, **arguments: Any) -> Scheduler:
-    """The engine argument `scheduler_cls`: of the kind that vLLM would take."""
-    kind = _AsyncScheduler if vllm_config.scheduler_config.async_scheduling else _Scheduler
-    return kind(vllm_config=vllm_config, **arguments)
-
-
-def _says_something(answer: Any) -> bool:
-    return bool(answer.outputs or answer.scheduler_stats or answer.finished_requests)
+    """The engine argument `scheduler_cls`."""
+    made: Scheduler = type("Scheduler", (InChunks, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
+    return made
