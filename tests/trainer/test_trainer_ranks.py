@@ -20,7 +20,7 @@ from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.ranks.calls import Message, Ranks, follow
+from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.support import make_batch
 from tests.trainer.deployment import messages
@@ -42,42 +42,52 @@ class FakeWorker:
         self.crash_error: BaseException = ZeroDivisionError("boom")
         self.load_error: LockstepError | None = None
 
+    @rank_command
     def echo(self, *, value: Any, own: Any = None, frames: list[bytes] = ()) -> Message:
         return Message({"rank": self.rank, "value": value, "own": own}, [*frames, b"from the rank"])
 
+    @rank_command
     def refuse(self) -> None:
         if self.rank == 1:
             raise PreconditionFailed("not now", reason=Reason.NOT_JOINED, field="f")
 
+    @rank_command
     def give_up(self) -> None:
         if self.rank == 0:
             raise Aborted("another member gave up")
         raise PreconditionFailed("the cause")
 
+    @rank_command
     def refuse_while_another_hangs(self) -> None:
         self.refuse()
         self.gate.wait()
 
+    @rank_command
     def crash(self) -> None:
         if self.rank == 1:
             raise self.crash_error
         self.gate.wait()
 
+    @rank_command
     def answer_with_no_json(self) -> Message:
         return Message({"value": object()})
 
+    @rank_command
     def load(self, **_: Any) -> None:
         raise self.load_error
 
+    @rank_command
     def open(self, **_: Any) -> Message:
         return Message({"data_rank": self.rank}, [b""])
 
+    @rank_command
     def train(self, **_: Any) -> Message:
         self.entered.set()
         self.gate.wait()
         self.calls.append("train")
         return Message({"metrics": {"loss": 0.5}})
 
+    @rank_command
     def save(self, *, state: dict[str, Any], **_: Any) -> Message:
         self.calls.append(f"save {state['version']}")
         return Message({})  # goes on in the background
@@ -93,12 +103,15 @@ class FakeWorker:
     def kill_epoch(self) -> None:
         pass
 
+    @rank_command
     def close(self) -> None:
         self.calls.append("close")
 
+    @rank_command
     def join(self, **_: Any) -> Message:
         return Message({"plan_digest": "p"})
 
+    @rank_command
     def send(self, **_: Any) -> Message:
         self.calls.append("send")
         return Message({"digest": DIGEST, "num_bytes": 1, "duration_s": 0.1, "cost": {}})
@@ -134,7 +147,7 @@ async def crew() -> AsyncIterator[Crew]:
 
 async def test_each_rank_gets_its_own_part_and_answers_in_rank_order(crew: Crew) -> None:
     parts = [Message({"own": rank}, [bytes([rank])]) for rank in range(2)]
-    answers = await crew.ranks.call("echo", parts, value={"x": [1.5, None]})
+    answers = await crew.ranks.call(FakeWorker.echo, parts, value={"x": [1.5, None]})
     assert [answer.body for answer in answers] == [
         {"rank": rank, "value": {"x": [1.5, None]}, "own": rank} for rank in range(2)
     ]
@@ -143,29 +156,29 @@ async def test_each_rank_gets_its_own_part_and_answers_in_rank_order(crew: Crew)
 
 async def test_typed_error_of_one_rank_is_raised_and_the_ranks_go_on(crew: Crew) -> None:
     with pytest.raises(PreconditionFailed) as caught:
-        await crew.ranks.call("refuse")
+        await crew.ranks.call(FakeWorker.refuse)
     assert (caught.value.reason, caught.value.metadata) == (Reason.NOT_JOINED, {"field": "f"})
-    assert (await crew.ranks.call("echo", value=1))[1].body["value"] == 1
+    assert (await crew.ranks.call(FakeWorker.echo, value=1))[1].body["value"] == 1
     assert not crew.failures
 
 
 async def test_the_cause_is_raised_and_not_that_others_gave_up_for_it(crew: Crew) -> None:
     with pytest.raises(PreconditionFailed, match="the cause"):
-        await crew.ranks.call("give_up")
+        await crew.ranks.call(FakeWorker.give_up)
 
 
 async def test_crash_of_one_rank_does_not_wait_for_the_others(crew: Crew) -> None:
     crew.close_gates()
     async with asyncio.timeout(5):
         with pytest.raises(InternalError) as caught:
-            await crew.ranks.call("crash")
+            await crew.ranks.call(FakeWorker.crash)
     assert caught.value.reason is Reason.RANK_FAILED
     assert caught.value.metadata["rank"] == "1"
     assert "in crash" in caught.value.metadata["traceback"]
     assert len(crew.failures) == 1
     # Nothing is asked of such ranks again.
     with pytest.raises(InternalError, match="boom"):
-        await crew.ranks.call("echo", value=1)
+        await crew.ranks.call(FakeWorker.echo, value=1)
 
 
 @pytest.mark.parametrize("error", [CheckpointException("read", {}), SystemExit(1), KeyboardInterrupt()])
@@ -174,7 +187,7 @@ async def test_whatever_ends_a_command_is_an_answer(crew: Crew, error: BaseExcep
     crew.workers[1].crash_error = error
     async with asyncio.timeout(5):
         with pytest.raises(InternalError, match=type(error).__name__) as caught:
-            await crew.ranks.call("crash")
+            await crew.ranks.call(FakeWorker.crash)
     assert caught.value.reason is Reason.RANK_FAILED
     assert len(crew.failures) == 1
 
@@ -182,7 +195,13 @@ async def test_whatever_ends_a_command_is_an_answer(crew: Crew, error: BaseExcep
 async def test_an_answer_that_cannot_be_sent_is_a_failure(crew: Crew) -> None:
     async with asyncio.timeout(5):
         with pytest.raises(InternalError, match="not JSON serializable"):
-            await crew.ranks.call("answer_with_no_json")
+            await crew.ranks.call(FakeWorker.answer_with_no_json)
+
+
+async def test_a_method_that_is_not_declared_is_not_called(crew: Crew) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(InternalError, match="kill_epoch is not a command of this rank"):
+            await crew.ranks.call(FakeWorker.kill_epoch)
 
 
 async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
@@ -191,18 +210,18 @@ async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
     crew.close_gates()
     async with asyncio.timeout(5):
         with pytest.raises(InternalError, match=r"\[0\] did not answer"):
-            await crew.ranks.call("refuse_while_another_hangs", grace_s=0.2)
+            await crew.ranks.call(FakeWorker.refuse_while_another_hangs, grace_s=0.2)
     assert len(crew.failures) == 1
 
 
 async def test_cancelled_call_is_finished_before_the_next(crew: Crew) -> None:
     crew.close_gates()
-    call = asyncio.create_task(crew.ranks.call("train"))
+    call = asyncio.create_task(crew.ranks.call(FakeWorker.train))
     await asyncio.to_thread(crew.workers[1].entered.wait)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    after = asyncio.create_task(crew.ranks.call("echo", value=2))
+    after = asyncio.create_task(crew.ranks.call(FakeWorker.echo, value=2))
     crew.open_gates()
     async with asyncio.timeout(5):
         assert [answer.body["value"] for answer in await after] == [2, 2]
