@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from torch.distributed import DistError
 from torch.distributed.checkpoint import CheckpointException
@@ -238,18 +239,20 @@ class Service:
         stamp = PolicyStamp(version=0, digest=DIGEST)
         header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0)
         frames = list(batches.encode(make_batch(2, 2, stamp)))
-        return await self.client.call("Train", messages(pb.TrainRequest, header, frames), timeout_s=timeout_s)
+        return await self.client.call(
+            TrainerService.Train, messages(pb.TrainRequest, header, frames), timeout_s=timeout_s
+        )
 
     async def send(self, *, timeout_s: float = 10.0) -> PolicyStamp:
         request = pb.SendWeightsRequest(epoch=1, version=0)
-        return (await self.client.call("SendWeights", request, timeout_s=timeout_s)).stamp
+        return (await self.client.call(TrainerService.SendWeights, request, timeout_s=timeout_s)).stamp
 
     def save(self, path: Path, **fields: Any) -> asyncio.Task[pb.SaveCheckpointResponse]:
         request = pb.SaveCheckpointRequest(path=str(path), **fields)
-        return asyncio.create_task(self.client.call("SaveCheckpoint", request, timeout_s=10))
+        return asyncio.create_task(self.client.call(TrainerService.SaveCheckpoint, request, timeout_s=10))
 
     async def version(self) -> int:
-        return (await self.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)).stamp.version
+        return (await self.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=10)).stamp.version
 
 
 @pytest.fixture
@@ -260,10 +263,10 @@ async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
     client = Client(f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}", trainer_pb2_grpc.TrainerServiceStub)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64}))
     request = pb.OpenRunRequest(run_id="r", config_json="{}", model_path=str(tmp_path), bucket_bytes=1024)
-    await client.call("OpenRun", request, timeout_s=10)
+    await client.call(TrainerService.OpenRun, request, timeout_s=10)
     join = pb.JoinWeightGroupRequest()
     join.group.epoch = 1
-    await client.call("JoinWeightGroup", join, timeout_s=10)
+    await client.call(TrainerService.JoinWeightGroup, join, timeout_s=10)
     service = Service(crew, client, tmp_path)
     await service.send()
     yield service
@@ -275,11 +278,11 @@ async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
 async def test_every_run_has_a_secret_of_its_own(service: Service) -> None:
     async def opened(run_id: str) -> StoreAddress:
         request = pb.OpenRunRequest(run_id=run_id, config_json="{}", model_path=str(service.model), bucket_bytes=1024)
-        answer = await service.client.call("OpenRun", request, timeout_s=10)
+        answer = await service.client.call(TrainerService.OpenRun, request, timeout_s=10)
         return StoreAddress(answer.store_host, answer.store_port, answer.store_secret)
 
     async def closed(run_id: str) -> None:
-        await service.client.call("CloseRun", pb.CloseRunRequest(run_id=run_id), timeout_s=10)
+        await service.client.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id=run_id), timeout_s=10)
 
     first, again = await opened("r"), await opened("r")
     assert first == again  # asked twice, opened once
@@ -302,7 +305,7 @@ async def test_every_run_has_a_secret_of_its_own(service: Service) -> None:
 async def test_no_test_broadcast_disturbs_a_run(service: Service) -> None:
     request = pb.SendTestBroadcastRequest(num_receivers=1, host="127.0.0.1", timeout_s=1.0)
     with pytest.raises(PreconditionFailed, match="run r is open on this trainer"):
-        _ = [answer async for answer in service.client.stream("SendTestBroadcast", request, timeout_s=10)]
+        _ = [answer async for answer in service.client.stream(TrainerService.SendTestBroadcast, request, timeout_s=10)]
     assert await service.version() == 0
 
 
@@ -347,7 +350,9 @@ async def test_background_save_lets_train_go_on_and_what_would_disturb_it_wait(
     if disturbs == "save":
         waiting = service.save(tmp_path / "b")
     else:
-        waiting = asyncio.create_task(service.client.call("CloseRun", pb.CloseRunRequest(run_id="r"), timeout_s=10))
+        waiting = asyncio.create_task(
+            service.client.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id="r"), timeout_s=10)
+        )
     await service.version()  # the server has read what came before
     assert not first.done() and not waiting.done()
     assert rank_0.calls == ["send", "save 0", "train"]
@@ -381,8 +386,8 @@ async def test_a_run_is_closed_whose_weights_nobody_knows(
         worker.load_error = error
     with pytest.raises(type(error), match=error.message):
         request = pb.LoadCheckpointRequest(path=str(tmp_path / "a"))
-        await service.client.call("LoadCheckpoint", request, timeout_s=10)
-    info = await service.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
+        await service.client.call(TrainerService.LoadCheckpoint, request, timeout_s=10)
+    info = await service.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=10)
     assert info.info.state == state
     assert not service.crew.failures
 
