@@ -1,4 +1,4 @@
-"""What every trainer rank can do. Rank 0's `Ranks` calls the same method on all of them at once."""
+"""What every trainer rank can do. Rank 0's `Ranks` calls the same command on all of them at once."""
 
 import gc
 import itertools
@@ -29,7 +29,7 @@ from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.background import in_background
 from services.trainer.checkpoint.export import adapter_config, export_adapter, export_hugging_face
 from services.trainer.losses import Totals
-from services.trainer.ranks.calls import Message
+from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.publish import send
 from services.trainer.updates.critic import update_critic
 from services.trainer.updates.packing import build_pack
@@ -68,6 +68,7 @@ class Worker:
         self._saving: futures.Future[dict[str, object]] | None = None
         self._num_updates = 0
 
+    @rank_command
     def open(
         self, *, role: str, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int
     ) -> Message:
@@ -98,6 +99,7 @@ class Worker:
             frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
         return Message({"data_rank": backend.data_rank}, frames)
 
+    @rank_command
     def close(self) -> None:
         """Frees the models."""
         self.leave()
@@ -112,6 +114,7 @@ class Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    @rank_command
     def forward(self, *, role: str, packs: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
         """Log-probabilities and entropy, or values, of this rank's samples, in their order."""
         held = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
@@ -125,6 +128,7 @@ class Worker:
             columns[name] = pa.array(rows, pa.list_(pa.float32()))
         return Message({}, list(batches.encode(pa.table(columns))))
 
+    @rank_command
     def train(
         self,
         *,
@@ -152,6 +156,7 @@ class Worker:
             torch.accelerator.synchronize()  # the optimizer's kernels, their time and their errors, are the update's
         return Message({"metrics": metrics})
 
+    @rank_command
     def join(self, *, group: str) -> Message:
         """The ranks that send enter the epoch as its first members, rank 0 among them."""
         self.leave()
@@ -160,6 +165,7 @@ class Worker:
             self._group = WeightGroup(message, rank=self._members.index(self._rank), device=self._device)
         return Message({"plan_digest": self._plan.digest})
 
+    @rank_command
     def agree(self) -> Message:
         """Before `send`, if adapters are published: whether all members hold this very base, so that it is skipped."""
         if self._rank != 0:
@@ -169,6 +175,7 @@ class Worker:
         agrees = self._group.agrees(self._base_sums or (0, 0))
         return Message({"skips_base": agrees and self._base_sums is not None})
 
+    @rank_command
     def send(self, *, version: int, skips_base: bool) -> Message:
         """Publishes. All ranks gather, some of them broadcast; if that fails, the gather is still finished on all."""
         weights, base_sums = self._published(skips_base), self._base_sums if skips_base else None
@@ -199,6 +206,7 @@ class Worker:
         if group is not None:
             group.kill()
 
+    @rank_command
     def save(self, *, path: str, state: dict[str, object], role: str = Role.POLICY) -> Message:
         """Writes a checkpoint into its staging directory, which is there; rank 0 completes it.
 
@@ -222,11 +230,13 @@ class Worker:
         assert self._saving is not None, "the servicer asks after an empty answer"
         return self._saving.result()
 
+    @rank_command
     def load(self, *, path: str) -> None:
         """Loads a checkpoint that rank 0 has verified."""
         self._open().load(Path(path) / "state")
         self._base_sums = None
 
+    @rank_command
     def export(self, *, path: str) -> Message:
         """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`.
 
