@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from services.common.errors import InvalidInput
@@ -60,7 +60,8 @@ def issue(
     Raises:
         InvalidInput: Names the option and what to change.
     """
-    names = dict.fromkeys([*hosts, *(["127.0.0.1"] if role is Role.COORDINATOR else [])])
+    own = ["127.0.0.1"] if role is Role.COORDINATOR else []
+    names = dict.fromkeys([*hosts, *own])
     if not names and role is not Role.OPERATOR:
         raise InvalidInput(f"--host: say at which names or addresses the {role} service is called", field="host")
     _require_absent(out, CA_FILE, CERTIFICATE_FILE, KEY_FILE)
@@ -161,7 +162,7 @@ def _general_name(host: str) -> x509.GeneralName:
     return x509.DNSName(host)
 
 
-def _read_authority(ca: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _read_authority(ca: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey]:
     try:
         certificate = x509.load_pem_x509_certificate((ca / CA_FILE).read_bytes())
         key = serialization.load_pem_private_key((ca / CA_KEY_FILE).read_bytes(), password=None)
@@ -170,7 +171,8 @@ def _read_authority(ca: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivate
             f"--ca {ca}: no {CA_FILE} and {CA_KEY_FILE} of an authority ({error}); make one with `lockstep certs init`",
             field="ca",
         ) from error
-    if certificate.public_key() != key.public_key():
+    is_usable = isinstance(key, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey)
+    if not is_usable or certificate.public_key() != key.public_key():
         raise InvalidInput(f"--ca {ca}: {CA_KEY_FILE} is not the key of {CA_FILE}", field="ca")
     return certificate, key
 

@@ -9,7 +9,6 @@ this model's own widths: grouped-query attention, a gated feed-forward layer, nu
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
@@ -95,7 +94,7 @@ class StateBytes:
         return cls(gradient, master, moments, 1 - offloaded)
 
 
-def _num_bytes(options: Mapping[str, Any], name: str) -> int:
+def _num_bytes(options: Mapping[str, object], name: str) -> int:
     dtype, field = str(options.get(name, "fp32")).lower(), f"trainer.megatron.optimizer_config_kwargs.{name}"
     if dtype not in _BYTES:
         raise InvalidInput(f"{field}: {dtype!r} is none of {', '.join(_BYTES)}", field=field)

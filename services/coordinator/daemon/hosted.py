@@ -67,7 +67,7 @@ class HostedRun(Reporter):
         if now or self._run is None:
             self._session.cancel()
 
-    async def watch(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:
+    async def events(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:
         """All events beyond version `after`, and the newest state when it has changed, until the run ends."""
         sent, index = pb.Run(), 0
         while True:

@@ -12,6 +12,8 @@ from typing import Any
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidInput
@@ -51,7 +53,7 @@ class ChatTemplate:
             message = f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             raise InvalidInput(message, field="data.chat_template") from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Text of `messages`, ending with the header of the assistant's turn if `add_generation_prompt`.
 
         Raises:
@@ -62,7 +64,7 @@ class ChatTemplate:
             message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self._variables))}"
             raise InvalidInput(message, field="data.chat_template_kwargs")
         inputs = {"messages": messages, "tools": None, "documents": None}
-        inputs |= {"add_generation_prompt": add_generation_prompt} | self._special_tokens | variables
+        inputs |= {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **variables}
         try:
             return self._template.render(inputs)
         except InvalidInput:  # of the date
@@ -80,9 +82,9 @@ class ChatTemplate:
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's text for training on chats; here it only has to parse."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 as Jinja declares it
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -92,7 +94,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

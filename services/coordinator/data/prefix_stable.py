@@ -1,7 +1,7 @@
 """Whether a chat template leaves what it wrote as it was when the conversation goes on."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.common.errors import InvalidInput
 from services.coordinator.data.chat_template import Message
@@ -18,11 +18,12 @@ _FIX_TURN = (
 class Renders(Protocol):
     """A ChatTemplate or a Tokenizer."""
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Text of `messages`; ChatTemplate.render."""
+        ...
 
 
-def check_prefix_stable(template: Renders, messages: Sequence[Message], **variables: Any) -> None:
+def check_prefix_stable(template: Renders, messages: Sequence[Message], **variables: object) -> None:
     """Refuses a template under which a model would not be trained on what it sees when it answers.
 
     For each assistant message k, the rendering of messages[:k] with the header of the assistant's turn must be a prefix

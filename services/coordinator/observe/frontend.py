@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rich.console import Console
 
+from services.common.config.any import AnyConfig
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
@@ -14,7 +15,10 @@ from services.coordinator.runs.run import Run
 class Frontend(Protocol):
     """Shows what a session does. Without a `console` the caller has configured logging already."""
 
-    console: Console | None
+    @property
+    def console(self) -> Console | None:
+        """Shows the log's warnings."""
+        ...
 
     def say(self, line: str) -> None:
         """Announces what is done next."""
@@ -40,7 +44,7 @@ class TerminalFrontend:
         return Terminal(self._console, run.num_steps)
 
 
-def stop_on_signal(run: Run, console: Console) -> None:
+def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
     """Ends the run after its step on the first Ctrl-C or SIGTERM, and at once on the second."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 

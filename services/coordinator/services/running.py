@@ -6,20 +6,21 @@ from contextlib import asynccontextmanager, closing, contextmanager
 
 from rich.console import Console
 
+from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import Unavailable
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
 from services.coordinator.observe.watchers import watchers
 from services.coordinator.runs.resume import Start, open_run
-from services.coordinator.runs.run import Run
+from services.coordinator.runs.run import ConfigT, Run
 from services.coordinator.services.launch import SERVICES, Addresses, Fleet, launch
 
 _LAST_WORDS_S = 5.0
 
 
 @contextmanager
-def recorded_run(config: Config, console: Console | None, start: Start | None = None) -> Iterator[Run]:
+def recorded_run(config: ConfigT, console: Console | None, start: Start | None = None) -> Iterator[Run[ConfigT]]:
     """Opens the run's record, its log and its watchers; without a `console` the caller has configured logging.
 
     Args:
@@ -39,7 +40,7 @@ def recorded_run(config: Config, console: Console | None, start: Start | None = 
 
 @asynccontextmanager
 async def running_services(
-    run: Run, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
+    run: Run[AnyConfig], given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
 ) -> AsyncIterator[Addresses]:
     """Yields the addresses of `services`. Those without an address are started first, and ended with the block.
 

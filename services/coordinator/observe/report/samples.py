@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from services.coordinator.data.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
 
 Decode = Callable[[Sequence[int]], str]
@@ -41,6 +42,20 @@ class Source:
         return f"held-out {self.held_out} after step {self.step}" if self.held_out else f"step {self.step}"
 
 
+class Shown(TypedDict):
+    """Samples of a source; `columns` have one value for each sample."""
+
+    label: str
+    step: int
+    heldOut: bool
+    total: int
+    scorer: str
+    components: list[str]
+    stamps: list[tuple[int, str]]
+    prompts: dict[int, tuple[str, str]]
+    columns: dict[str, list[object]]
+
+
 def sources(run_dir: Path) -> list[Source]:
     """All files of samples, in the order of their steps. The batch drawn from version v is that of step v + 1."""
     found = []
@@ -51,9 +66,7 @@ def sources(run_dir: Path) -> list[Source]:
     return sorted(found, key=lambda source: (source.step, source.held_out))
 
 
-def embed(
-    found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES
-) -> tuple[list[dict[str, Any]], list[Source]]:
+def embed(found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES) -> tuple[list[Shown], list[Source]]:
     """What the page shows of `found` in order, and what was left out for want of room.
 
     The newest come first, then the oldest, then those half way between: whatever fits is spread over the run.
@@ -62,7 +75,7 @@ def embed(
     evaluations = [source for source in found if source.held_out]
     both = bool(batches and evaluations)
     rooms = ((batches, 1 - _EVALUATIONS_SHARE * both), (evaluations, _EVALUATIONS_SHARE if both else 1.0))
-    shown: dict[Source, dict[str, Any]] = {}
+    shown: dict[Source, Shown] = {}
     for some, share in rooms:
         left = int(max_bytes * share)
         most = left // max(1, min(len(some), _MIN_SOURCES))
@@ -74,7 +87,7 @@ def embed(
     return [shown[source] for source in found if source in shown], [s for s in found if s not in shown]
 
 
-def histogram(found: Sequence[Source]) -> dict[str, Any]:
+def histogram(found: Sequence[Source]) -> dict[str, object]:
     """Rewards of every batch, counted: `labels` of the bins, and `counts` by step."""
     rewards = {
         source.step: pq.read_table(source.path, columns=["reward"])["reward"].to_numpy()
@@ -108,7 +121,7 @@ def _spread(some: Sequence[Source]) -> Iterator[Source]:
         gaps = [half for (low, high), middle in halves for half in ((low, middle), (middle, high))]
 
 
-def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[dict[str, Any], int]:
+def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[Shown, int]:
     """A source with all its prompt groups, or with every k-th so that they fit; and its bytes."""
     table = pq.read_table(source.path)
     groups = np.unique(table["group"].to_numpy())
@@ -121,7 +134,7 @@ def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[dict[str, Any]
         every = max(every + 1, math.ceil(every * num_bytes / max_bytes))
 
 
-def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -> dict[str, Any]:
+def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -> Shown:
     chosen = table.filter(pc.is_in(table["group"], value_set=pa.array(groups, table.schema.field("group").type)))
     rows = chosen.to_pylist()
     components = list(dict.fromkeys(name for row in rows for name, _ in row["components"]))
@@ -135,7 +148,7 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
         "scorer": ", ".join(dict.fromkeys(row["scorer"] for row in rows)),
         "components": components,
         "stamps": stamps,
-        "prompts": {group: [row["prompt_id"], _text(row["prompt_tokens"], decode)] for group, row in prompts.items()},
+        "prompts": {group: (row["prompt_id"], _text(row["prompt_tokens"], decode)) for group, row in prompts.items()},
         "columns": {
             "group": [row["group"] for row in rows],
             "sample": [row["sample"] for row in rows],
@@ -150,7 +163,7 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
     }
 
 
-def _values(row: dict[str, Any], components: Sequence[str]) -> Iterator[float]:
+def _values(row: Record, components: Sequence[str]) -> Iterator[float]:
     values = dict(row["components"])
     return (values.get(name, math.nan) for name in components)
 

@@ -1,25 +1,23 @@
-"""Where a run's numbers go besides its own directory. Each kind is an extra, imported when it is asked for."""
+"""Where a run's numbers go besides its own directory. Each kind's library is an extra, loaded when asked for."""
 
-from importlib import import_module
-
-from services.common.config.observability import TrackerConfig
+from services.common.config.any import AnyConfig
+from services.common.config.observability import TrackerConfig, WandbConfig
 from services.common.errors import InvalidInput, PreconditionFailed
+from services.coordinator.observe.trackers.mlflow import Mlflow
+from services.coordinator.observe.trackers.wandb import Wandb
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
-_KINDS = {"wandb": "Wandb", "mlflow": "Mlflow"}
 
-
-def open_tracker(tracker: TrackerConfig, run: Run) -> Reporter:
+def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
     """The tracker's run that is this run; a resumed run goes on with the one that it had.
 
     Raises:
         InvalidInput: Its package is not installed.
         PreconditionFailed: It does not start: no account, no server.
     """
-    module = import_module(f"services.coordinator.observe.trackers.{tracker.kind}")
     try:
-        return getattr(module, _KINDS[tracker.kind])(tracker, run)
+        return Wandb(tracker, run) if isinstance(tracker, WandbConfig) else Mlflow(tracker, run)
     except ImportError as error:
         raise InvalidInput(
             f"observability.trackers: {tracker.kind} cannot be imported ({error}); "
