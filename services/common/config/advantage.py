@@ -1,10 +1,11 @@
 """What the coordinator reads to turn rewards into advantages."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.import_path import IMPORT_PATH
 
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
 _BATCH_WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"}
@@ -14,6 +15,8 @@ _READ_BY = {
     "gamma": {"gae", "reinforce_plus_plus", "per_turn"},
     "lam": {"gae"},
     "bootstrap_truncated": {"gae"},
+    "import_path": {"python"},
+    "kwargs": {"python"},
 }
 
 
@@ -50,12 +53,14 @@ class AdvantageConfig(Strict):
         "reinforce_plus_plus_baseline",
         "remax",
         "gae",
+        "python",
     ] = "grpo"
     """grpo: (r - mean) / (std + eps), arXiv 2402.03300; dr_grpo: r - mean, arXiv 2503.20783; rloo: r - mean of the
     others, arXiv 2402.14740; opo: r - mean weighted by length, arXiv 2505.23585; gpg: r - mean, scaled up for groups
     without a signal, arXiv 2504.02546; per_turn: discounted return of each turn - mean over the group's turns;
     reinforce_plus_plus: return of each token, whitened, and reinforce_plus_plus_baseline: r - mean, whitened, arXiv
-    2501.03262; remax: return of each token - reward of the greedy completion, arXiv 2310.10505; gae: arXiv 1506.02438.
+    2501.03262; remax: return of each token - reward of the greedy completion, arXiv 2310.10505; gae: arXiv 1506.02438;
+    python: your function, see import_path.
     """
     normalize_std: bool = True
     """grpo: divide by the standard deviation of the group's rewards; without it grpo is dr_grpo."""
@@ -70,13 +75,22 @@ class AdvantageConfig(Strict):
     whiten: Literal["auto", "none", "group", "batch"] = "auto"
     """Shift and scale the advantages to mean 0 and deviation 1 over the trained tokens of each group or of the batch;
     auto: batch for reinforce_plus_plus, reinforce_plus_plus_baseline and gae, none for the others."""
+    import_path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
+    """Your estimator for kind python: package.module:function, importable where the coordinator runs. It is called with
+    the samples (services.coordinator.rl.advantages.samples.Samples), this section and `kwargs`; docs/algorithms.md has
+    an example."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More keyword arguments for the function of kind python."""
     kl: KlConfig = KlConfig()
     """Penalty for leaving the reference model; trainer.loss.kl_coef is the one in the loss."""
 
     @model_validator(mode="after")
     def _keys_are_read(self) -> Self:
+        if self.kind == "python" and not self.import_path:
+            raise ValueError("kind python needs import_path: package.module:function")
         for key, kinds in _READ_BY.items():
-            if self.kind not in kinds and getattr(self, key) != type(self).model_fields[key].default:
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            if self.kind not in kinds and getattr(self, key) != default:
                 raise ValueError(f"{key} is not read by kind {self.kind}, only by {', '.join(sorted(kinds))}: unset it")
         return self
 

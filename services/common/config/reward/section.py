@@ -10,6 +10,7 @@ from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.model import ModelConfig
 from services.common.config.reward.remote import HttpConfig, JudgeConfig
 from services.common.config.reward.scorer import ITEM_FIELDS, BaseScorerConfig
+from services.common.import_path import IMPORT_PATH
 
 
 class ExactConfig(BaseScorerConfig):
@@ -78,7 +79,7 @@ class PythonConfig(BaseScorerConfig):
 
     kind: Literal["python"] = "python"
     """Calls your function."""
-    path: str = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+    path: str = Field(pattern=IMPORT_PATH)
     """package.module:function; called by keyword: prompt, answer, extra, completion, num_tokens, finish_reason."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for it."""
