@@ -15,9 +15,9 @@ from rich.console import Console
 from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
-from services.coordinator.frontend import OnTerminal
-from services.coordinator.launch import Addresses
-from services.coordinator.session import run_session
+from services.coordinator.observe.frontend import OnTerminal
+from services.coordinator.rl.session import run_session
+from services.coordinator.services.launch import Addresses
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WARM_UP = 3

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from benchmarks.megatron_layouts import CP, PP, TP, Layout, layouts, samples
 from services.common import batch as batches
-from services.common.config.trainer import TrainerConfig
-from services.trainer.checkpoint import begin as begin_checkpoint
+from services.common.config.trainer.section import TrainerConfig
+from services.trainer.checkpoint.manifest import begin as begin_checkpoint
 from services.trainer.megatron import backend
-from services.trainer.shards import forward_parts, train_parts
-from services.trainer.worker import Worker
+from services.trainer.ranks.shards import forward_parts, train_parts
+from services.trainer.ranks.worker import Worker
 
 
 def run_rank(directory: Path, model: str) -> None:

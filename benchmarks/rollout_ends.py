@@ -22,14 +22,14 @@ from benchmarks.publishing import open_publisher
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.tasks import gather
-from services.coordinator.clients.rollout import Rollout
-from services.coordinator.clients.trainer import Trainer
-from services.coordinator.collect import Collector
+from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.tokenizer import Tokenizer
-from services.coordinator.groups import SampledGroup, ScoredGroup
-from services.coordinator.launch import Addresses, launch
-from services.coordinator.lifecycle import unless_service_dies
+from services.coordinator.rl.collect import Collector
+from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.services.launch import Addresses, launch
+from services.coordinator.services.lifecycle import unless_service_dies
 
 _LINE_BYTES, _GRACE_S = 64 << 20, 10.0
 

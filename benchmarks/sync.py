@@ -25,9 +25,9 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.tasks import gather
 from services.common.weights.plan import Plan
-from services.coordinator.clients.rollout import Rollout
-from services.coordinator.clients.trainer import Trainer
-from services.coordinator.launch import Addresses, launch
+from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.services.launch import Addresses, launch
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WITHOUT_DIGEST = Path(__file__).parent / "without_digest"

@@ -24,11 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.train_cases import Case, cases, make_samples, sample_lengths
 from services.common import batch as batches
-from services.common.architecture import read_architecture
+from services.common.families.architecture import read_architecture
 from services.trainer.backend import Role
-from services.trainer.ranks import Message
-from services.trainer.shards import forward_parts, train_parts
-from services.trainer.worker import Worker
+from services.trainer.ranks.calls import Message
+from services.trainer.ranks.shards import forward_parts, train_parts
+from services.trainer.ranks.worker import Worker
 
 _WARM_UP_SAMPLES = 40  # of each data-parallel rank: a full micro-batch or more for each of the two updates
 

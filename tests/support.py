@@ -15,7 +15,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batch import SAMPLE_SCHEMA
-from services.common.ports import hold_free_port
+from services.common.rpc.ports import hold_free_port
 
 VOCAB = 64
 EOS = 1

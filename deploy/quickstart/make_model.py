@@ -1,8 +1,8 @@
 """Makes the quickstart's model: a Qwen3 of 0.6 M parameters that adds and subtracts, and is right about half the time.
 
 It starts from random weights and learns, one character per token, from the homework of a careless pupil: problems of
-`services.coordinator.data.arithmetic` with answers that often forget to carry, and sometimes slip by one in the last
-digit. Imitation gets no better than the pupil. Reinforcement learning does, because the reward knows which answers are
+`services.coordinator.data.prepare.arithmetic` with answers that often forget to carry, and sometimes slip by one in the
+last digit. Imitation gets no better than the pupil. Reinforcement learning does: the reward knows which answers are
 right.
 
     python -m deploy.quickstart.make_model deploy/quickstart/model
@@ -33,7 +33,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from services.common.config.load import load
 from services.common.config.sft import SftConfig
-from services.coordinator.data.arithmetic import Problem, problems
+from services.coordinator.data.prepare.arithmetic import Problem, problems
 
 logger = logging.getLogger("make_model")
 

@@ -8,7 +8,7 @@ import signal
 import threading
 from importlib import import_module
 
-from services.common.logs import LogFormat, formatter
+from services.common.telemetry.logs import LogFormat, formatter
 
 _GRACE_S = 10.0
 

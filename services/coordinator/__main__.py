@@ -1,5 +1,5 @@
 """`python -m services.coordinator` is the `lockstep` command."""
 
-from services.coordinator.cli import main
+from services.coordinator.cli.main import main
 
 main()

@@ -1,7 +1,7 @@
 """`lockstep-reward --listen HOST:PORT`, or `python -m services.reward`: scores completions."""
 
-from services.common.rpc import Server
-from services.common.serve import ServeOptions, serve_from_command_line
+from services.common.rpc.command import ServeOptions, serve_from_command_line
+from services.common.rpc.server import Server
 
 
 async def run(options: ServeOptions) -> int:

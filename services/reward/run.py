@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.config.reward import RewardConfig
+from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.tasks import gather
 from services.reward.metrics import RewardMetrics

@@ -11,11 +11,11 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1 import types_pb2
 
 from services.common.config.load import parse_json
-from services.common.config.reward import RewardConfig
-from services.common.context import within
+from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.rpc import service_info
+from services.common.rpc.server import service_info
 from services.common.tasks import to_the_end
+from services.common.telemetry.context import within
 from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun
 from services.reward.scorers.base import Item

@@ -3,8 +3,8 @@
 import os
 
 from services.common.process import import_before_fork
-from services.common.rpc import Server
-from services.common.serve import ServeOptions, serve_from_command_line
+from services.common.rpc.command import ServeOptions, serve_from_command_line
+from services.common.rpc.server import Server
 
 
 def _configure_vllm() -> None:

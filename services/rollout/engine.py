@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
-from services.rollout.adapter import adapter_request
+from services.rollout.weights.adapter import adapter_request
 
 _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
 
@@ -42,7 +42,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
         # What was sampled from, temperature included: the trainer's log-probabilities are compared with these.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "worker_extension_cls": "services.rollout.receiver.WeightReceiver",
+        "worker_extension_cls": "services.rollout.weights.receiver.WeightReceiver",
         "scheduler_cls": "services.rollout.scheduler.scheduler",
         "disable_log_stats": True,
     }

@@ -8,7 +8,7 @@ import vllm.envs
 
 import services.rollout.servicer  # noqa: F401  what the service itself needs, and most of what an engine needs
 
-_OF_ENGINES_ONLY = ["vllm.v1.worker.cpu_worker", "services.rollout.receiver"]
+_OF_ENGINES_ONLY = ["vllm.v1.worker.cpu_worker", "services.rollout.weights.receiver"]
 
 
 def fork_engines() -> None:

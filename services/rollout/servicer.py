@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
-from services.common.rpc import service_info
+from services.common.rpc.server import service_info
 from services.common.stamps import require_stamp, show
 from services.common.tasks import gather, to_the_end
 from services.common.weights.libraries import accelerator_libraries

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from services.common.config.trainer import TrainerConfig
-from services.trainer.packing import Pack
+from services.common.config.trainer.section import TrainerConfig
+from services.trainer.updates.packing import Pack
 
 
 class Role(StrEnum):

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from services.common.serve import ServeOptions, serve_from_command_line
-from services.trainer.launcher import run_ranks
+from services.common.rpc.command import ServeOptions, serve_from_command_line
+from services.trainer.ranks.launcher import run_ranks
 
 
 async def _run(options: ServeOptions, *, threads_per_rank: int | None) -> int:
-    from services.trainer.rank import run
+    from services.trainer.ranks.rank import run
 
     return await run(options, threads_per_rank)
 

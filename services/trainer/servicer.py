@@ -16,23 +16,24 @@ from lockstep.types.v1 import types_pb2
 
 from services.common import batch as batches
 from services.common.config.load import parse_json
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
-from services.common.rpc import is_loopback, service_info
+from services.common.rpc.address import is_loopback
+from services.common.rpc.server import service_info
 from services.common.stamps import require_stamp
 from services.common.tasks import to_the_end
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
-from services.trainer import checkpoint
 from services.trainer.backend import Role
-from services.trainer.checkpoint import TrainState
+from services.trainer.checkpoint import manifest as checkpoint
+from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.network import published_host
-from services.trainer.ranks import GRACE_S, Ranks
-from services.trainer.shards import check_samples, forward_parts, train_parts, vocab_size_of
-from services.trainer.worker import CONFIGS, Worker
+from services.trainer.ranks.calls import GRACE_S, Ranks
+from services.trainer.ranks.network import published_host
+from services.trainer.ranks.shards import check_samples, forward_parts, train_parts, vocab_size_of
+from services.trainer.ranks.worker import CONFIGS, Worker
 
 NAME = "lockstep.trainer.v1.TrainerService"
 

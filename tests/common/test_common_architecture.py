@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.common.architecture import read_architecture
 from services.common.errors import InvalidInput, NotFound
+from services.common.families.architecture import read_architecture
 
 FAMILIES = {
     "llama": {},

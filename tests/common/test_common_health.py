@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import Unauthenticated, Unavailable
-from services.common.health import main, require_serving
-from services.common.roles import Role
-from services.common.tls import LOCAL
+from services.common.rpc.health import main, require_serving
+from services.common.rpc.identities import Role
+from services.common.rpc.tls import LOCAL
 from tests.common.tls_lab import Certificates, serve
 from tests.coordinator.fake_services import replicas
 

@@ -12,10 +12,10 @@ from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP
 
-from services.common.context import fields, incoming, outgoing, within
 from services.common.errors import InvalidInput
-from services.common.logs import formatter
-from services.common.rpc import Client
+from services.common.rpc.client import Client
+from services.common.telemetry.context import fields, incoming, outgoing, within
+from services.common.telemetry.logs import formatter
 from tests.common.watched import Service, reward_service
 
 

@@ -13,9 +13,9 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.metrics_server import Metrics, Page
-from services.common.rpc import Client
-from services.common.rpc_metrics import RpcMetrics
+from services.common.rpc.client import Client
+from services.common.rpc.metrics import RpcMetrics
+from services.common.telemetry.metrics_server import Metrics, Page
 from tests.common.watched import Service, reward_service, scrape, value
 
 FAILING = "def score(*, completion, **_):\n    return float(completion)\n"

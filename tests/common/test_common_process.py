@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 
-from services.common.serve import ServeOptions
+from services.common.rpc.command import ServeOptions
 
 WATCHED = "import sys; sys.stdin.read()"
 # Says that it is up, then waits for ever.
@@ -64,7 +64,7 @@ def test_service_that_does_not_hear_is_ended_after_its_grace() -> None:
 
 def test_command_line_refuses_what_it_does_not_know() -> None:
     program = (
-        "from services.common.serve import serve_from_command_line as serve\n"
+        "from services.common.rpc.command import serve_from_command_line as serve\n"
         "from services.common.errors import InvalidInput\n"
         "async def run(options):\n"
         "    if options.insecure: raise InvalidInput('port in use')\n"
@@ -88,10 +88,10 @@ HEAVY = ("torch", "vllm", "transformers", "zmq", "opentelemetry", "wandb", "mlfl
 
 
 def test_command_line_starts_without_torch() -> None:
-    program = "import sys, services.coordinator.cli; sys.stdout.write(' '.join(sys.modules))"
+    program = "import sys, services.coordinator.cli.main; sys.stdout.write(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     imported = set(done.stdout.split())
-    assert "services.coordinator.cli" in imported
+    assert "services.coordinator.cli.main" in imported
     assert not imported & set(HEAVY)
 
 
@@ -99,7 +99,7 @@ def test_coordinator_needs_no_torch() -> None:
     """Where torch is installed, tensorboardX imports it; where it is not, everything still must."""
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\n"
-        "import services.coordinator.cli, services.coordinator.session"
+        "import services.coordinator.cli.main, services.coordinator.rl.session"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

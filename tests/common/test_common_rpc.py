@@ -25,7 +25,9 @@ from services.common.errors import (
     Reason,
     Unavailable,
 )
-from services.common.rpc import Client, Server, parse_address, require_loopback
+from services.common.rpc.address import parse_address, require_loopback
+from services.common.rpc.client import Client
+from services.common.rpc.server import Server
 from services.common.stamps import require_stamp
 from services.common.tasks import gather
 from tests.support import free_port
@@ -207,7 +209,7 @@ async def test_server_that_goes_away_in_a_call_is_unavailable(rig: Rig) -> None:
 async def test_server_that_nobody_can_reach_is_unavailable_once_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("services.common.channel._PATIENCE_S", 0.0)
+    monkeypatch.setattr("services.common.rpc.channel._PATIENCE_S", 0.0)
     client = Client(f"127.0.0.1:{free_port()}", reward_pb2_grpc.RewardServiceStub)
     with pytest.raises(Unavailable, match=r"no connection within 2 s: Connection refused") as caught:
         await client.call("Score", pb.ScoreRequest(), timeout_s=2, wait_for_ready=True)

@@ -7,7 +7,7 @@ import yaml
 
 from services.common.config.load import keys, load
 from services.common.config.sft import SftConfig
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from services.common.weights import group as group_module
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore, StoreAddress
-from services.trainer.publish import send
+from services.trainer.ranks.publish import send
 from tests.common.group_lab import CPU, digest_of, join_all, message, receive, some_weights
 from tests.support import free_port
 

@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.errors import PermissionDenied, Reason, from_rpc_error
-from services.common.roles import MAY_CALL, Role, roles_in
-from services.common.tls import CERTIFICATE_FILE, KEY_FILE
+from services.common.rpc.identities import MAY_CALL, Role, roles_in
+from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE
 from services.coordinator.certs.authority import CA_KEY_FILE
 from tests.common.tls_lab import FILES, METHODS, UNLISTED, Certificates, call, calls, channel, serve
 

@@ -12,9 +12,10 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 
 from services.common.errors import InvalidInput, Unauthenticated
-from services.common.roles import Role
-from services.common.rpc import Client, Server
-from services.common.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
+from services.common.rpc.client import Client
+from services.common.rpc.identities import Role
+from services.common.rpc.server import Server
+from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
 from services.coordinator.certs.authority import renew
 from tests.common.tls_lab import HOST, Certificates
 

@@ -17,14 +17,16 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicySt
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PermissionDenied, Reason, Unauthenticated, Unavailable
-from services.common.roles import Role
-from services.common.rpc import Client, Server, require_secure
-from services.common.serve import serve_from_command_line
-from services.common.tls import Credentials, Transport
-from services.coordinator.cli import main
-from services.coordinator.clients.reward import Reward
-from services.coordinator.groups import SampledGroup
-from services.coordinator.launch import Addresses, launch
+from services.common.rpc.address import require_secure
+from services.common.rpc.client import Client
+from services.common.rpc.command import serve_from_command_line
+from services.common.rpc.identities import Role
+from services.common.rpc.server import Server
+from services.common.rpc.tls import Credentials, Transport
+from services.coordinator.cli.main import main
+from services.coordinator.data.groups import SampledGroup
+from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.launch import Addresses, launch
 from tests.common.tls_lab import HOST, Certificates, serve
 from tests.coordinator.fake_services import make_config, make_prompt
 from tests.support import free_port

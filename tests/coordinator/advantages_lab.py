@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.common.batch import SAMPLE_SCHEMA
 from services.common.config.advantage import AdvantageConfig
-from services.coordinator.advantages import ESTIMATORS, credit
+from services.coordinator.rl.advantages import ESTIMATORS, credit
 
 KINDS = sorted(ESTIMATORS)
 Row = dict[str, Any]

@@ -21,12 +21,13 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.model_card import read_model_card
-from services.common.rpc import Client, Server
+from services.common.rpc.client import Client
+from services.common.rpc.server import Server
+from services.coordinator.daemon.client import Coordinator
 from services.coordinator.daemon.run_logs import ToRunLog
 from services.coordinator.daemon.runs import Runs
 from services.coordinator.daemon.servicer import NAME, CoordinatorServicer
-from services.coordinator.launch import Addresses
-from services.coordinator.remote import Coordinator
+from services.coordinator.services.launch import Addresses
 from tests.coordinator.fake_services import FakeReplica, FakeReward
 
 MODEL = Path(__file__).parents[2] / "deploy" / "quickstart" / "model"

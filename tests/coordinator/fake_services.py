@@ -14,11 +14,11 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCar
 
 from services.common.config.run import Config
 from services.common.errors import LockstepError
-from services.common.rpc import Server
-from services.coordinator.clients.reward import Reward
-from services.coordinator.clients.rollout import Rollout
-from services.coordinator.collect import Collector
+from services.common.rpc.server import Server
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.rl.collect import Collector
+from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rollout import Rollout
 
 TOKENIZER = SimpleNamespace(eos_token_ids=(1,), decode=lambda tokens: " ".join(map(str, tokens)))
 

@@ -12,13 +12,13 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, PolicyStamp
 
 from services.common.config.run import Config
-from services.coordinator.collect import Collector
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.prompts import PromptDataset
-from services.coordinator.forwards import Forwards
-from services.coordinator.resume import open_run
-from services.coordinator.run import Phase, Run
-from services.coordinator.step import collect
+from services.coordinator.rl.collect import Collector
+from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.step import collect
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Phase, Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_prompt, replicas
 
 GREEDY_TOKEN = 77  # the others are below 50

@@ -11,7 +11,7 @@ from services.common.config.advantage import AdvantageConfig
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.advantages import credit
+from services.coordinator.rl.advantages import credit
 from tests.coordinator.advantages_lab import KINDS, credited, row, table
 
 YES, NO = True, False

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.advantage import AdvantageConfig, KlConfig
-from services.coordinator.advantages import credit
-from services.coordinator.advantages.controller import coef_after, next_coef, record
+from services.coordinator.rl.advantages import credit
+from services.coordinator.rl.advantages.controller import coef_after, next_coef, record
 from tests.coordinator.advantages_lab import KINDS, Row, batches, credited, flat, penalties, row, table
 
 SUM_OVER_SAMPLES = [kind for kind in KINDS if AdvantageConfig(kind=kind).needs_group]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.advantage import AdvantageConfig
-from services.coordinator.advantages import credit
+from services.coordinator.rl.advantages import credit
 from tests.coordinator.advantages_lab import (
     KINDS,
     Row,

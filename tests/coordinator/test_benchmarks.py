@@ -15,7 +15,7 @@ from services.common.config.load import load
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.devices import split_gpus
+from services.coordinator.services.devices import split_gpus
 from tests.coordinator.fake_services import FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)

@@ -11,9 +11,9 @@ from services.common.config.advantage import AdvantageConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
-from services.coordinator.advantages import credit
-from services.coordinator.collect import Draw
-from services.coordinator.groups import ScoredGroup, to_table
+from services.coordinator.data.groups import ScoredGroup, to_table
+from services.coordinator.rl.advantages import credit
+from services.coordinator.rl.collect import Draw
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)

@@ -9,8 +9,8 @@ from rich.console import Console
 from services.common.config.load import keys
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.config_list import below, show_keys
-from services.coordinator.config_page import config_page
+from services.coordinator.cli.config_list import below, show_keys
+from services.coordinator.cli.config_page import config_page
 
 KEYS = list(keys(Config))
 

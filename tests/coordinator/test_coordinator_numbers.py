@@ -5,8 +5,8 @@ import math
 import pytest
 
 from services.common.config.advantage import AdvantageConfig
-from services.coordinator.advantages import credit
-from services.coordinator.metrics import batch_metrics
+from services.coordinator.rl.advantages import credit
+from services.coordinator.rl.metrics import batch_metrics
 from tests.coordinator.advantages_lab import row, table
 
 

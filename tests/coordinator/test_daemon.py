@@ -14,10 +14,10 @@ from rich.console import Console
 from services.common.config.run import Config
 from services.common.errors import InternalError, InvalidInput, NotFound, PreconditionFailed, Unavailable
 from services.coordinator.daemon import runs as runs_module
+from services.coordinator.daemon.client import Coordinator
+from services.coordinator.daemon.following import follow
 from services.coordinator.daemon.runs import Runs
-from services.coordinator.following import follow
-from services.coordinator.launch import Addresses
-from services.coordinator.remote import Coordinator
+from services.coordinator.services.launch import Addresses
 from tests.coordinator.daemon_lab import NUM_STEPS, Daemon, Fakes, daemon, fake_services, run_settings, steps
 
 STARTING, STOPPING, FINISHED = pb.RUN_STATE_STARTING, pb.RUN_STATE_STOPPING, pb.RUN_STATE_FINISHED

@@ -13,7 +13,7 @@ import yaml
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
-from services.common.rpc import Client
+from services.common.rpc.client import Client
 from tests.coordinator.daemon_lab import Fakes, fake_services, run_settings
 from tests.support import free_port
 

@@ -11,10 +11,10 @@ from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
 from services.common.config.run import Config
 from services.common.errors import PermissionDenied, Reason
-from services.common.roles import Role
-from services.common.tls import Credentials, Transport
-from services.coordinator.launch import Addresses
-from services.coordinator.remote import Coordinator
+from services.common.rpc.identities import Role
+from services.common.rpc.tls import Credentials, Transport
+from services.coordinator.daemon.client import Coordinator
+from services.coordinator.services.launch import Addresses
 from tests.common.tls_lab import HOST, Certificates, channel
 from tests.coordinator.daemon_lab import run_settings
 from tests.coordinator.test_daemon_command import Command

@@ -17,19 +17,25 @@ from lockstep.types.v1 import types_pb2
 from lockstep.types.v1.types_pb2 import ServiceInfo
 from typer.testing import CliRunner
 
-from services.common import ports
 from services.common.config.run import Config
 from services.common.errors import Unavailable
-from services.common.roles import Role
-from services.common.rpc import Server
-from services.coordinator import devices
-from services.coordinator.cli import app, main
-from services.coordinator.doctor import broadcast, host, session
-from services.coordinator.doctor.broadcast import check_broadcast
-from services.coordinator.doctor.finding import Finding, Verdict
-from services.coordinator.doctor.inputs import examine_inputs
-from services.coordinator.doctor.running import Answer, check_agreement, check_answer, check_clock, examine_services
-from services.coordinator.launch import Addresses
+from services.common.rpc import ports
+from services.common.rpc.identities import Role
+from services.common.rpc.server import Server
+from services.coordinator.checks.doctor import broadcast, host, session
+from services.coordinator.checks.doctor.broadcast import check_broadcast
+from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.doctor.inputs import examine_inputs
+from services.coordinator.checks.doctor.running import (
+    Answer,
+    check_agreement,
+    check_answer,
+    check_clock,
+    examine_services,
+)
+from services.coordinator.cli.main import app, main
+from services.coordinator.services import devices
+from services.coordinator.services.launch import Addresses
 from services.reward.servicer import NAME, RewardServicer
 from tests.common.tls_lab import Certificates, serve
 from tests.coordinator.fake_services import make_config

@@ -21,12 +21,12 @@ from services.common.config.evaluation import EvalSetConfig
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
-from services.coordinator.eval_session import eval_config
-from services.coordinator.evaluation import evaluate, pass_at_k
-from services.coordinator.ledger import Kind
-from services.coordinator.reporters import Reporter
-from services.coordinator.resume import open_run
-from services.coordinator.run import Phase, Run
+from services.coordinator.observe.reporters import Reporter
+from services.coordinator.rl.eval_session import eval_config
+from services.coordinator.rl.evaluation import evaluate, pass_at_k
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Phase, Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
@@ -144,7 +144,7 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
 
 def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tmp_path: Path, monkeypatch):
     seconds = itertools.count()
-    monkeypatch.setattr("services.coordinator.run.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr("services.coordinator.runs.run.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     told: list[dict[str, float]] = []
     reporter = Reporter()
     reporter.evaluation = lambda version, metrics: told.append(metrics)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import Reason, Unavailable
-from services.coordinator.launch import Addresses, Child, launch
+from services.coordinator.services.launch import Addresses, Child, launch
 from tests.coordinator.fake_services import make_config
 
 

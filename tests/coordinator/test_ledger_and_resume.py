@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
-from services.coordinator.ledger import Kind, Ledger
-from services.coordinator.resume import Start, open_run
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.resume import Start, open_run
 from tests.coordinator.fake_services import make_config
 
 

@@ -11,12 +11,12 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.common.architecture import Architecture, read_architecture
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.cli import app, main
-from services.coordinator.memory import Memory, fsdp_memory, publication, stage_memory
-from services.coordinator.plan import check_model, show_plan
+from services.common.families.architecture import Architecture, read_architecture
+from services.coordinator.checks.memory import Memory, fsdp_memory, publication, stage_memory
+from services.coordinator.checks.plan import check_model, show_plan
+from services.coordinator.cli.main import app, main
 
 SHAPE = {
     "num_hidden_layers": 8,

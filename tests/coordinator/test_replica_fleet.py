@@ -19,10 +19,10 @@ from services.common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from services.coordinator.clients import rollout as fleet
-from services.coordinator.clients.replica import ReplicaState
-from services.coordinator.clients.rollout import Rollout
-from services.coordinator.groups import SampledGroup
+from services.coordinator.data.groups import SampledGroup
+from services.coordinator.services.clients import rollout as fleet
+from services.coordinator.services.clients.replica import ReplicaState
+from services.coordinator.services.clients.rollout import Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=3, digest="d" * 32)

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models
 
 from services.common.batch import SAMPLE_SCHEMA
 from services.common.errors import DataLoss, NotFound
-from services.coordinator.ledger import Kind, Ledger
-from services.coordinator.report import curves, samples
-from services.coordinator.report.page import gather, render, write_report
-from services.coordinator.resume import LEDGER
+from services.coordinator.observe.report import curves, samples
+from services.coordinator.observe.report.page import gather, render, write_report
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.resume import LEDGER
 from tests.coordinator.fake_services import make_config
 
 HOSTILE = [
@@ -101,10 +101,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(table.slice(0, 4), directory / "evaluations" / f"test-step-{NUM_STEPS:06d}.parquet")
     begin = "2026-11-21 15:56:18,408"
     (directory / "logs" / "trainer.log").write_text(
-        f"{begin} I trainer services.common.rpc: /lockstep.trainer.v1.TrainerService/Train: STALE_STAMP old <b>\n" * 2
+        f"{begin} I trainer services.rpc: /lockstep.trainer.v1.TrainerService/Train: STALE_STAMP old <b>\n" * 2
     )
     (directory / "logs" / "coordinator.log").write_text(
-        f"{begin} W services.coordinator.clients.reward: prompt p1: scorer code: TIMEOUT: 5 s (zero)\n"
+        f"{begin} W services.coordinator.services.clients.reward: prompt p1: scorer code: TIMEOUT: 5 s (zero)\n"
         '{"time": "2026-11-21T15:56:18.408+00:00", "message": "replica 127.0.0.1:5 is out: gone"}\n{"torn'
     )
     return directory

@@ -10,9 +10,9 @@ import pytest
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from rich.console import Console
 
-from services.coordinator.following import _runs_table
-from services.coordinator.lifecycle import _log_to
-from services.coordinator.reporters import Terminal
+from services.coordinator.daemon.following import _runs_table
+from services.coordinator.observe.reporters import Terminal
+from services.coordinator.services.lifecycle import _log_to
 from tests.coordinator.fake_services import make_config
 
 STEP = {

@@ -9,9 +9,9 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common.errors import PreconditionFailed, Reason
-from services.common.rpc import Server
-from services.coordinator.clients.reward import Reward
-from services.coordinator.groups import SampledGroup
+from services.common.rpc.server import Server
+from services.coordinator.data.groups import SampledGroup
+from services.coordinator.services.clients.reward import Reward
 from services.reward.scorers.exact import ExactScorer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config, make_prompt

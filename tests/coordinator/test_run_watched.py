@@ -12,14 +12,14 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
 from services.common.errors import InvalidInput, Unavailable
-from services.common.otel import Otel
-from services.coordinator.clients.reward import Reward
-from services.coordinator.clients.rollout import Rollout
-from services.coordinator.collect import Collector
-from services.coordinator.groups import to_table
-from services.coordinator.observing import TARGETS, ServiceFlags, watchers
-from services.coordinator.resume import open_run
-from services.coordinator.run import Phase, Run
+from services.common.telemetry.otel import Otel
+from services.coordinator.data.groups import to_table
+from services.coordinator.observe.watchers import TARGETS, ServiceFlags, watchers
+from services.coordinator.rl.collect import Collector
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Phase, Run
+from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rollout import Rollout
 from tests.common.watched import Span, otlp_collector, reward_service, scrape, value
 from tests.coordinator.fake_services import TOKENIZER, FakeReplica, make_config, make_prompt, replicas
 from tests.support import free_port

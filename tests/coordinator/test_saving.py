@@ -10,10 +10,10 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.run import CheckpointConfig
 from services.common.errors import InternalError, PreconditionFailed
-from services.coordinator.ledger import Kind
-from services.coordinator.resume import open_run
-from services.coordinator.run import Run
-from services.coordinator.step import update
+from services.coordinator.rl.step import update
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
 
 DIRECTORIES = ("critic_checkpoints", "checkpoints")

@@ -11,9 +11,9 @@ import pytest
 from services.common.config.sft import SftConfig
 from services.common.errors import PreconditionFailed
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.sft import Example, SftDataset
-from services.coordinator.resume import open_run
-from services.coordinator.sft import SftRun, evaluate
+from services.coordinator.runs.resume import open_run
+from services.coordinator.sft.data import Example, SftDataset
+from services.coordinator.sft.loop import SftRun, evaluate
 
 
 def example(index: int, num_tokens: int = 3) -> Example:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from services.common.errors import InvalidInput, PreconditionFailed
-from services.coordinator.observing import watchers
-from services.coordinator.resume import open_run
-from services.coordinator.run import Run
-from services.coordinator.trackers import mlflow as mlflow_tracker
+from services.coordinator.observe.trackers import mlflow as mlflow_tracker
+from services.coordinator.observe.watchers import watchers
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
 
 STEP, EVALUATION = {"reward/mean": 0.5, "time/step_s": 2.0}, {"eval/test/pass@4": 0.25}

@@ -19,7 +19,7 @@ import yaml
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 
-from services.common.rpc import Client
+from services.common.rpc.client import Client
 from tests.support import descendants, free_port, make_model, running, service_command, still_there
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.coordinator.cli import main
+from services.coordinator.cli.main import main
 from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, running_services
 from tests.support import free_port, still_there
 

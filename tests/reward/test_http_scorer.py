@@ -12,7 +12,8 @@ from lockstep.types.v1 import types_pb2
 from remote_end import served
 
 from services.common.errors import InvalidInput
-from services.common.rpc import Client, Server
+from services.common.rpc.client import Client
+from services.common.rpc.server import Server
 from services.reward.remote import MAX_RESPONSE_BYTES
 from services.reward.scorers.base import FailureReason
 from services.reward.servicer import RewardServicer

@@ -16,7 +16,8 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
-from services.common.rpc import Client, Server
+from services.common.rpc.client import Client
+from services.common.rpc.server import Server
 from services.reward.scorers.base import FailureReason
 from services.reward.servicer import RewardServicer
 

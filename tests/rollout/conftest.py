@@ -10,7 +10,7 @@ import torch
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
-from services.common.rpc import Client
+from services.common.rpc.client import Client
 from tests.rollout.rollout_stack import PlayedTrainer, Replica, Stack
 from tests.support import free_port, make_model, running, service_command
 

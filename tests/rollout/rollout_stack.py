@@ -14,11 +14,11 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp, SamplingParams,
 from transformers import AutoModelForCausalLM
 
 from services.common.model_card import read_model_card
-from services.common.rpc import Client
+from services.common.rpc.client import Client
 from services.common.weights import group as weight_group
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore
-from services.trainer.publish import Publication, send
+from services.trainer.ranks.publish import Publication, send
 
 MAX_MODEL_LEN = 512
 # Several buckets for each layer of the tiny models, so that a publication can end in the middle of one.

@@ -10,16 +10,17 @@ from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import Aborted, InvalidInput, PermissionDenied, PreconditionFailed
-from services.common.rpc import Client, Server
+from services.common.rpc.client import Client
+from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
-from services.coordinator.doctor import publication
-from services.coordinator.doctor.finding import Finding, Verdict
-from services.coordinator.doctor.publication import check_publication
-from services.coordinator.doctor.running import examine_services
-from services.coordinator.launch import Addresses
+from services.coordinator.checks.doctor import publication
+from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.doctor.publication import check_publication
+from services.coordinator.checks.doctor.running import examine_services
+from services.coordinator.services.launch import Addresses
 from services.rollout import servicer as rollout
 from services.trainer import servicer as trainer
-from services.trainer.ranks import Ranks
+from services.trainer.ranks.calls import Ranks
 from tests.rollout.rollout_stack import PlayedTrainer
 from tests.support import free_port
 

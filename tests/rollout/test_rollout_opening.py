@@ -9,7 +9,8 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 
 from services.common.errors import DeadlineExceeded
-from services.common.rpc import Client, Server
+from services.common.rpc.client import Client
+from services.common.rpc.server import Server
 from services.rollout import servicer as rollout_servicer
 from services.rollout.servicer import NAME, RolloutServicer
 

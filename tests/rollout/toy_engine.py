@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 
 from services.common.weights.digest import Sums
 from services.common.weights.plan import NamedTensors, Plan, pack
-from services.rollout.receiver import WeightReceiver
+from services.rollout.weights.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
 TP_RANK, TP_SIZE = 1, 2

@@ -17,9 +17,9 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from services.common.config.roles import CriticSettings, ReferenceConfig
+from services.common.config.trainer.roles import CriticSettings, ReferenceConfig
 from services.trainer.backend import Role
-from services.trainer.checkpoint import begin
+from services.trainer.checkpoint.manifest import begin
 from services.trainer.fsdp.weights import WeightStream
 from tests.trainer.fsdp_lab import samples, write
 from tests.trainer.megatron_checkpoint_lab import refusal
@@ -155,8 +155,8 @@ def critic_weights(lab: MegatronLab) -> dict[str, torch.Tensor]:
         head = backend._model.value_head.weight.detach().full_tensor()
         return {name: tensor.clone() for name, tensor in body} | {HEAD: head}
     # Megatron's library is large, and its backend is imported by those who want it.
-    from services.trainer.megatron.weights import WeightStream as ShardStream
-    from services.trainer.megatron.weights import held_parameters
+    from services.trainer.megatron.weights.stream import WeightStream as ShardStream
+    from services.trainer.megatron.weights.stream import held_parameters
 
     chunks, parallelism = backend._model.bare_chunks(), backend._model.parallelism
     body = ShardStream(held_parameters(chunks, parallelism), backend._map, parallelism, backend.device)

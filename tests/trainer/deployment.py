@@ -13,8 +13,8 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common import batch as batches
-from services.common.config.trainer import TrainerConfig
-from services.common.rpc import Client
+from services.common.config.trainer.section import TrainerConfig
+from services.common.rpc.client import Client
 from tests.support import free_port, make_batch, running
 from tests.trainer.fsdp_lab import config
 

@@ -16,11 +16,11 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from safetensors.torch import load_file, save_file
 
 from services.common import batch as batches
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer.section import TrainerConfig
 from services.trainer.backend import Role
-from services.trainer.checkpoint import begin
-from services.trainer.shards import forward_parts, train_parts
-from services.trainer.worker import Worker
+from services.trainer.checkpoint.manifest import begin
+from services.trainer.ranks.shards import forward_parts, train_parts
+from services.trainer.ranks.worker import Worker
 from tests.support import make_batch
 
 KINDS = ("untied", "tied", "moe")

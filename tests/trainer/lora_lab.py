@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from services.trainer.checkpoint import begin
+from services.trainer.checkpoint.manifest import begin
 from tests.trainer.fsdp_lab import samples, write
 from tests.trainer.megatron_lab import CP, OVERLAP, PP, TP, VPP, Layout, MegatronLab, run_all, run_ranks
 

@@ -19,7 +19,7 @@ import torch
 from services.common import batch as batches
 from services.trainer.backend import Role
 from services.trainer.losses.terms import Tokens
-from services.trainer.shards import trained_tokens
+from services.trainer.ranks.shards import trained_tokens
 from tests.trainer import fsdp_lab
 from tests.trainer.fsdp_lab import SMALL, write
 from tests.trainer.megatron_lab import CP, PP, TP, Layout, MegatronLab, config, run_all, run_ranks

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from services.common.errors import LockstepError
-from services.trainer.checkpoint import begin
-from services.trainer.megatron import checkpoint as megatron_checkpoint
-from services.trainer.megatron import shard_state, torch_dist
+from services.trainer.checkpoint.manifest import begin
+from services.trainer.megatron.checkpoint import save as megatron_checkpoint
+from services.trainer.megatron.checkpoint import shard_state, torch_dist
 from tests.support import descendants
 from tests.trainer.fsdp_lab import SMALL, samples, write
 from tests.trainer.megatron_lab import CP, EP, PP, TP, VPP, Layout, MegatronLab, run_ranks

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from services.common import batch as batches
-from services.common.config.roles import ReferenceConfig
-from services.common.config.trainer import TrainerConfig
-from services.common.layout import data_parallel_size
+from services.common.config.trainer.roles import ReferenceConfig
+from services.common.config.trainer.section import TrainerConfig
+from services.common.megatron.layout import data_parallel_size
 from services.trainer.backend import Role
-from services.trainer.shards import forward_parts, train_parts
-from services.trainer.worker import Worker
+from services.trainer.ranks.shards import forward_parts, train_parts
+from services.trainer.ranks.worker import Worker
 from tests.trainer.fsdp_lab import BASE, FULL_LOSS, TEMPERATURE, samples, write
 
 # Three micro-batches on one data-parallel rank, two on each of two.

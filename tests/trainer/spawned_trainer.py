@@ -2,7 +2,7 @@
 
 import runpy
 
-from services.trainer import launcher
+from services.trainer.ranks import launcher
 
 if __name__ == "__main__":
     launcher._method = lambda: "spawn"

@@ -12,8 +12,9 @@ from lockstep.types.v1.types_pb2 import ModelCard
 from safetensors.torch import load_file
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
-from services.trainer import checkpoint, export
-from services.trainer.checkpoint import TrainState, begin, finish, staging, verify
+from services.trainer.checkpoint import export
+from services.trainer.checkpoint import manifest as checkpoint
+from services.trainer.checkpoint.manifest import TrainState, begin, finish, staging, verify
 
 STATE = TrainState(version=7, last_batch_id="b7", last_metrics={"loss": 0.25})
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.common.config.roles import CriticSettings
+from services.common.config.trainer.roles import CriticSettings
 from services.trainer.backend import Role
 from tests.support import make_model
 from tests.trainer.critic_lab import (

@@ -10,7 +10,7 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.config.roles import CriticSettings
+from services.common.config.trainer.roles import CriticSettings
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
 from tests.trainer.critic_lab import with_returns
 from tests.trainer.deployment import Deployment

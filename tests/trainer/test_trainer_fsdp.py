@@ -10,8 +10,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import PreconditionFailed, Reason
-from services.trainer.checkpoint import begin
-from services.trainer.optim import make_adamw
+from services.trainer.checkpoint.manifest import begin
+from services.trainer.updates.optim import make_adamw
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_lab import KINDS, SMALL, TEMPERATURE, UPDATES, Lab, config, read, samples
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
-from services.trainer.checkpoint import begin
+from services.trainer.checkpoint.manifest import begin
 from tests.trainer.fsdp_lab import SMALL, Lab, config
 
 TINY = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common import serve
-from services.common.serve import ServeOptions
-from services.trainer import command, rank
+from services.common.rpc import command as serve
+from services.common.rpc.command import ServeOptions
+from services.trainer import command
+from services.trainer.ranks import rank
 from tests.support import still_there
 from tests.trainer.deployment import deployed
 from tests.trainer.toy_ranks import EXIT_CODE

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from services.trainer import logprobs
-from services.trainer.logprobs import linear_logprobs
+from services.trainer.updates import logprobs
+from services.trainer.updates.logprobs import linear_logprobs
 from tests.trainer.labs import forks
 
 M, D, V = 7, 5, 12

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.loss import Aggregation, LossConfig, LossKind
-from services.common.config.trainer import OptimConfig
+from services.common.config.trainer.loss import Aggregation, LossConfig, LossKind
+from services.common.config.trainer.section import OptimConfig
 from services.trainer.losses import LOSSES, Totals
 from services.trainer.losses.kl import KL_ESTIMATES, kl_k3
 from services.trainer.losses.terms import Tokens, clipped_surrogate, token_weights
-from services.trainer.optim import learning_rate
+from services.trainer.updates.optim import learning_rate
 
 LOGPROBS = st.floats(-20, 0)
 # Three sequences of 3, 1 and 4 tokens, of which 2, 0 and 4 are trained on.

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from services.common.errors import InternalError, Reason
-from services.trainer import ranks as ranks_module
-from services.trainer.ranks import Ranks, follow
+from services.trainer.ranks import calls as ranks_module
+from services.trainer.ranks.calls import Ranks, follow
 from tests.support import free_port
 from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker, toy
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from services.trainer import checkpoint
+from services.trainer.checkpoint import manifest as checkpoint
 from tests.support import make_model
 from tests.trainer.fsdp_lab import read
 from tests.trainer.labs import start_lab

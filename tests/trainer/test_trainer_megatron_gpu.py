@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from services.trainer.checkpoint import begin
+from services.trainer.checkpoint.manifest import begin
 from services.trainer.megatron import model
-from services.trainer.worker import Worker
+from services.trainer.ranks.worker import Worker
 from tests.support import make_model
 from tests.trainer.fsdp_lab import SMALL, Lab, samples
 

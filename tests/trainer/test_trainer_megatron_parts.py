@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import services.trainer.megatron  # noqa: F401  (before megatron itself)
 from services.common.errors import InvalidInput
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, zigzag
-from services.trainer.megatron.offload import Offloader
+from services.trainer.megatron.optim.offload import Offloader
 from services.trainer.megatron.passthrough import make
 from services.trainer.megatron.transformer import model_settings, read_config, transformer_settings
-from services.trainer.packing import Pack
+from services.trainer.updates.packing import Pack
 
 quick = settings(max_examples=60, deadline=None)
 

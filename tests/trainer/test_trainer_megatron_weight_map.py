@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.common.errors import InternalError
-from services.trainer.megatron.weight_map import WeightMap
+from services.trainer.megatron.weights.weight_map import WeightMap
 
 
 def hf_config(model_type: str = "qwen3", **changes: Any) -> SimpleNamespace:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
-from services.trainer.network import published_host, use_interface_to
+from services.trainer.ranks.network import published_host, use_interface_to
 from tests.support import descendants, free_port, running, still_there
 from tests.trainer.deployment import Deployment
 from tests.trainer.toy_nodes import toy

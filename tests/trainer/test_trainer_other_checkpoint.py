@@ -6,7 +6,7 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.errors import InternalError, PreconditionFailed
-from services.trainer.checkpoint import begin
+from services.trainer.checkpoint.manifest import begin
 from tests import support
 from tests.trainer.deployment import Deployment
 from tests.trainer.fsdp_lab import Lab

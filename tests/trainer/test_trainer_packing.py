@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.common import batch as batches
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
-from services.trainer.packing import assign, build_pack
-from services.trainer.shards import forward_parts, train_parts
+from services.trainer.ranks.shards import forward_parts, train_parts
+from services.trainer.updates.packing import assign, build_pack
 from tests.trainer.fsdp_lab import samples
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from services.common.config.trainer import ProfilerConfig
-from services.trainer.profiler import Profiler
+from services.common.config.trainer.section import ProfilerConfig
+from services.trainer.updates.profiler import Profiler
 
 SNAPSHOT = {
     "segments": [

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 from services.common import batch as batches
 from services.common.errors import Aborted, DeadlineExceeded, InternalError, LockstepError, PreconditionFailed, Reason
-from services.common.rpc import Client, Server
+from services.common.rpc.client import Client
+from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
-from services.trainer import checkpoint
-from services.trainer.ranks import Message, Ranks, follow
+from services.trainer.checkpoint import manifest as checkpoint
+from services.trainer.ranks.calls import Message, Ranks, follow
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.support import make_batch
 from tests.trainer.deployment import messages

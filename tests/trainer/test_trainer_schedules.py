@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.trainer import OptimConfig
-from services.trainer.optim import learning_rate, weight_decay
+from services.common.config.trainer.section import OptimConfig
+from services.trainer.updates.optim import learning_rate, weight_decay
 from tests.trainer.fsdp_lab import OPTIM, Lab, samples
 
 # num_steps -> learning rate, weight decay; by the name of a config.

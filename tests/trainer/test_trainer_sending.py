@@ -11,7 +11,7 @@ from services.common.errors import Aborted, InternalError
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore
 from services.trainer.backend import Role
-from services.trainer.worker import Worker
+from services.trainer.ranks.worker import Worker
 from tests.common.group_lab import CPU, join_all, message, receive
 
 WEIGHTS = [("a", torch.zeros(4)), ("b", torch.ones(4))]

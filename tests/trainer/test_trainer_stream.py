@@ -19,10 +19,10 @@ import torch
 from hypothesis import example, given, settings
 
 from services.common.weights.plan import Plan, unpack
-from services.trainer.megatron import weights as module
-from services.trainer.megatron.weight_map import Part
-from services.trainer.megatron.weights import Held, WeightStream
-from services.trainer.publish import send
+from services.trainer.megatron.weights import stream as module
+from services.trainer.megatron.weights.stream import Held, WeightStream
+from services.trainer.megatron.weights.weight_map import Part
+from services.trainer.ranks.publish import send
 
 CPU, TIMEOUT_S = torch.device("cpu"), 20
 Layout = list[tuple[tuple[int, ...], int, int]]

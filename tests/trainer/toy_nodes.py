@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 
 from services.common.process import configure_logging
-from services.trainer import ranks
-from services.trainer.ranks import Message, Ranks, follow
+from services.trainer.ranks import calls as ranks
+from services.trainer.ranks.calls import Message, Ranks, follow
 
 # In the place of 5 s and 30 s.
 HEARTBEAT_MS, SILENCE_MS = 100, 1_000

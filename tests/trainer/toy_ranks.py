@@ -6,7 +6,7 @@ import signal
 import sys
 
 from services.common import process
-from services.trainer import launcher
+from services.trainer.ranks import launcher
 
 EXIT_CODE = 5
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -10,12 +10,12 @@ from services.common.config.base import NAME, Strict
 from services.common.config.data import DataConfig
 from services.common.config.evaluation import EvaluationConfig, check_evaluation
 from services.common.config.observability import ObservabilityConfig
-from services.common.config.reward import RewardConfig
-from services.common.config.roles import CriticConfig, ReferenceConfig
+from services.common.config.reward.section import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.selection import SelectionConfig, check_selection
-from services.common.config.trainer import TrainerConfig, require_used
-from services.common.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
+from services.common.config.trainer.roles import CriticConfig, ReferenceConfig
+from services.common.config.trainer.section import TrainerConfig, require_used
+from services.common.megatron.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
 
 
 class CheckpointConfig(Strict):

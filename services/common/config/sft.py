@@ -9,8 +9,8 @@ from services.common.config.base import NAME, Strict
 from services.common.config.data import FilesConfig
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
-from services.common.config.trainer import TrainerConfig, require_used
-from services.common.layout import Layout, check_layout, samples_at_once
+from services.common.config.trainer.section import TrainerConfig, require_used
+from services.common.megatron.layout import Layout, check_layout, samples_at_once
 
 
 class SftDataConfig(FilesConfig):

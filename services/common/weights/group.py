@@ -17,7 +17,7 @@ from lockstep.types.v1 import types_pb2
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from services.common.errors import Aborted, InvalidInput
-from services.common.network import route_to
+from services.common.rpc.network import route_to
 from services.common.weights.store import StoreAddress, StoreClient
 
 # Completion of a collective, and a key in the store, can only be asked for: torch offers no event for either.

@@ -5,9 +5,9 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.rpc import Server
-from services.common.serve import ServeOptions, serve_from_command_line
-from services.common.tls import Transport
+from services.common.rpc.command import ServeOptions, serve_from_command_line
+from services.common.rpc.server import Server
+from services.common.rpc.tls import Transport
 
 
 async def run(runs_dir: Path, options: ServeOptions) -> int:

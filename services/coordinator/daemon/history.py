@@ -9,8 +9,8 @@ from pathlib import Path
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.errors import DataLoss
-from services.coordinator.ledger import Kind
-from services.coordinator.resume import LEDGER
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.resume import LEDGER
 
 
 def read_run(directory: Path) -> pb.Run | None:

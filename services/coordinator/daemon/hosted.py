@@ -13,11 +13,11 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.coordinator.daemon.history import event_of, is_news, read_events
 from services.coordinator.daemon.run_logs import logging_to
-from services.coordinator.launch import Addresses
-from services.coordinator.outcome import Outcome
-from services.coordinator.reporters import Reporter
-from services.coordinator.run import Run
-from services.coordinator.session import load_data, with_data
+from services.coordinator.observe.reporters import Reporter
+from services.coordinator.rl.session import load_data, with_data
+from services.coordinator.runs.outcome import Outcome
+from services.coordinator.runs.run import Run
+from services.coordinator.services.launch import Addresses
 
 log = logging.getLogger(__name__)
 

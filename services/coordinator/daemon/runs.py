@@ -11,8 +11,8 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
 from services.coordinator.daemon.history import read_run
 from services.coordinator.daemon.hosted import HostedRun
-from services.coordinator.devices import visible_gpus
-from services.coordinator.launch import Addresses, started_ranks
+from services.coordinator.services.devices import visible_gpus
+from services.coordinator.services.launch import Addresses, started_ranks
 
 log = logging.getLogger(__name__)
 

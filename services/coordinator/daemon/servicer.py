@@ -11,14 +11,15 @@ from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
 from services.common.config.load import parse_json
 from services.common.config.run import Config
-from services.common.rpc import require_secure, service_info
-from services.common.tls import LOCAL, Transport
+from services.common.rpc.address import require_secure
+from services.common.rpc.server import service_info
+from services.common.rpc.tls import LOCAL, Transport
+from services.coordinator.checks.plan import check_model
 from services.coordinator.daemon.history import is_news, read_events
 from services.coordinator.daemon.hosted import with_state
 from services.coordinator.daemon.logs import read_log
 from services.coordinator.daemon.runs import Runs
-from services.coordinator.launch import Addresses
-from services.coordinator.plan import check_model
+from services.coordinator.services.launch import Addresses
 
 NAME = "lockstep.coordinator.v1.CoordinatorService"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.coordinator.clients.trainer import Model
 from services.coordinator.replay.record import Difference, Record, compare
-from services.coordinator.resume import CRITIC_CHECKPOINTS
-from services.coordinator.run import Run
+from services.coordinator.runs.resume import CRITIC_CHECKPOINTS
+from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.trainer import Model
 
 # Of a checkpoint: the tensors. What lies beside them has random names in it.
 _TENSORS = ".distcp"

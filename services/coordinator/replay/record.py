@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
-from services.coordinator.ledger import Kind
-from services.coordinator.recorded import RecordedLedger
-from services.coordinator.resume import CHECKPOINTS, CRITIC_CHECKPOINTS, differences
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.resume import CHECKPOINTS, CRITIC_CHECKPOINTS, differences
 
 _DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
 

@@ -8,11 +8,11 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
 from services.common.errors import LockstepError, NotFound, Reason
 from services.common.tasks import gather
-from services.coordinator.clients.reward import Reward
+from services.coordinator.data.groups import FINISH_REASONS, SampledGroup
 from services.coordinator.data.prompts import Prompt, PromptDataset
 from services.coordinator.data.tokenizer import Tokenizer
-from services.coordinator.groups import FINISH_REASONS, SampledGroup
 from services.coordinator.replay.record import Batch, Difference, compare, require_same_data
+from services.coordinator.services.clients.reward import Reward
 
 _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
 Row = Mapping[str, Any]

@@ -10,22 +10,22 @@ from pathlib import Path
 from rich.console import Console
 
 from services.common.config.advantage import AdvantageConfig
-from services.common.config.roles import ReferenceConfig
 from services.common.config.run import Config
+from services.common.config.trainer.roles import ReferenceConfig
 from services.common.errors import InvalidInput
-from services.coordinator.clients.reward import Reward
-from services.coordinator.clients.trainer import Model, Trainer
-from services.coordinator.closing import close_run
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.tokenizer import Tokenizer
-from services.coordinator.launch import Addresses
-from services.coordinator.lifecycle import with_services
 from services.coordinator.replay.critic import replay_critic
 from services.coordinator.replay.record import Difference, Record, require_positive
 from services.coordinator.replay.rewards import replay_rewards
 from services.coordinator.replay.training import replay_training
-from services.coordinator.resume import open_run
-from services.coordinator.run import Run
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.trainer import Model, Trainer
+from services.coordinator.services.closing import close_run
+from services.coordinator.services.launch import Addresses
+from services.coordinator.services.lifecycle import with_services
 
 
 class What(StrEnum):

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.coordinator.clients.trainer import Trainer
-from services.coordinator.metrics import batch_metrics
-from services.coordinator.publication import weight_group
 from services.coordinator.replay.record import Batch, Difference, Record, compare
-from services.coordinator.run import Run
+from services.coordinator.rl.metrics import batch_metrics
+from services.coordinator.rl.publication import weight_group
+from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.trainer import Trainer
 
 
 async def replay_training(

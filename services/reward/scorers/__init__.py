@@ -1,1 +1,1 @@
-"""Scorers, one file each. A new one also needs a config in services/common/config/reward.py and a line in run.py."""
+"""Scorers, one file each. A new one also needs a config in common/config/reward/section.py and a line in run.py."""

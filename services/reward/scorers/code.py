@@ -4,8 +4,8 @@ import asyncio
 import platform
 from typing import Any
 
-from services.common.config.code import CodeConfig
-from services.common.config.reward import RewardConfig
+from services.common.config.reward.code import CodeConfig
+from services.common.config.reward.section import RewardConfig
 from services.reward.graders.code import Tests, find_program, read_tests
 from services.reward.sandbox import Limits, Sandbox
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError

@@ -1,6 +1,6 @@
 """Same text."""
 
-from services.common.config.reward import ExactConfig, RewardConfig
+from services.common.config.reward.section import ExactConfig, RewardConfig
 from services.reward.scorers.base import Item, Scorer
 
 

@@ -1,6 +1,6 @@
 """A regular expression that the whole completion must match."""
 
-from services.common.config.reward import FormatConfig, RewardConfig
+from services.common.config.reward.section import FormatConfig, RewardConfig
 from services.reward.scorers.worker import WorkerScorer
 
 

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from services.common.config.reward import Gsm8kConfig, RewardConfig
+from services.common.config.reward.section import Gsm8kConfig, RewardConfig
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 
 # A minus counts as a sign only where it cannot be a difference (5-3) or a range (3-5).

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from services.common.config.remote_scorers import HttpConfig
-from services.common.config.reward import RewardConfig
+from services.common.config.reward.remote import HttpConfig
+from services.common.config.reward.section import RewardConfig
 from services.reward.remote import Remote
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 

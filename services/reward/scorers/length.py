@@ -1,6 +1,6 @@
 """Penalty for long samples."""
 
-from services.common.config.reward import LengthConfig, RewardConfig
+from services.common.config.reward.section import LengthConfig, RewardConfig
 from services.reward.scorers.base import Item, Scorer
 
 

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from services.common.config.reward import MathConfig, RewardConfig
+from services.common.config.reward.section import MathConfig, RewardConfig
 from services.reward.scorers.worker import WorkerScorer
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from services.common.config.reward import RewardConfig
-from services.common.config.scorer import ITEM_FIELDS
+from services.common.config.reward.scorer import ITEM_FIELDS
+from services.common.config.reward.section import RewardConfig
 from services.reward.pool import Target, WorkerPool
 from services.reward.scorers.base import Item, Scorer
 

@@ -10,15 +10,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
 from services.trainer.backend import LossFunction, Role, compute_dtype
+from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.supported import require_all_published
 from services.trainer.fsdp.weights import WeightStream
-from services.trainer.optim import make_adamw
-from services.trainer.packing import Pack
-from services.trainer.torch_checkpoint import typed_errors
+from services.trainer.updates.optim import make_adamw
+from services.trainer.updates.packing import Pack
 
 
 class FsdpBackend:

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
+from services.trainer.checkpoint.model_files import tensor_files
 from services.trainer.fsdp import attention
 from services.trainer.fsdp.supported import require_supported
-from services.trainer.logprobs import linear_logprobs
-from services.trainer.model_files import tensor_files
-from services.trainer.packing import Pack
+from services.trainer.updates.logprobs import linear_logprobs
+from services.trainer.updates.packing import Pack
 
 
 class _Model(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from services.common.errors import InvalidInput
-from services.trainer.model_files import tensor_files
+from services.trainer.checkpoint.model_files import tensor_files
 
 # What some architectures do to logits after the output layer, which is left out here.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")

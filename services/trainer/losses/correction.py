@@ -7,7 +7,7 @@ Kills Stability".
 
 import torch
 
-from services.common.config.loss import CorrectionConfig
+from services.common.config.trainer.loss import CorrectionConfig
 from services.trainer.losses.terms import Tokens
 
 

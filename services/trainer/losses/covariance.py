@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from services.common.config.loss import LossConfig
+from services.common.config.trainer.loss import LossConfig
 from services.trainer.losses.grpo import grpo
 from services.trainer.losses.terms import Tokens
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.common.config.loss import LossConfig
+from services.common.config.trainer.loss import LossConfig
 from services.trainer.losses.terms import Tokens
 
 

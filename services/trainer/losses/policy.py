@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from services.common.config.loss import LossConfig
+from services.common.config.trainer.loss import LossConfig
 from services.trainer.losses.cispo import cispo
 from services.trainer.losses.correction import correction
 from services.trainer.losses.covariance import clip_cov, kl_cov
@@ -45,7 +45,7 @@ def policy_loss(
 
     Args:
         outputs_2N: Log-probability under the policy and its entropy at each token, in nats; carries the gradient.
-        columns: Those of services.trainer.packing.Pack and old_logprobs. What is read besides loss_mask,
+        columns: Those of services.trainer.updates.packing.Pack and old_logprobs. What is read besides loss_mask,
             completion_length and behaviour_logprobs depends on `config`: advantages unless kind is sft, ref_logprobs
             if kl_coef is set, and covariance for the kinds of services.trainer.losses.covariance.
         lengths: Tokens of each sequence in N.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common.config.loss import MeanConfig
+from services.common.config.trainer.loss import MeanConfig
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Totals:
 class Tokens:
     """N predicted tokens of whole sequences, as a loss sees them; `logprobs_N`, of the policy, carries the gradient.
 
-    `columns` is that of services.trainer.packing.Pack with old_logprobs, `lengths` the tokens of each sequence in N.
+    `columns` is that of updates.packing.Pack with old_logprobs, `lengths` the tokens of each sequence in N.
     """
 
     logprobs_N: torch.Tensor

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from services.common.config.loss import ValueLossConfig
+from services.common.config.trainer.loss import ValueLossConfig
 from services.trainer.losses.terms import Totals, token_weights
 
 
@@ -18,7 +18,7 @@ def value_loss(
 
     Args:
         values_N: What the critic says; carries the gradient.
-        columns: Of services.trainer.packing.Pack: loss_mask, completion_length, returns and, if clipped, values.
+        columns: Of updates.packing.Pack: loss_mask, completion_length, returns and, if clipped, values.
         totals: Counts over the whole mini-batch.
         config: Clip and aggregation.
     """

@@ -8,13 +8,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from services.common.architecture import Architecture, read_architecture
-from services.common.config.trainer import TrainerConfig
-from services.common.layout import check_layout
+from services.common.config.trainer.section import TrainerConfig
+from services.common.families.architecture import Architecture, read_architecture
+from services.common.megatron.layout import check_layout
 from services.trainer.backend import LossFunction, Role, compute_dtype
-from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
-from services.trainer.megatron.lora import add_adapters, merged_values, without_adapters
-from services.trainer.megatron.lora_map import AdapterMap
+from services.trainer.megatron.checkpoint.save import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.model import (
     LogprobModel,
@@ -24,19 +22,21 @@ from services.trainer.megatron.model import (
     transformer_config,
     wrap_chunks,
 )
-from services.trainer.megatron.offload import Offloader
-from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
+from services.trainer.megatron.optim.adam import make_optimizer, set_rates, state_tensors
+from services.trainer.megatron.optim.offload import Offloader
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import MegatronModel
 from services.trainer.megatron.transformer import read_config
-from services.trainer.megatron.weight_map import WeightMap
-from services.trainer.megatron.weights import (
+from services.trainer.megatron.weights.lora import add_adapters, merged_values, without_adapters
+from services.trainer.megatron.weights.lora_map import AdapterMap
+from services.trainer.megatron.weights.stream import (
     WeightStream,
     gather_json,
     held_parameters,
     load_checkpoint_weights,
 )
-from services.trainer.packing import Pack
+from services.trainer.megatron.weights.weight_map import WeightMap
+from services.trainer.updates.packing import Pack
 
 T = TypeVar("T")
 

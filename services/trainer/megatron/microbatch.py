@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch.distributed import ProcessGroup
 
-from services.trainer.packing import Pack
+from services.trainer.updates.packing import Pack
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import PretrainedConfig
 
-from services.common.config.megatron import MegatronConfig
-from services.common.config.trainer import TrainerConfig
-from services.trainer.logprobs import linear_logprobs
+from services.common.config.trainer.megatron import MegatronConfig
+from services.common.config.trainer.section import TrainerConfig
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.passthrough import make, refusals
 from services.trainer.megatron.transformer import model_settings, transformer_settings
+from services.trainer.updates.logprobs import linear_logprobs
 
 # Kernels that exist only there.
 _NEEDS_GPU = (

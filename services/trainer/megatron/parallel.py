@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from services.common.config.megatron import MegatronConfig
+from services.common.config.trainer.megatron import MegatronConfig
 
 
 class Parallelism:

@@ -11,11 +11,11 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-from services.common.layout import Layout
+from services.common.megatron.layout import Layout
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs
 from services.trainer.megatron.model import unwrap
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.packing import Pack
+from services.trainer.updates.packing import Pack
 
 # (micro-batch, outputs [K, N] at the predictions of its pack) -> whatever the schedule is to collect.
 Collect = Callable[[MicroBatch, torch.Tensor], Any]

@@ -6,8 +6,8 @@ from typing import Any
 from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig
 
-from services.common.architecture import FAMILIES
 from services.common.errors import InvalidInput
+from services.common.families.architecture import FAMILIES
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.data import cli, parquet
-from services.coordinator.data.convert import ConversionOptions, convert
-from services.coordinator.data.deepscaler import DEEPSCALER
-from services.coordinator.data.gsm8k import GSM8K
+from services.coordinator.cli import data as cli
+from services.coordinator.data import parquet
+from services.coordinator.data.prepare.convert import ConversionOptions, convert
+from services.coordinator.data.prepare.deepscaler import DEEPSCALER
+from services.coordinator.data.prepare.gsm8k import GSM8K
 from services.coordinator.data.prompts import PromptDataset
 
 SOLUTION = "She sold 48/2 = <<48/2=24>>24 thousand.\nAltogether 48+24 = <<48+24=72>>72 thousand.\n#### 72,000"
@@ -299,8 +300,8 @@ def convert_from_hub(endpoint: str, source: str, tmp_path: Path) -> subprocess.C
     """In a process of its own: the hub client reads its settings once, when it is imported."""
     code = (
         "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
-        "from services.coordinator.data.convert import ConversionOptions, convert\n"
-        "from services.coordinator.data.gsm8k import GSM8K\n"
+        "from services.coordinator.data.prepare.convert import ConversionOptions, convert\n"
+        "from services.coordinator.data.prepare.gsm8k import GSM8K\n"
         "try:\n    print(dict(convert(GSM8K, sys.argv[1], Path(sys.argv[2]), ConversionOptions()).num_rows))\n"
         "except LockstepError as error:\n    print(type(error).__name__, error)\n"
     )

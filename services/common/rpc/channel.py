@@ -1,0 +1,158 @@
+"""The client's end of one service's connection: made with the newest certificate, and open about why it is refused."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from services.common.errors import Unauthenticated, Unavailable
+from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials
+
+# How often, while it is waited for, and how long it is tried why there is no connection.
+_EXPLAIN_S = 5.0
+# A service that was started together with this one is there by then; for another somebody may have to do something.
+_PATIENCE_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Channel:
+    """A stub of one service. After the certificate was renewed, later calls get a stub on a new channel.
+
+    A call in progress keeps its stub, and with it the former channel, which gRPC closes with the last reference to it.
+    """
+
+    def __init__(self, address: str, stub: type, tls: Credentials | None, options: Sequence[tuple[str, Any]]):
+        self._address, self._make_stub, self._tls, self._options = address, stub, tls, options
+        self._identity = tls and tls.current()
+        self._last_refusal = ""
+        self._open()
+
+    def stub(self) -> Any:
+        """The stub for a new call. The caller holds on to it until the call has ended."""
+        if self._tls is not None and (identity := self._tls.current()) is not self._identity:
+            self._identity = identity
+            self._open()
+        return self._stub
+
+    async def connect(self, timeout_s: float, *, target: str) -> float:
+        """Waits for the service to be there; what is left of `timeout_s`.
+
+        gRPC's own wait does not tell a service that is not there yet from one that will never accept this end.
+
+        Raises:
+            Unauthenticated: It is there, and one end refuses the other.
+            Unavailable: There was none within `timeout_s`; says of `target` how the last attempt ended.
+        """
+        self.stub()
+        begin = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_ready(self._channel, f"{target}: no connection yet, waiting up to {timeout_s:g} s")
+        except TimeoutError as error:
+            why = self._last_refusal or "no answer"
+            raise Unavailable(f"{target}: no connection within {timeout_s:g} s: {why}") from error
+        return max(0.0, begin + timeout_s - time.monotonic())
+
+    async def explain(self) -> str:
+        """Tries why there is no connection: nobody is there, and with which words, or "" if somebody is.
+
+        Raises:
+            Unauthenticated: As `require_mutual_trust`.
+        """
+        return await require_mutual_trust(self._address, self._tls)
+
+    async def close(self) -> None:
+        """Ends it together with its calls."""
+        await self._channel.close()
+
+    async def _until_ready(self, channel: grpc.aio.Channel, news: str) -> None:
+        said, begin = "", time.monotonic()
+        while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            # gRPC retries, and says no more about it until it succeeds.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXPLAIN_S):
+                    await channel.wait_for_state_change(state)
+            if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                self._last_refusal = await self.explain()
+                if time.monotonic() - begin > _PATIENCE_S and self._last_refusal != said:
+                    said = self._last_refusal
+                    log.warning("%s: %s", news, said)
+
+    def _open(self) -> None:
+        if self._identity is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options=self._options)
+        else:
+            identity = self._identity
+            credentials = grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)
+            self._channel = grpc.aio.secure_channel(self._address, credentials, options=self._options)
+        self._stub = self._make_stub(self._channel)
+
+
+async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
+    """Returns "" if the service at `address` and this end accept each other; if it is not there, what says so.
+
+    Raises:
+        Unauthenticated: One end refuses the other; says why and what to do.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        async with asyncio.timeout(_EXPLAIN_S):
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=_context(tls))
+            with contextlib.closing(writer):
+                # A service speaks first. Only here shows, with TLS 1.3, whether it accepts the client's certificate.
+                why = await _refusal(reader)
+        if tls is None:
+            why = "the service wants mTLS: pass --tls with a certificate"
+    except ssl.SSLError as error:
+        why = _why(error, host) if tls else ""
+    except OSError as error:  # also a name that is not known, and a timeout, which has no words
+        return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+    if why:
+        raise Unauthenticated(f"{address}: {why}", address=address)
+    return ""
+
+
+async def _refusal(reader: asyncio.StreamReader) -> str:
+    try:
+        if await reader.read(1):
+            return ""
+        what = "it closed the connection"
+    except (ssl.SSLError, ConnectionError) as error:
+        what = getattr(error, "reason", None) or str(error)
+    return (
+        f"the service refuses this certificate ({what}): if it expired, renew it (`lockstep certs renew`); otherwise "
+        "see that both ends have the same ca.pem"
+    )
+
+
+def _context(tls: Credentials | None) -> ssl.SSLContext:
+    if tls is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said or believed
+    else:
+        context = ssl.create_default_context(cadata=tls.current().ca.decode())
+        context.load_cert_chain(tls.directory / CERTIFICATE_FILE, tls.directory / KEY_FILE)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _why(error: ssl.SSLError, host: str) -> str:
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return f"the TLS handshake failed ({error.reason}): is the service started with --tls?"
+    if "mismatch" in error.verify_message:
+        return (
+            f"the certificate of the service is not for {host!r} ({error.verify_message}): call it by a name that it "
+            f"has, or issue it another with `lockstep certs issue ... --host {host}`"
+        )
+    return (
+        f"the certificate of the service is refused ({error.verify_message}): if it expired, renew it there (`lockstep "
+        "certs renew`); otherwise see that both ends have the same ca.pem"
+    )

@@ -1,0 +1,79 @@
+"""Calls a service: every call names its deadline, and every failure is a LockstepError."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from services.common.errors import InvalidInput, LockstepError, from_rpc_error
+from services.common.rpc.address import require_secure
+from services.common.rpc.channel import Channel
+from services.common.rpc.options import OPTIONS
+from services.common.rpc.tls import LOCAL, Transport
+from services.common.telemetry.context import outgoing
+
+
+class Client:
+    """Calls one service. Every call names its deadline; every failure is the exception that the service raised."""
+
+    def __init__(self, address: str, stub: type, transport: Transport = LOCAL):
+        """Does not connect yet.
+
+        Raises:
+            InvalidInput: As `require_secure`.
+        """
+        require_secure(address, transport, field="address")
+        self.address = address
+        self._kind = stub.__name__.removesuffix("Stub").removesuffix("Service").lower()
+        self._channel = Channel(address, stub, transport.tls, OPTIONS)
+        self._was_answered = False
+
+    async def call(self, method: str, request: Any, *, timeout_s: float, wait_for_ready: bool = False) -> Any:
+        """One answer. `request` is a message, or an async iterator of them for a client stream.
+
+        Raises:
+            LockstepError: As the service raised it; Unavailable if it is not there, DeadlineExceeded after `timeout_s`,
+                Unauthenticated if one end refuses the other, InvalidInput if another kind of service is there.
+        """
+        if wait_for_ready:
+            timeout_s = await self._channel.connect(timeout_s, target=f"{method} at {self.address}")
+        stub = self._channel.stub()
+        try:
+            answer = await getattr(stub, method)(
+                request, timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=outgoing()
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
+                await self._channel.explain()
+            raise self._failure(error, method) from error
+        self._was_answered = True
+        return answer
+
+    async def stream(self, method: str, request: Any, *, timeout_s: float) -> AsyncIterator[Any]:
+        """The answers of a server stream. Closing the iterator cancels the call.
+
+        Raises:
+            LockstepError: As in `call`.
+        """
+        stub = self._channel.stub()
+        call = getattr(stub, method)(request, timeout=timeout_s, metadata=outgoing())
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error, method) from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()
+
+    def _failure(self, error: grpc.aio.AioRpcError, method: str) -> LockstepError:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return InvalidInput(
+                f"{self.address} is not the address of a {self._kind} service, or that is of another version: it has "
+                f"no method {method}",
+                address=self.address,
+            )
+        return from_rpc_error(error, target=f"{method} at {self.address}")

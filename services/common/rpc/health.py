@@ -1,0 +1,46 @@
+"""`lockstep-health HOST:PORT [--tls DIR]`: exit code 0 if the service there says that it serves. Containers ask it."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.errors import LockstepError
+from services.common.rpc.client import Client
+from services.common.rpc.tls import Credentials, Transport
+
+
+async def require_serving(address: str, transport: Transport, *, timeout_s: float) -> None:
+    """Returns if the whole server at `address` is SERVING (grpc.health.v1).
+
+    Raises:
+        LockstepError: It is not, or does not answer.
+    """
+    client = Client(address, health_pb2_grpc.HealthStub, transport)
+    try:
+        answer = await client.call("Check", health_pb2.HealthCheckRequest(), timeout_s=timeout_s)
+    finally:
+        await client.close()
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise LockstepError(f"{address} says {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="lockstep-health", description="Asks a Lockstep service whether it serves.")
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--tls", type=Path, metavar="DIR", help="ca.pem, cert.pem and key.pem of any role")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
+    options = parser.parse_args(args)
+    try:
+        transport = Transport(options.tls and Credentials(options.tls))
+        asyncio.run(require_serving(options.address, transport, timeout_s=options.timeout))
+    except LockstepError as error:
+        sys.exit(f"lockstep-health: {error.message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""gRPC as every service uses it: one way to serve, one way to connect, a deadline on every call.
+
+Off loopback every connection is mTLS, and every method is for the roles that the table in roles.py gives it. Plaintext
+is for loopback: another interface, and an address that is not this host, are refused unless the operator asks for it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from lockstep.types.v1.types_pb2 import ServiceInfo
+from prometheus_client import CollectorRegistry
+
+from services.common.errors import (
+    InternalError,
+    InvalidInput,
+    LockstepError,
+    to_status,
+)
+from services.common.rpc.address import parse_address, require_loopback
+from services.common.rpc.identities import require_role
+from services.common.rpc.metrics import RpcMetrics
+from services.common.rpc.options import OPTIONS
+from services.common.rpc.tls import Credentials
+from services.common.telemetry.context import incoming
+from services.common.telemetry.trace import NO_TRACE, Trace
+
+log = logging.getLogger(__name__)
+
+# Tells one process of a service from the next.
+INCARNATION = uuid.uuid4().hex
+
+_HANDLERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class Answers(grpc.aio.ServerInterceptor):
+    """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log.
+
+    Every call is a span of `trace` and is counted in `metrics`; it belongs to what the caller's work belongs to. With
+    `by_role`, a caller without the role for a method gets PERMISSION_DENIED.
+    """
+
+    def __init__(self, trace: Trace, metrics: RpcMetrics, *, by_role: bool = False):
+        self._trace, self._metrics, self._by_role = trace, metrics, by_role
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith("/lockstep."):
+            return handler
+        make = _HANDLERS[handler.request_streaming, handler.response_streaming]
+        if handler.response_streaming:
+            behavior = self._stream(handler.stream_stream or handler.unary_stream, method)
+        else:
+            behavior = self._unary(handler.stream_unary or handler.unary_unary, method)
+        return make(behavior, handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            async with self._answering(context, method):
+                return await behavior(request, context)
+
+        return call
+
+    def _stream(self, behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async with self._answering(context, method), contextlib.aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return call
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
+        name = method.rpartition("/")[2]
+        with incoming(context.invocation_metadata() or ()):
+            try:
+                with self._trace.span(name), self._metrics.call(name):
+                    if self._by_role:
+                        require_role(method, context.auth_context())
+                    yield
+            except LockstepError as error:
+                log.info("%s: %s %s", method, error.reason, error.message)
+                await context.abort_with_status(to_status(error))
+            except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+                raise
+            except Exception as error:
+                log.exception("%s failed", method)
+                why, where = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-4)
+                await context.abort_with_status(to_status(InternalError(why, traceback=where)))
+
+
+def service_info(service: str, state: str, *, run: tuple[str, str], libraries: tuple[str, ...]) -> ServiceInfo:
+    """What a service answers to GetInfo first; `run` is the open run's id and the digest of its config section."""
+    return ServiceInfo(
+        service=service,
+        version=version("lockstep-rl"),
+        incarnation=INCARNATION,
+        state=state,
+        run_id=run[0],
+        config_digest=run[1],
+        libraries={name: version(name) for name in libraries},
+        time_ns=time.time_ns(),
+    )
+
+
+class Server:
+    """A gRPC server with health, serving until a signal, `stop()` or `fail()`. With `tls` mTLS, without reflection."""
+
+    def __init__(
+        self, trace: Trace = NO_TRACE, tls: Credentials | None = None, registry: CollectorRegistry | None = None
+    ) -> None:
+        self._tls = tls
+        answers = Answers(trace, RpcMetrics(registry), by_role=tls is not None)
+        self._server = grpc.aio.server(interceptors=[answers], options=OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._stopping = asyncio.Event()
+        self._names: list[str] = []
+        self.exit_code = 0
+        self.port = 0
+
+    @property
+    def grpc(self) -> grpc.aio.Server:
+        """The server, for `add_XServicer_to_server`."""
+        return self._server
+
+    async def start(self, address: str, names: list[str], *, insecure: bool = False) -> int:
+        """Listens on `address` (port 0 picks one) for the services `names`; returns the port.
+
+        Raises:
+            InvalidInput: The address is malformed, not loopback, or in use.
+        """
+        host, port = parse_address(address, field="listen")
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names = names
+        if self._tls is None:
+            require_loopback(host, insecure=insecure)
+            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        try:
+            self.port = self._bind(f"{host}:{port}")
+        except RuntimeError as error:
+            raise InvalidInput(
+                f"--listen {address}: the port is in use or the host is not this one", field="listen"
+            ) from error
+        await self._server.start()
+        for name in (*names, ""):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        log.info("%s listens on %s:%d", ", ".join(names), host, self.port)
+        return self.port
+
+    def _bind(self, address: str) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self._tls.for_server())
+
+    def stop(self) -> None:
+        """Ends `serve` after the calls in progress, or after its grace."""
+        self._stopping.set()
+
+    def fail(self, why: str) -> None:
+        """Ends `serve` with exit code 1: the process cannot go on and its supervisor should start a new one."""
+        log.error("ending: %s", why)
+        self.exit_code = 1
+        self._stopping.set()
+
+    async def serve(self, *, grace_s: float = 2.0, drain: Callable[[], Awaitable[None]] | None = None) -> int:
+        """Serves until told to end, and on until `drain` has returned; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        await self._stopping.wait()
+        for name in (*self._names, ""):
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        if drain is not None:
+            await drain()
+        await self._server.stop(grace_s)
+        return self.exit_code

@@ -1,0 +1,177 @@
+"""Credentials of a process: a directory with ca.pem, cert.pem and key.pem, followed when they are renewed."""
+
+import datetime
+import ipaddress
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from services.common.errors import InvalidInput
+from services.common.rpc.identities import Role, roles_in
+
+log = logging.getLogger(__name__)
+
+CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the three files hold, as PEM, and what the certificate says."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+    roles: frozenset[Role]
+    hosts: frozenset[str]
+    """DNS names and addresses that it is valid for."""
+    expires: datetime.datetime
+
+
+def read_identity(directory: Path) -> Identity:
+    """Reads and checks the files of `directory`.
+
+    Raises:
+        InvalidInput: One is missing or no PEM, the key is another's, or there is no role; the message says what to do.
+    """
+    ca, certificate, key = (_read(directory / name) for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE))
+    try:
+        x509.load_pem_x509_certificates(ca)
+        leaf = x509.load_pem_x509_certificate(certificate)
+        private = serialization.load_pem_private_key(key, password=None)
+        names = _names(leaf)
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
+        raise InvalidInput(
+            f"{directory}: a file is not what it should be, PEM and a key without a password: {error}", field="tls"
+        ) from error
+    ends = [
+        public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        for public in (leaf.public_key(), private.public_key())
+    ]
+    if ends[0] != ends[1]:
+        raise InvalidInput(f"{directory}: {KEY_FILE} is not the key of {CERTIFICATE_FILE}", field="tls")
+    roles = roles_in(names.get_values_for_type(x509.UniformResourceIdentifier))
+    if not roles:
+        wanted = ", ".join(role.uri for role in Role)
+        raise InvalidInput(f"{directory / CERTIFICATE_FILE} names no role: it needs a URI of {wanted}", field="tls")
+    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    return Identity(ca, certificate, key, roles, frozenset(hosts), leaf.not_valid_after_utc)
+
+
+class Credentials:
+    """The identity in a directory, always the newest: what is renewed is used from the next connection on."""
+
+    def __init__(self, directory: Path):
+        """Reads the directory.
+
+        Raises:
+            InvalidInput: As `read_identity`; or the certificate has expired.
+        """
+        self.directory = directory
+        self._signature = self._sign()
+        self._identity = read_identity(directory)
+        if self._identity.expires <= datetime.datetime.now(datetime.UTC):
+            raise InvalidInput(
+                f"{directory / CERTIFICATE_FILE} expired on {self._identity.expires:%Y-%m-%d %H:%M} UTC; "
+                f"renew it with `lockstep certs renew {directory}`",
+                field="tls",
+            )
+
+    def current(self) -> Identity:
+        """What the files hold now. While somebody is writing them, what they held before."""
+        if (signature := self._sign()) == self._signature:
+            return self._identity
+        self._signature = signature  # of before the reading: a later write is seen the next time
+        try:
+            self._identity = read_identity(self.directory)
+        except InvalidInput as error:
+            log.warning("the former certificate stays in use: %s", error.message)
+        else:
+            log.info("%s is used now, until %s", self.directory / CERTIFICATE_FILE, self._identity.expires)
+        return self._identity
+
+    def require_role(self, *roles: Role) -> None:
+        """Refuses a certificate that would be refused later.
+
+        Raises:
+            InvalidInput: It is of none of `roles`.
+        """
+        if self._identity.roles.isdisjoint(roles):
+            has, needs = " and ".join(sorted(self._identity.roles)), " or ".join(roles)
+            raise InvalidInput(
+                f"--tls {self.directory}: its certificate is of the role {has}, here it must be {needs}; "
+                f"issue one with `lockstep certs issue {roles[0]}`",
+                field="tls",
+            )
+
+    def for_server(self) -> grpc.ServerCredentials:
+        """Requires a certificate of every client; every handshake uses the newest files."""
+        served = self._identity
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            if (newest := self.current()) is served:
+                return None
+            served = newest
+            return _configuration(served)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(served), fetch, require_client_authentication=True)
+
+    def _sign(self) -> Sequence[tuple[int, int, int]]:
+        signature = []
+        for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
+            try:
+                stat = (self.directory / name).stat()
+            except OSError:
+                signature.append((0, 0, 0))
+            else:
+                signature.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
+        return signature
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How connections are secured: mTLS, or plaintext, which leaves the host only if it is `insecure`."""
+
+    tls: Credentials | None = None
+    insecure: bool = False
+
+
+LOCAL = Transport()
+
+
+def is_address(host: str) -> bool:
+    """Whether `host` is an IP address and not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _names(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+    try:
+        return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return x509.SubjectAlternativeName([])
+
+
+def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.certificate)], identity.ca)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(
+            f"{path}: {error.strerror}; a directory of credentials has {CA_FILE}, {CERTIFICATE_FILE} and {KEY_FILE}, "
+            "as `lockstep certs issue` makes it",
+            field="tls",
+        ) from error

@@ -1,0 +1,197 @@
+"""Checks of this host: what a run needs of it before anything is started."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib.metadata import distribution, distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from services.common.config.run import Config
+from services.common.errors import LockstepError
+from services.common.families.architecture import read_architecture
+from services.common.rpc.ports import PORTS, hold_free_port
+from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.services.devices import split_gpus, visible_gpus
+from services.coordinator.services.launch import Addresses, started_ranks
+
+_ROOT = Path(__file__).parents[4]
+_GIB = 2**30
+# Master weights, two moments, and the weights themselves.
+_CHECKPOINT_BYTES, _EXPORT_BYTES = 14, 4
+_PROBE_TIMEOUT_S = 60.0
+_LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)")
+_NAME = re.compile(r"^[A-Za-z0-9._-]+")
+
+
+def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
+    """All checks of this host."""
+    yield check_python()
+    try:
+        gpus = visible_gpus()
+    except LockstepError as error:
+        yield Finding("GPUs", "unknown", Verdict.FAIL, error.message)
+    else:
+        yield check_packages(sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt")))
+        yield check_torch(len(gpus))
+        yield check_gpus(config, given, gpus)
+    yield check_shared_memory(Path("/dev/shm"))
+    yield check_ports(16, _LOCAL_PORTS)
+    yield check_disk(config)
+    if not given.reward:
+        yield check_sandbox(config)
+
+
+def check_python(version: Sequence[int] = sys.version_info) -> Finding:
+    """The interpreter is one that the project is written for."""
+    found = ".".join(map(str, version[:3]))
+    if tuple(version[:2]) < (3, 11):
+        return Finding("Python", found, Verdict.FAIL, "install Python 3.11 or newer and make the environment with it")
+    return Finding("Python", found)
+
+
+def check_packages(locks: Sequence[Path]) -> Finding:
+    """What is installed is what the lock names, and nothing is missing."""
+    installed = {_plain(one.name): one.version for one in distributions()}
+    required = [_plain(found[0]) for line in distribution("lockstep-rl").requires or () if (found := _needed(line))]
+    if missing := sorted(set(required) - installed.keys()):
+        return Finding("packages", f"missing: {', '.join(missing)}", Verdict.FAIL, "run `make setup`")
+    if not locks:
+        return Finding("packages", "nothing to compare with", Verdict.WARN, "use the lock of this release's sources")
+    lines = [line for lock in locks for line in lock.read_text().splitlines()]
+    pinned: dict[str, list[str]] = defaultdict(list)  # the services' locks for GPUs need not agree
+    for found in filter(None, map(_PINNED.match, lines)):
+        pinned[_plain(found[1])].append(found[2])
+    other = [
+        f"{name} {installed[name]}, not {versions[0]}"
+        for name, versions in sorted(pinned.items())
+        if installed.get(name, versions[0]) not in versions
+    ]
+    names = " and ".join(lock.name for lock in locks)
+    if other:
+        shown = "; ".join(other[:4]) + (f"; and {len(other) - 4} more" if len(other) > 4 else "")
+        return Finding("packages", shown, Verdict.WARN, f"install what {names} names: that was tested")
+    return Finding("packages", f"{len(pinned.keys() & installed.keys())} as {names} has them")
+
+
+def check_torch(gpus: int) -> Finding:
+    """torch can use the GPUs that there are."""
+    if find_spec("torch") is None:
+        return Finding("torch", "not installed here; only trainer and rollout need it")
+    import torch
+
+    from services.common.weights.libraries import accelerator_libraries
+
+    parts = [torch.__version__, *(f"{name} {version}" for name, version in accelerator_libraries().items())]
+    found = ", ".join([*parts, f"driver {driver}"] if (driver := _driver()) else parts)
+    if gpus and not torch.cuda.is_available():
+        fix = "install the torch that brings CUDA, and a driver that is not older than that CUDA"
+        return Finding("torch", f"{found}: cannot use the {gpus} GPUs of this host", Verdict.FAIL, fix)
+    return Finding("torch", found)
+
+
+def check_gpus(config: Config | None, given: Addresses, gpus: Sequence[str]) -> Finding:
+    """The GPUs are enough for the services that a run would start here."""
+    if config is not None:
+        try:
+            split_gpus(started_ranks(config, given), config, available=gpus, start_rollout=not given.rollout)
+        except LockstepError as error:
+            return Finding("GPUs", str(len(gpus)), Verdict.FAIL, error.message)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = "" if named is None else f", by CUDA_VISIBLE_DEVICES={named}"
+    return Finding("GPUs", f"{len(gpus) or 'none: services run on CPU'}{which}")
+
+
+def check_shared_memory(path: Path) -> Finding:
+    """Processes of an engine share memory."""
+    if not path.is_dir():
+        return Finding(str(path), "not there", Verdict.FAIL, f"mount a tmpfs at {path}")
+    usage = shutil.disk_usage(path)
+    found = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f}"
+    if usage.free >= _GIB:
+        return Finding(str(path), found)
+    verdict = Verdict.FAIL if usage.free < _GIB / 16 else Verdict.WARN
+    fix = f"start the container with --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory at {path}"
+    return Finding(str(path), found, verdict, fix)
+
+
+def check_ports(count: int, local_ports: Path) -> Finding:
+    """Started services find ports, and no outgoing connection can take one first."""
+    span = f"{PORTS.start} to {PORTS.stop - 1}"
+    try:
+        with ExitStack() as holders:
+            for _ in range(count):
+                hold_free_port("127.0.0.1", holders)
+    except OSError as error:
+        return Finding("ports", str(error), Verdict.FAIL, f"end what listens on {span}, or give services addresses")
+    first, last = map(int, local_ports.read_text().split())
+    if first < PORTS.stop and last >= PORTS.start:
+        found = f"outgoing connections use {first} to {last}, services {span}"
+        fix = f"sysctl net.ipv4.ip_local_port_range='{PORTS.stop} 60999'"
+        return Finding("ports", found, Verdict.WARN, fix)
+    return Finding("ports", f"{count} free from {span}")
+
+
+def check_disk(config: Config | None) -> Finding:
+    """The checkpoints that a run keeps fit on its disk, and one more."""
+    directory = (config.run_dir if config else Path("runs")).absolute()
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    needed = _bytes_needed(config)
+    found = f"{free / _GIB:.1f} GiB free at {there}"
+    if config:
+        found += f"; the run needs {needed / _GIB:.2f}" if needed else "; the model's size is not known here"
+    fix = "free space, set runs_dir to a larger disk, or lower checkpoint.max_ckpts_to_keep"
+    if free < max(needed, _GIB):
+        return Finding("disk", found, Verdict.FAIL, fix)
+    if free < 2 * max(needed, 5 * _GIB):
+        return Finding("disk", found, Verdict.WARN, fix)
+    return Finding("disk", found)
+
+
+def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "services.reward.probe")) -> Finding:
+    """Programs of samples can be run apart from everything else; only scorers of kind code need it."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    except subprocess.TimeoutExpired:
+        why = f"no answer within {_PROBE_TIMEOUT_S:g} s"
+    if not why:
+        return Finding("sandbox", "bubblewrap runs")
+    is_needed = config is not None and any(scorer.kind == "code" for scorer in config.reward.scorers)
+    fix = "apt-get install bubblewrap, and allow user namespaces; only scorers of kind code need it"
+    return Finding("sandbox", why, Verdict.FAIL if is_needed else Verdict.WARN, fix)
+
+
+def _bytes_needed(config: Config | None) -> int:
+    if config is None:
+        return 0
+    try:
+        parameters = read_architecture(config.model).num_parameters
+    except LockstepError:  # on another host, or of a family whose size is not known; the caller says so
+        return 0
+    settings = config.checkpoint
+    kept = settings.max_ckpts_to_keep + 1 if settings.save_freq else 0
+    return parameters * (kept * _CHECKPOINT_BYTES + settings.export_at_end * _EXPORT_BYTES)
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.is_file() else None
+    return found[0] if found else ""
+
+
+def _needed(requirement: str) -> re.Match[str] | None:
+    return None if "extra ==" in requirement else _NAME.match(requirement)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

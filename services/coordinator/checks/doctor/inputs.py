@@ -1,0 +1,36 @@
+"""Checks of what a run reads: the model and the data of its config, by the run's own early checks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.common.config.run import Config
+from services.common.errors import LockstepError
+from services.common.model_card import read_model_card
+from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.plan import check_model
+from services.coordinator.rl.session import load_data
+from services.coordinator.services.launch import Addresses
+
+
+def examine_inputs(config: Config, given: Addresses) -> Iterator[Finding]:
+    """Whether the run would start with its model and its data, where they are on this host."""
+    if given.trainer and not Path(config.model).is_dir():
+        yield Finding("model", f"{config.model} is on the trainer's host only: neither it nor the data is looked at")
+        return
+    try:
+        read_model_card(config.model)
+        check_model(config)
+    except LockstepError as error:
+        fix = "set model to a directory in the Hugging Face format that this strategy can train"
+        yield Finding("model", error.message, Verdict.FAIL, fix)
+        yield Finding("data", "not read without the model's tokenizer", Verdict.WARN, "see above")
+        return
+    yield Finding("model", config.model)
+    try:
+        data = load_data(config, given)
+    except LockstepError as error:
+        yield Finding("data", error.message, Verdict.FAIL, "set data to files and columns that are there")
+        return
+    assert data is not None, "the model is here"
+    held_out = "".join(f", {len(prompts)} held out in {name}" for name, prompts in data.eval.items())
+    yield Finding("data", f"{len(data.train)} prompts{held_out}")

@@ -1,0 +1,132 @@
+"""A broadcast from a trainer to its replicas, over the way that publications take."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.types.v1.types_pb2 import ServiceInfo, TestBroadcast, WeightGroup
+
+from services.common.errors import LockstepError, PermissionDenied, PreconditionFailed
+from services.common.rpc.address import parse_address
+from services.common.rpc.client import Client
+from services.coordinator.checks.doctor.finding import Finding, Verdict, rate
+from services.coordinator.services.launch import Addresses
+
+_TIMEOUT_S = 20.0
+# The services end it before: see take_part in services/common/weights/trial.py.
+_CALL_S = 150.0
+_REFUSALS = (PreconditionFailed, PermissionDenied)
+_SETTLE = "end the run, or use a certificate of the role coordinator, and look again"
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What came of one broadcast, at the trainer and by address at the replicas."""
+
+    group: WeightGroup
+    sent: TestBroadcast | LockstepError
+    received: Mapping[str, TestBroadcast | LockstepError]
+
+    @property
+    def errors(self) -> list[LockstepError]:
+        """The replicas' first: they say more."""
+        return [end for end in (*self.received.values(), self.sent) if isinstance(end, LockstepError)]
+
+
+async def check_publication(
+    given: Addresses, infos: Mapping[str, ServiceInfo], *, timeout_s: float = _TIMEOUT_S
+) -> list[Finding]:
+    """All replicas receive what the trainer sends; if not, each is tried alone, to say which of them cannot.
+
+    `infos` are the answers of the services, by kind and address; without one, or in a run, nothing is tried.
+    """
+    named = [f"trainer {given.trainer}", *(f"rollout {address}" for address in given.rollout)]
+    if silent := [name for name in named if name not in infos]:
+        return [Finding("broadcast", f"not tried without {', '.join(silent)}", Verdict.WARN, "see above")]
+    if busy := [f"{name} has run {infos[name].run_id} open" for name in named if infos[name].run_id]:
+        return [Finding("broadcast", f"not tried: {'; '.join(busy)}", Verdict.WARN, _SETTLE)]
+    try:
+        tried = await _try(given, given.rollout, timeout_s)
+        if refused := [error for error in tried.errors if isinstance(error, _REFUSALS)]:
+            raise refused[0]
+        if not tried.errors or len(given.rollout) == 1:
+            return [_finding(tried, address) for address in given.rollout]
+        found = [_finding(await _try(given, [address], timeout_s), address) for address in given.rollout]
+    except LockstepError as error:
+        verdict = Verdict.WARN if isinstance(error, _REFUSALS) else Verdict.FAIL
+        return [Finding("broadcast", f"not tried: {error.message}", verdict, _SETTLE)]
+    if all(one.verdict is Verdict.OK for one in found):
+        fix = f"each alone receives it: open all TCP ports between {', '.join(given.rollout)}"
+        found.append(Finding("broadcast to all at once", _messages(tried.errors), Verdict.FAIL, fix))
+    return found
+
+
+async def _try(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _Tried:
+    """One broadcast to `rollouts`.
+
+    Raises:
+        LockstepError: The trainer does not begin it.
+    """
+    request = trainer_pb2.SendTestBroadcastRequest(
+        num_receivers=len(rollouts), host=parse_address(given.trainer, field="--trainer")[0], timeout_s=timeout_s
+    )
+    async with AsyncExitStack() as stack:
+        trainer = Client(given.trainer, trainer_pb2_grpc.TrainerServiceStub, given.transport)
+        stack.push_async_callback(trainer.close)
+        stream = trainer.stream("SendTestBroadcast", request, timeout_s=_CALL_S)
+        answers = await stack.enter_async_context(aclosing(stream))
+        group = (await anext(answers)).group
+        receiving = [_receive(address, given, group, rank) for rank, address in enumerate(rollouts, 1)]
+        ends: list[Any] = await asyncio.gather(*receiving, _sent(answers), return_exceptions=True)
+    if unexpected := [end for end in ends if not isinstance(end, LockstepError | TestBroadcast)]:
+        raise unexpected[0]
+    *received, sent = ends
+    return _Tried(group, sent, dict(zip(rollouts, received, strict=True)))
+
+
+async def _sent(answers: Any) -> TestBroadcast:
+    return (await anext(answers)).outcome
+
+
+async def _receive(address: str, given: Addresses, group: WeightGroup, rank: int) -> TestBroadcast:
+    client = Client(address, rollout_pb2_grpc.RolloutServiceStub, given.transport)
+    request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=rank)
+    try:
+        return (await client.call("ReceiveTestBroadcast", request, timeout_s=_CALL_S)).outcome
+    finally:
+        await client.close()
+
+
+def _finding(tried: _Tried, address: str) -> Finding:
+    check, group, sent, received = f"broadcast to {address}", tried.group, tried.sent, tried.received[address]
+    if isinstance(sent, LockstepError) or isinstance(received, LockstepError):
+        return Finding(check, _messages(tried.errors), Verdict.FAIL, _fix(group, sent, received, address))
+    found = f"{rate(received)}, by {group.backend} from {sent.route} to {received.route}"
+    if sent.digest != received.digest:
+        fix = "look for bad memory or a bad link on either host"
+        return Finding(check, f"{found}: other bytes than were sent", Verdict.FAIL, fix)
+    return Finding(check, found)
+
+
+def _fix(
+    group: WeightGroup, sent: TestBroadcast | LockstepError, received: TestBroadcast | LockstepError, address: str
+) -> str:
+    ends = [
+        f"{who}, which takes {route} for it" if (route := _route(end)) else who
+        for who, end in ((f"the trainer {group.store_host}", sent), (f"rollout {address}", received))
+    ]
+    fix = f"open port {group.store_port} of {group.store_host}, where members meet, and all TCP ports between "
+    fix += " and ".join(ends)
+    return f"{fix}; set NCCL_SOCKET_IFNAME to it on both" if group.backend == "nccl" else fix
+
+
+def _route(end: TestBroadcast | LockstepError) -> str:
+    return end.metadata.get("route", "") if isinstance(end, LockstepError) else end.route
+
+
+def _messages(errors: Sequence[LockstepError]) -> str:
+    return "; ".join(dict.fromkeys(error.message for error in errors))

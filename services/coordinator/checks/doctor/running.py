@@ -1,0 +1,127 @@
+"""Checks of running services: whether they answer, how soon, with which clock and which libraries."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.types.v1.types_pb2 import ServiceInfo
+
+from services.common.errors import InvalidInput, LockstepError, Unauthenticated
+from services.common.rpc.client import Client
+from services.common.rpc.tls import Transport
+from services.common.tasks import gather
+from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.doctor.publication import check_publication
+from services.coordinator.services.launch import Addresses
+
+_NUM_CALLS = 5
+_TIMEOUT_S = 5.0
+_SLOW_S = 0.05
+_SKEW_WARN_S, _SKEW_FAIL_S = 1.0, 300.0
+# Different versions of these cannot be in one run, and of those might not compute the same.
+_MUST_AGREE, _SHOULD_AGREE = ("lockstep-rl", "nccl"), ("torch", "cuda", "transformers")
+
+_KINDS: Mapping[str, tuple[type, Any]] = {
+    "trainer": (trainer_pb2_grpc.TrainerServiceStub, trainer_pb2.GetInfoRequest()),
+    "rollout": (rollout_pb2_grpc.RolloutServiceStub, rollout_pb2.GetInfoRequest()),
+    "reward": (reward_pb2_grpc.RewardServiceStub, reward_pb2.GetInfoRequest()),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a service said of itself: the fastest call, and how far its clock is ahead of ours."""
+
+    info: ServiceInfo
+    latency_s: float
+    ahead_s: float
+
+
+async def examine_services(given: Addresses) -> list[Finding]:
+    """All checks of the services at `given`."""
+    named = [("trainer", given.trainer), ("reward", given.reward), *(("rollout", one) for one in given.rollout)]
+    there = [(kind, address) for kind, address in named if address]
+    answers = await gather(_ask(kind, address, given.transport) for kind, address in there)
+    findings, infos = [], {}
+    for (kind, address), answer in zip(there, answers, strict=True):
+        name = f"{kind} {address}"
+        findings.append(check_answer(name, answer))
+        if isinstance(answer, Answer):
+            findings.append(check_clock(name, answer))
+            infos[name] = answer.info
+    findings += check_agreement(infos)
+    if given.trainer and given.rollout:
+        findings += await check_publication(given, infos)
+    return findings
+
+
+async def _ask(kind: str, address: str, transport: Transport) -> Answer | LockstepError:
+    stub, request = _KINDS[kind]
+    client = Client(address, stub, transport)
+    answers = []
+    try:
+        for _ in range(1 + _NUM_CALLS):  # the first connects
+            began, clock = time.perf_counter(), time.time()
+            info = (await client.call("GetInfo", request, timeout_s=_TIMEOUT_S)).info
+            took_s = time.perf_counter() - began
+            answers.append(Answer(info, took_s, info.time_ns / 1e9 - clock - took_s / 2))
+    except LockstepError as error:
+        return error
+    finally:
+        await client.close()
+    return min(answers[1:], key=lambda answer: answer.latency_s)
+
+
+def check_answer(name: str, answer: Answer | LockstepError) -> Finding:
+    """The service is there, is of its kind, and answers soon."""
+    if isinstance(answer, LockstepError):
+        return Finding(name, answer.message, Verdict.FAIL, _fix(answer))
+    info = answer.info
+    found = f"{info.state}, {answer.latency_s * 1e3:.1f} ms, " + (f"run {info.run_id}" if info.run_id else "no run")
+    if answer.latency_s > _SLOW_S:
+        return Finding(name, found, Verdict.WARN, "use a nearer host: a step makes thousands of calls")
+    return Finding(name, found)
+
+
+def _fix(error: LockstepError) -> str:
+    match error:
+        case Unauthenticated():
+            return "give both ends certificates of one authority (`lockstep certs`), or neither"
+        case InvalidInput():
+            return "give the address of such a service; those of trainer, rollout and reward may be swapped"
+    return "start it, and see that the address is of such a service and that no firewall is between"
+
+
+def check_clock(name: str, answer: Answer) -> Finding:
+    """Its host's clock is ours: certificates, logs and traces go by it."""
+    check = f"clock of {name}"
+    if not answer.info.time_ns:
+        return Finding(check, "not told", Verdict.WARN, "the service is older than this lockstep: update it")
+    ahead_s = answer.ahead_s
+    found = f"{ahead_s:+.3f} s, to about {answer.latency_s / 2:.3f} s"
+    if abs(ahead_s) < _SKEW_WARN_S:
+        return Finding(check, found)
+    verdict = Verdict.FAIL if abs(ahead_s) >= _SKEW_FAIL_S else Verdict.WARN
+    return Finding(check, found, verdict, "let chrony or systemd-timesyncd set the clocks of both hosts")
+
+
+def check_agreement(infos: Mapping[str, ServiceInfo]) -> Iterator[Finding]:
+    """Services of one run have the same versions of what they must compute alike or speak together."""
+    versions = {name: {"lockstep-rl": info.version, **info.libraries} for name, info in infos.items()}
+    if len(versions) < 2:
+        return
+    for library in (*_MUST_AGREE, *_SHOULD_AGREE):
+        by_version: dict[str, list[str]] = {}
+        for name, libraries in versions.items():
+            if library in libraries:
+                by_version.setdefault(libraries[library], []).append(name)
+        if len(by_version) > 1:
+            found = "; ".join(f"{version} in {', '.join(names)}" for version, names in by_version.items())
+            verdict = Verdict.FAIL if library in _MUST_AGREE else Verdict.WARN
+            yield Finding(f"{library} of all", found, verdict, f"install the same {library} everywhere")
+        elif by_version:
+            yield Finding(f"{library} of all", next(iter(by_version)))

@@ -1,0 +1,34 @@
+"""All checks, in the order in which they are shown."""
+
+import asyncio
+from importlib.util import find_spec
+
+from rich.console import Console
+
+from services.common.config.run import Config
+from services.coordinator.checks.doctor.finding import Finding, Verdict, show_findings
+from services.coordinator.checks.doctor.host import examine_host
+from services.coordinator.checks.doctor.inputs import examine_inputs
+from services.coordinator.checks.doctor.running import examine_services
+from services.coordinator.services.launch import Addresses
+
+
+def examine(config: Config | None, given: Addresses, console: Console) -> bool:
+    """Checks this host and the services at `given`, and shows what was found; whether nothing failed."""
+    with console.status("looking"):
+        findings = list(examine_host(config, given))
+        findings += examine_inputs(config, given) if config else ()
+        if not (given.trainer and given.rollout):
+            findings.append(_broadcast())
+        findings += asyncio.run(examine_services(given))
+    show_findings(findings, console)
+    return all(finding.verdict is not Verdict.FAIL for finding in findings)
+
+
+def _broadcast() -> Finding:
+    if find_spec("torch") is None:
+        fix = "nothing to do here, unless trainer or rollout are to run on this host"
+        return Finding("broadcast", "not tried: torch is not installed here", Verdict.WARN, fix)
+    from services.coordinator.checks.doctor.broadcast import check_broadcast
+
+    return asyncio.run(check_broadcast())

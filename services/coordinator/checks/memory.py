@@ -1,0 +1,231 @@
+"""Device memory that a run needs, in bytes per rank, and what one publication sends. Estimates for `lockstep plan`.
+
+Weights, gradients and optimizer state are exact up to the padding of Megatron's buffers, and to which whole weights
+optimizer_offload_fraction is made of. Activations are counted as in
+Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2: with flash attention, no 5as/h term), every term with
+this model's own widths: grouped-query attention, a gated feed-forward layer, num_experts_per_tok of them with experts.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.common.config.run import Config
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput
+from services.common.families.architecture import Architecture, Tensor
+from services.common.megatron.layout import Layout
+from services.common.megatron.lora import FUSED, PARTS
+
+_GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_ACTIVATION = 2  # bfloat16
+_ALIGN = 16  # of tensors in a bucket, as in services.common.weights.plan
+
+# What each part of a layer is called in services.common.families.architecture.
+_PROJECTIONS = {
+    "linear_q": "q_proj",
+    "linear_k": "k_proj",
+    "linear_v": "v_proj",
+    "linear_proj": "o_proj",
+    "linear_fc1_gate": "gate_proj",
+    "linear_fc1_up": "up_proj",
+    "linear_fc2": "down_proj",
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank. `activations` are of one micro-batch, of which `in_flight` are held at a time."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+    in_flight: float = 1
+    reference: int = 0
+    offloads: frozenset[str] = frozenset()
+
+    @property
+    def peak(self) -> int:
+        """The larger of backward, where offloaded optimizer state is away, and step, where activations are gone."""
+        backward = int(self.activations * self.in_flight) + (0 if "optimizer" in self.offloads else self.optimizer)
+        return self.weights + self.gradients + self.reference + max(backward, self.optimizer)
+
+    @property
+    def idle(self) -> int:
+        """What stays between the updates."""
+        parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
+        return self.reference + sum(size for name, size in parts.items() if name not in self.offloads)
+
+
+def weight_bytes(trainer: TrainerConfig) -> int:
+    """Bytes of a weight as it is computed with and published; auto is taken for bfloat16."""
+    return 4 if trainer.compute_dtype == "float32" else 2
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that one parameter's gradient, master weight and Adam moments take, with strategy megatron."""
+
+    gradient: int
+    master: int
+    moments: int
+    device_share: float
+    """Of the parameters: those whose master and moments are on the device, and not where the processor updates them."""
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> "StateBytes":
+        """By the trainer's dtype, `ddp_config` and `optimizer_config_kwargs`.
+
+        Raises:
+            InvalidInput: A dtype there is unknown.
+        """
+        held, megatron, options = weight_bytes(trainer), trainer.megatron, trainer.megatron.optimizer_config_kwargs
+        gradient = _GRADIENT if megatron.ddp_config.get("grad_reduce_in_fp32", True) else held
+        master, moments = _MASTER if held == 2 else 0, _MOMENTS
+        if options.get("use_precision_aware_optimizer"):
+            moments = _num_bytes(options, "exp_avg_dtype") + _num_bytes(options, "exp_avg_sq_dtype")
+            whole = _num_bytes(options, "main_params_dtype")
+            # The weight itself has the other half of its float32 value.
+            master = min(master, whole if megatron.fully_reshardable else 2)
+        offloaded = options.get("optimizer_offload_fraction", 0) if options.get("optimizer_cpu_offload") else 0
+        return cls(gradient, master, moments, 1 - offloaded)
+
+
+def _num_bytes(options: Mapping[str, Any], name: str) -> int:
+    dtype, field = str(options.get(name, "fp32")).lower(), f"trainer.megatron.optimizer_config_kwargs.{name}"
+    if dtype not in _BYTES:
+        raise InvalidInput(f"{field}: {dtype!r} is none of {', '.join(_BYTES)}", field=field)
+    return _BYTES[dtype]
+
+
+def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
+    """Of a rank in stage `pp` of strategy megatron."""
+    trainer, megatron = config.trainer, config.trainer.megatron
+    layout = Layout.of(megatron, trainer.num_ranks)
+    dense, expert = stage_parameters(model, layout, pp)
+    trained = (adapter_parameters(trainer, model, layout), 0) if trainer.lora.rank else (dense, expert)
+    held, state = weight_bytes(trainer), StateBytes.of(trainer)
+    per_parameter = (state.master + state.moments) * state.device_share
+    shards = (layout.dp * layout.cp, layout.edp) if megatron.use_distributed_optimizer else (1, 1)
+    return Memory(
+        parameters=dense + expert,
+        weights=held * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
+        gradients=state.gradient * sum(trained),
+        optimizer=sum(math.ceil(per_parameter * count / ranks) for count, ranks in zip(trained, shards, strict=True)),
+        activations=stage_activations(trainer, model, layout),
+        in_flight=_in_flight(layout, pp),
+        reference=_reference(config, model),
+        offloads=megatron.offloads,
+    )
+
+
+def fsdp_memory(config: Config, model: Architecture) -> Memory:
+    """Of any rank of strategy fsdp, less the activations: float32 weights, sharded like all the rest.
+
+    Gradients are whole from the second micro-batch to the last, unless each is reduced, and gone after the update.
+    """
+    fsdp, count = config.trainer.fsdp, -(-model.num_parameters // config.trainer.num_ranks)
+    offloads = frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",))
+    gradients = _GRADIENT * (count if fsdp.reduce_each_microbatch else model.num_parameters)
+    memory = Memory(count, _MASTER * count, gradients, _MOMENTS * count, offloads=offloads)
+    return replace(memory, reference=_MASTER * count) if "reference" in config.models else memory
+
+
+def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int, int]:
+    """Dense and expert parameters on a rank in stage `pp`."""
+    num_layers = model.num_layers // layout.pp
+    dense = num_layers * model.layer_parameters(layout.tp)
+    is_first, is_last = pp == 0, pp == layout.pp - 1
+    # A tied output layer is the embedding, of which the last stage needs a copy if it is not the first.
+    num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
+    dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
+    return dense, num_layers * model.num_experts // layout.ep * model.expert_parameters(layout.etp)
+
+
+def _in_flight(layout: Layout, pp: int) -> float:
+    """Micro-batches that a stage has begun and not ended, at most: 1F1B, interleaved with chunks of layers if VPP."""
+    if layout.vpp == 1:
+        return layout.pp - pp
+    return (2 * (layout.pp - pp - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+
+
+def stage_activations(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
+    """Bytes that one micro-batch of max_tokens_per_microbatch leaves on a rank for its backward."""
+    megatron, tokens = trainer.megatron, trainer.max_tokens_per_microbatch // layout.cp
+    num_layers = model.num_layers // layout.pp
+    whole, inputs = _layer_activations(model, layout, megatron.has_sequence_parallel)
+    if not trainer.gradient_checkpointing or megatron.recompute_granularity == "selective":
+        return tokens * num_layers * whole
+    every = megatron.recompute_num_layers
+    if megatron.recompute_method == "block":
+        recomputed = min(every * layout.vpp, num_layers)
+        return tokens * (recomputed * inputs + (num_layers - recomputed) * whole)
+    return tokens * -(-num_layers // every) * inputs
+
+
+def _layer_activations(model: Architecture, layout: Layout, has_sequence_parallel: bool) -> tuple[int, int]:
+    """Bytes per token of all that a layer keeps, and of its input."""
+    size = _ACTIVATION * model.hidden_size
+    # Inputs of two norms, of q k v and of the feed-forward layer: only sequence parallelism cuts them.
+    common = 4 * size // (layout.tp if has_sequence_parallel else 1)
+    # q, k, v and what attention gives the output projection.
+    attention = _ACTIVATION * (2 * model.query_size + 2 * model.key_value_size)
+    # Gate, up, and their product.
+    feed_forward = 3 * _ACTIVATION * model.intermediate_size
+    # The same for each chosen expert, and the token that came to all ranks of it and what they gave back.
+    experts = model.num_experts_per_tok * (3 * _ACTIVATION * model.moe_intermediate_size + 2 * size * layout.etp)
+    inputs = size // (layout.tp if has_sequence_parallel else 1)
+    return common + (attention + feed_forward + experts) // layout.tp, inputs
+
+
+def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
+    """Adapter parameters on a rank: of a matrix cut by rows the second factor is cut, by columns the first."""
+    total = 0
+    for tensors in _lora_targets(trainer, model):
+        first, outputs = tensors[0], sum(tensor.shape[0] for tensor in tensors)
+        by_rows = first.split == 0
+        inputs = first.shape[1] // (1 if by_rows else layout.tp)
+        total += trainer.lora.rank * (inputs + outputs // (layout.tp if by_rows else 1))
+    return total * (model.num_layers // layout.pp)
+
+
+def publication(config: Config, model: Architecture) -> tuple[int, int]:
+    """Bytes and buckets of one publication: the whole checkpoint, or the adapters with two factors for each matrix."""
+    trainer, sizes = config.trainer, model.tensor_sizes()
+    if rank := trainer.lora.published_rank:
+        layer = [tensor.shape for tensors in _lora_targets(trainer, model) for tensor in tensors]
+        sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
+    return _cut((size * weight_bytes(trainer) for size in sizes), config.weights.bucket_bytes)
+
+
+def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[list[Tensor]]:
+    """The matrices of each adapter; those of one share its first factor."""
+    tensors = {tensor.name: tensor for tensor in model.layer_tensors()}
+    targets = [part for parts in PARTS[trainer.lora.kind].values() for part in parts]
+    for target in trainer.lora.target_modules or targets:
+        names = [_PROJECTIONS[part] for part in FUSED.get(target, (target,))]
+        if names[0] in tensors:  # experts get no adapters
+            yield [tensors[name] for name in names]
+
+
+def _cut(sizes: Iterable[int], bucket_bytes: int) -> tuple[int, int]:
+    total = buckets = offset = 0
+    for size in sizes:
+        total += size
+        if offset and offset + size > bucket_bytes:
+            buckets, offset = buckets + 1, 0
+        offset += size + -size % _ALIGN
+    return total, buckets + (offset > 0)
+
+
+def _reference(config: Config, model: Architecture) -> int:
+    """Bytes of the reference's weights beside the policy's: with adapters it is the base, and takes nothing."""
+    reference = config.models.get("reference")
+    if reference is None or config.reference.deployment == "own" or "params" in reference.megatron.offloads:
+        return 0
+    layout = Layout.of(reference.megatron, reference.num_ranks)
+    return weight_bytes(reference) * max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))

@@ -1,0 +1,178 @@
+"""`lockstep plan`: where everything of the trainer would lie, from the config and the model's config.json alone."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from services.common.config.run import Config
+from services.common.config.trainer.section import TrainerConfig
+from services.common.families.architecture import Architecture, read_architecture
+from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
+from services.coordinator.checks.memory import Memory, StateBytes, fsdp_memory, publication, stage_memory, weight_bytes
+
+_GPUS_PER_HOST = 8
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+
+
+def check_model(config: Config) -> None:
+    """Checks the layouts of strategy megatron against the model's shape, where the model is on this host.
+
+    Raises:
+        InvalidInput: A rule is broken, or Megatron's backend does not know the family of the model.
+    """
+    if config.trainer.strategy == "megatron" and (Path(config.model) / "config.json").is_file():
+        _check(config, read_architecture(config.model))
+
+
+def show_plan(config: Config, console: Console) -> None:
+    """Prints the plan of `config`.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: As `check_model`.
+    """
+    model = read_architecture(config.model)
+    _check(config, model)
+    is_megatron = config.trainer.strategy == "megatron"
+    lines = [f"{model.model_type}: {model.num_layers} layers, {_count(model.num_parameters)} parameters"]
+    for name, settings in _layouts(config):
+        layout = Layout.of(settings.megatron, settings.num_ranks)
+        lines.append(f"{name}: {_sizes(layout)}")
+        if model.num_experts:
+            lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
+    _say(console, lines)
+    if is_megatron:
+        layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
+        console.print(_rank_table(layout, model))
+        stages = [stage_memory(config, model, pp) for pp in range(layout.pp)]
+        console.print(_memory_table([f"pp {pp}" for pp in range(layout.pp)], stages))
+    else:
+        console.print(_memory_table(["all"], [fsdp_memory(config, model)]))
+    _say(console, [_offloaded(config), _publication(config, model), _batch(config), _assumptions(config)])
+
+
+def _layouts(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
+    return ((name, model) for name, model in config.models.items() if model.strategy == "megatron")
+
+
+def _check(config: Config, model: Architecture) -> None:
+    for name, settings in _layouts(config):
+        check_layout(settings.megatron, settings.num_ranks, architecture=model, key=f"{name}.megatron")
+
+
+def _rank_table(layout: Layout, model: Architecture) -> Table:
+    columns = ("rank", "gpu", "tp", "cp", "dp", "pp", "ep", "etp", "layers", "experts")
+    table = _table(*columns, title=f"Ranks, on hosts of {_GPUS_PER_HOST} GPUs")
+    for at in rank_map(layout):
+        places = (at.rank, at.rank % _GPUS_PER_HOST, at.tp, at.cp, at.dp, at.pp, at.ep, at.etp)
+        table.add_row(*map(str, places), *_holds(layout, model, at))
+    return table
+
+
+def _holds(layout: Layout, model: Architecture, at: Coordinates) -> tuple[str, str]:
+    layers = ", ".join(map(_range, layout.layers(model.num_layers, at.pp)))
+    return layers, _range(layout.experts(model.num_experts, at.ep)) if model.num_experts else "-"
+
+
+def _memory_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
+    unit, size = _unit(max(memory.peak for memory in memories))
+    has_activations, has_reference = any(m.activations for m in memories), any(m.reference for m in memories)
+    columns = ["ranks", "params", "weights", "grads", "optimizer"]
+    columns += ["activations"] * has_activations + ["ref"] * has_reference + ["peak", "idle"]
+    table = _table(*columns, title=f"Memory per rank in {unit}")
+    for name, memory in zip(names, memories, strict=True):
+        cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
+        if has_activations:
+            cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
+        if has_reference:
+            cells.append(f"{memory.reference / size:.2f}")
+        cells += [f"{memory.peak / size:.2f}", f"{memory.idle / size:.2f}"]
+        table.add_row(name, _count(memory.parameters), *cells)
+    return table
+
+
+def _offloaded(config: Config) -> str:
+    trainer = config.trainer
+    if trainer.strategy == "megatron":
+        names = sorted(trainer.megatron.offloads)
+    else:
+        names = ["grads", "optimizer", "params"] if trainer.fsdp.cpu_offload else []
+    return f"in host memory between phases (idle): {', '.join(names) or 'nothing'}"
+
+
+def _publication(config: Config, model: Architecture) -> str:
+    num_bytes, buckets = publication(config, model)
+    unit, size = _unit(num_bytes)
+    rank = config.trainer.lora.published_rank
+    what = f"adapters of rank {rank}" if rank else "whole checkpoint"
+    layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
+    # Where several ranks take turns in sending, a turn can end before its bucket is full.
+    least = "" if rank or layout.tp * layout.pp * layout.ep == 1 else "at least "
+    return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {least}{buckets}"
+
+
+def _batch(config: Config) -> str:
+    groups = config.data.prompts_per_step // config.trainer.num_minibatches
+    samples, ranks = groups * config.rollout.completions_per_prompt, data_parallel_size(config.trainer)
+    each = f"{samples // ranks}" + (f" or {samples // ranks + 1}" if samples % ranks else "")
+    return f"batch: {samples} samples per mini-batch, {each} on each of {ranks} data-parallel ranks"
+
+
+def _assumptions(config: Config) -> str:
+    trainer = config.trainer
+    if trainer.strategy == "fsdp":
+        whole = "" if trainer.fsdp.reduce_each_microbatch else ", whole on each rank until the last micro-batch"
+        return (
+            f"Bytes per parameter: float32 weights 4, grads 4{whole}, Adam moments 8. Not counted: activations, "
+            "logits, the gathered layer."
+        )
+    held = weight_bytes(trainer)
+    of_weights = "bf16 weights 2" if held == 2 else "float32 weights 4"
+    state = StateBytes.of(trainer)
+    optimizer = (f"master {state.master} + " if state.master else "") + f"Adam moments {state.moments}"
+    if state.device_share < 1:
+        optimizer += f" of {state.device_share:.0%} of them, the rest in host memory"
+    if trainer.gradient_checkpointing and trainer.megatron.recompute_granularity == "full":
+        activations = "layer inputs (full recompute)"
+    else:
+        activations = "Korthikanti et al. 2022, arXiv 2205.05198, flash attention, this model's widths"
+    return (
+        f"Bytes per parameter: {of_weights}, grads {state.gradient}, optimizer: {optimizer}. Activations: one "
+        f"micro-batch of {trainer.max_tokens_per_microbatch} tokens x those in flight, {activations}. Not counted: "
+        "logits, buffers of collectives and kernels."
+    )
+
+
+def _sizes(layout: Layout) -> str:
+    chunks = f", VPP {layout.vpp}" if layout.vpp > 1 else ""
+    return f"{layout.world} ranks = TP {layout.tp} x PP {layout.pp} x CP {layout.cp} x DP {layout.dp}{chunks}"
+
+
+def _table(*columns: str, title: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def _say(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _range(numbers: range) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+
+
+def _unit(num_bytes: int) -> tuple[str, int]:
+    return next((unit for unit in _UNITS if num_bytes >= unit[1]), _UNITS[-1])
+
+
+def _count(number: int) -> str:
+    for letter, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f}{letter}"
+    return str(number)

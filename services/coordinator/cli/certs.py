@@ -1,0 +1,70 @@
+"""`lockstep certs`: makes and renews the certificates of mTLS."""
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from services.common.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from services.common.rpc.tls import Identity
+
+_AUTHORITY = Path("certs/ca")
+_Ca = Annotated[Path, typer.Option(help="Directory of the authority.")]
+_Days = Annotated[float, typer.Option(min=1, help="How long it is valid; it is renewed before that.")]
+
+
+def app() -> typer.Typer:
+    """The commands, to be mounted as `lockstep certs`. They raise LockstepError."""
+    certs = typer.Typer(help="Make the certificates of mTLS: docs/security.md.", no_args_is_help=True)
+    certs.command("init")(_init)
+    certs.command("issue")(_issue)
+    certs.command("renew")(_renew)
+    return certs
+
+
+def _init(directory: Annotated[Path, typer.Argument(help="Directory to make.")] = _AUTHORITY) -> None:
+    """Make an authority, whose key should not leave this host. It is valid for ten years."""
+    from services.coordinator.certs.authority import CA_KEY_FILE, init
+
+    init(directory)
+    _print(f"authority in {directory}; keep {directory / CA_KEY_FILE} here, and safe")
+
+
+def _issue(
+    role: Annotated[str, typer.Argument(help="coordinator, rollout, trainer, reward or operator.")],
+    out: Annotated[Path, typer.Option(help="Directory to make: the DIR of --tls.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="DNS name or IP address that it is called by; repeat for more.")
+    ] = None,
+    ca: _Ca = _AUTHORITY,
+    days: _Days = 90,
+) -> None:
+    """Make the credentials of one process: ca.pem, cert.pem and key.pem."""
+    from services.common.rpc.identities import Role
+    from services.coordinator.certs.authority import issue
+
+    if role not in list(Role):
+        raise InvalidInput(f"{role!r} is no role; there are {', '.join(Role)}", field="role")
+    _show(issue(ca, Role(role), host or [], out, validity=datetime.timedelta(days=days)), out)
+
+
+def _renew(
+    directory: Annotated[Path, typer.Argument(help="What `issue` made.")], ca: _Ca = _AUTHORITY, days: _Days = 90
+) -> None:
+    """Replace a certificate and its key by new ones; processes that use them go on, with the new ones."""
+    from services.coordinator.certs.authority import renew
+
+    _show(renew(ca, directory, validity=datetime.timedelta(days=days)), directory)
+
+
+def _show(identity: "Identity", directory: Path) -> None:
+    hosts = ", ".join(sorted(identity.hosts)) or "no host"
+    _print(f"{directory}: {', '.join(identity.roles)} at {hosts}, until {identity.expires:%Y-%m-%d %H:%M} UTC")
+
+
+def _print(line: str) -> None:
+    Console(soft_wrap=True, markup=False, highlight=False).print(line)

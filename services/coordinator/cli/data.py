@@ -1,0 +1,76 @@
+"""`lockstep data`: makes prompt files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pyarrow as pa
+import typer
+from rich.console import Console
+
+from services.coordinator.data.bad_rows import NUM_NAMED
+from services.coordinator.data.prepare.arithmetic import problems
+from services.coordinator.data.prepare.convert import (
+    FORMATS,
+    ConversionOptions,
+    ConversionReport,
+    convert,
+    write_splits,
+)
+from services.coordinator.data.prepare.formats import Format
+
+_ARITHMETIC_SCHEMA = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
+_DEFAULTS = ConversionOptions()
+
+_Out = Annotated[Path, typer.Option(help="Directory for train.parquet and test.parquet.")]
+
+
+def app() -> typer.Typer:
+    """The commands, to be mounted as `lockstep data`. They raise LockstepError."""
+    data = typer.Typer(help="Make prompt files from public datasets.", no_args_is_help=True)
+    for format in FORMATS.values():
+        data.command(format.name, help=f"Convert {format.hub_id}.")(_converter(format))
+    data.command("arithmetic")(_arithmetic)
+    return data
+
+
+def _converter(format: Format) -> Callable[..., None]:
+    def command(
+        out: _Out,
+        source: Annotated[str, typer.Option(help="File, directory, or dataset id on the hub.")] = format.hub_id,
+        revision: Annotated[str | None, typer.Option(help="Commit, tag or branch on the hub.")] = _DEFAULTS.revision,
+        bad_rows: Annotated[Literal["fail", "drop"], typer.Option(help="What to do about them.")] = _DEFAULTS.bad_rows,
+        test_size: Annotated[
+            int, typer.Option(min=0, help="Problems to hold out where the source has no test split; 0 for none.")
+        ] = _DEFAULTS.test_size,
+        instruction: Annotated[str, typer.Option(help="Put after each problem.")] = format.instruction,
+    ) -> None:
+        options = ConversionOptions(bad_rows, test_size, instruction, revision)
+        _show(convert(format, source, out, options))
+
+    return command
+
+
+def _arithmetic(
+    out: _Out,
+    num_train: Annotated[int, typer.Option(min=1, help="Rows of train.parquet.")] = 10_000,
+    num_test: Annotated[int, typer.Option(min=1, help="Rows of test.parquet.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
+) -> None:
+    """Additions and subtractions up to 99: the quickstart's task."""
+    rows = {"train": problems("train", num_train, seed), "test": problems("test", num_test, seed)}
+    files = write_splits({split: pa.Table.from_pylist(part, _ARITHMETIC_SCHEMA) for split, part in rows.items()}, out)
+    num_rows = {split: len(part) for split, part in rows.items()}
+    _show(ConversionReport("arithmetic", f"seed {seed}", files, num_rows, dropped=(), num_held_out=0))
+
+
+def _show(report: ConversionReport) -> None:
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(f"{report.dataset} from {report.source}")
+    for split, path in report.files.items():
+        held_out = ", held out of train" if split == "test" and report.num_held_out else ""
+        console.print(f"  {split:<5} {report.num_rows[split]:>7} rows  {path}{held_out}")
+    if report.dropped:
+        console.print(f"  dropped {len(report.dropped)} bad rows:")
+    for place in report.dropped[:NUM_NAMED]:
+        console.print(f"    {place}")

@@ -1,0 +1,103 @@
+"""The command that is a coordinator daemon, and those that call one. As in cli.py, nothing heavy is imported before."""
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from services.coordinator.cli.options import takes_addresses
+
+if TYPE_CHECKING:
+    from services.common.config.run import Config
+    from services.coordinator.daemon.client import Coordinator
+    from services.coordinator.services.launch import Addresses
+
+_console = Console()
+_At = Annotated[str, typer.Option("--coordinator", help="HOST:PORT of a running coordinator.")]
+_Name = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
+_AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def app() -> typer.Typer:
+    """`status`, `watch`, `stop`, `logs` and `coordinator serve`."""
+    commands, daemon = typer.Typer(), typer.Typer(no_args_is_help=True, help="The coordinator as a daemon.")
+    for command in (status, watch, stop, logs):
+        commands.command()(takes_addresses(is_operator=True)(command))
+    daemon.command(context_settings=_AS_GIVEN, add_help_option=False)(serve)
+    daemon.callback()(lambda: None)  # or the only command would be the group itself
+    commands.add_typer(daemon, name="coordinator")
+    return commands
+
+
+def run_there(at: str, config: "Config", given: "Addresses") -> None:
+    """`lockstep run --coordinator`: starts the run there and watches it here."""
+    from services.coordinator.daemon.following import start
+
+    watch(asyncio.run(start(_coordinator(at, given), config, given, _console)), at, given)
+
+
+def status(
+    coordinator: _At,
+    given: "Addresses",
+    run: Annotated[str, typer.Argument(help="Name of the run; all if not given.")] = "",
+) -> None:
+    """Show the runs of a coordinator."""
+    from services.coordinator.daemon.following import show_status
+
+    asyncio.run(show_status(_coordinator(coordinator, given), run, _console))
+
+
+def watch(run: _Name, coordinator: _At, given: "Addresses") -> None:
+    """Follow a run from its first step to its end. Ctrl-C leaves it; the run goes on."""
+    from services.coordinator.daemon.following import follow
+
+    try:
+        asyncio.run(follow(_coordinator(coordinator, given), run, _console))
+    except KeyboardInterrupt:
+        at = f"{run} --coordinator {coordinator}"
+        for line in (
+            "detached; the run goes on",
+            f"  come back: lockstep watch {at}",
+            f"  end it:    lockstep stop {at}",
+        ):
+            _console.print(line, soft_wrap=True, highlight=False)
+        raise typer.Exit(130) from None
+
+
+def stop(
+    run: _Name,
+    coordinator: _At,
+    given: "Addresses",
+    now: Annotated[bool, typer.Option("--now", help="Not after its step, at once.")] = False,
+) -> None:
+    """End a run after the step in progress."""
+    from services.coordinator.daemon.following import stop as stop_run
+
+    asyncio.run(stop_run(_coordinator(coordinator, given), run, _console, now=now))
+
+
+def logs(
+    run: _Name,
+    coordinator: _At,
+    given: "Addresses",
+    service: Annotated[str, typer.Option(help="coordinator, trainer, reward, rollout-0, ...")] = "coordinator",
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+) -> None:
+    """Print the log of a service that the coordinator has started for a run, or its own of that run."""
+    from services.coordinator.daemon.following import print_log
+
+    asyncio.run(print_log(_coordinator(coordinator, given), run, service, follow=follow))
+
+
+def serve(context: typer.Context) -> None:
+    """Serve runs to those who call: --listen HOST:PORT [--runs-dir DIR]; --help lists all options."""
+    from services.coordinator.daemon.__main__ import main
+
+    main(context.args)
+
+
+def _coordinator(address: str, given: "Addresses") -> "Coordinator":
+    from services.coordinator.daemon.client import Coordinator
+
+    return Coordinator(address, given.transport)

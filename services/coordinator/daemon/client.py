@@ -1,0 +1,113 @@
+"""A coordinator daemon as its users see it: the one place that connects to it, and comes back when that breaks."""
+
+import logging
+from collections.abc import AsyncIterator
+
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+from lockstep.coordinator.v1 import coordinator_pb2_grpc
+
+from services.common.config.run import Config
+from services.common.errors import DeadlineExceeded, LockstepError, Unavailable
+from services.common.rpc.address import require_secure
+from services.common.rpc.client import Client
+from services.common.rpc.tls import LOCAL, Transport
+from services.coordinator.services.launch import Addresses
+
+log = logging.getLogger(__name__)
+
+_CALL_S = 30.0
+# Of a stream, which is then opened again: nothing is held for ever for a caller who is gone without a trace. That a
+# peer is gone is noticed much earlier, by keepalive.
+_STREAM_S = 3600.0
+# For a daemon that is started again.
+_COME_BACK_S = 60.0
+
+
+class Coordinator:
+    """Calls the daemon at `address`, once it is entered. Failures are raised as it raised them.
+
+    Raises:
+        InvalidInput: The address is not HOST:PORT, or would be called in plaintext over a network.
+    """
+
+    _client: Client
+
+    def __init__(self, address: str, transport: Transport = LOCAL):
+        require_secure(address, transport, field="--coordinator")
+        self.address, self._transport = address, transport
+
+    async def __aenter__(self) -> "Coordinator":
+        self._client = Client(self.address, coordinator_pb2_grpc.CoordinatorServiceStub, self._transport)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def start(self, config: Config, given: Addresses) -> pb.Run:
+        """Starts a run in the coordinator's runs directory; `config.runs_dir` must be that, or not be set."""
+        names = pb.ServiceAddresses.DESCRIPTOR.fields_by_name
+        addresses = pb.ServiceAddresses(**{name: getattr(given, name) for name in names})
+        request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=addresses)
+        return (await self._call("StartRun", request)).run
+
+    async def get(self, name: str) -> pb.Run:
+        """State of a run."""
+        return (await self._call("GetRun", pb.GetRunRequest(name=name))).run
+
+    async def all(self) -> list[pb.Run]:
+        """State of all runs."""
+        return list((await self._call("ListRuns", pb.ListRunsRequest())).runs)
+
+    async def stop(self, name: str, *, now: bool) -> pb.Run:
+        """Asks a run to end; returns before it has."""
+        return (await self._call("StopRun", pb.StopRunRequest(name=name, now=now))).run
+
+    async def watch(self, name: str) -> AsyncIterator[pb.WatchRunResponse]:
+        """A run from its first step to its end, each event once, also over a broken connection."""
+        await self.get(name)  # a wrong name or address is an error at once
+        step, evaluated = 0, -1
+        while True:
+            request = pb.WatchRunRequest(name=name, after_version=step)
+            try:
+                async for answer in self._client.stream("WatchRun", request, timeout_s=_STREAM_S):
+                    event = answer.WhichOneof("event")
+                    if event == "evaluation" and answer.evaluation.version <= evaluated:
+                        continue
+                    step = answer.step.version if event == "step" else step
+                    evaluated = answer.evaluation.version if event == "evaluation" else evaluated
+                    yield answer
+                return
+            except (Unavailable, DeadlineExceeded) as error:
+                await self._come_back(name, error)
+
+    async def read_log(self, name: str, service: str, *, follow: bool) -> AsyncIterator[bytes]:
+        """A log of a run from its begin; with `follow` until the run ends, also over a broken connection."""
+        await self.get(name)
+        offset = 0
+        while True:
+            request = pb.ReadLogRequest(name=name, service=service, offset=offset, follow=follow)
+            try:
+                async for part in self._client.stream("ReadLog", request, timeout_s=_STREAM_S):
+                    offset = part.next_offset
+                    yield part.data
+                return
+            except (Unavailable, DeadlineExceeded) as error:
+                await self._come_back(name, error)
+
+    async def _call(self, method: str, request: object) -> object:
+        return await self._client.call(method, request, timeout_s=_CALL_S)
+
+    async def _come_back(self, name: str, error: LockstepError) -> None:
+        """Waits until the daemon answers again.
+
+        Raises:
+            Unavailable: It did not in time.
+        """
+        log.info("%s; waiting for the coordinator", error.message)
+        request = pb.GetRunRequest(name=name)
+        try:
+            await self._client.call("GetRun", request, timeout_s=_COME_BACK_S, wait_for_ready=True)
+        except (Unavailable, DeadlineExceeded) as timeout:
+            raise Unavailable(
+                f"the coordinator at {self.address} is gone and did not come back within {_COME_BACK_S:g} s"
+            ) from timeout

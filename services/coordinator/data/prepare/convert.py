@@ -1,0 +1,114 @@
+"""Published datasets to the prompt files that a run reads: `train.parquet` and `test.parquet`."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from services.common.errors import InvalidInput
+from services.coordinator.data.bad_rows import BadRow, BadRows
+from services.coordinator.data.parquet import write_tables
+from services.coordinator.data.prepare.deepscaler import DEEPSCALER
+from services.coordinator.data.prepare.formats import Example, Format, Split
+from services.coordinator.data.prepare.gsm8k import GSM8K
+from services.coordinator.data.prepare.sources import find_files, read_records
+
+FORMATS: Mapping[str, Format] = {format.name: format for format in (GSM8K, DEEPSCALER)}
+
+_TEXT_COLUMNS = ("prompt", "answer", "source", "solution")
+_SCHEMA = pa.schema([*((name, pa.string()) for name in _TEXT_COLUMNS), ("index", pa.int64())])
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What became of a dataset."""
+
+    dataset: str
+    source: str
+    files: Mapping[Split, Path]
+    num_rows: Mapping[Split, int]
+    dropped: tuple[str, ...]
+    """`<file> <row or line>: <reason>` of every bad row."""
+    num_held_out: int
+    """Test rows that were taken out of train, because the source has no test split."""
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """How to convert."""
+
+    bad_rows: Literal["fail", "drop"] = "fail"
+    test_size: int = 500
+    """Distinct problems to hold out as test where the source has no test split; 0 for none."""
+    instruction: str | None = None
+    """Put after each problem; the format's own if None, nothing if empty."""
+    revision: str | None = None
+    """Commit, tag or branch on the hub."""
+
+
+def convert(format: Format, source: str, out: Path, options: ConversionOptions) -> ConversionReport:
+    """Writes the splits of `source` below `out`; both files or, on an error, neither.
+
+    Raises:
+        NotFound: There is no such path or hub dataset, or it has no files of this format.
+        Unavailable: The hub cannot be reached.
+        InvalidInput: Rows are bad and `options.bad_rows` is fail, or there are too few.
+    """
+    bad = BadRows(source, "bad", "Mend them, or drop them with --bad-rows drop")
+    instruction = format.instruction if options.instruction is None else options.instruction
+    splits: dict[Split, list[dict[str, Any]]] = {}
+    for split, paths in find_files(format, source, options.revision).items():
+        splits[split] = [row for path in paths for row in _rows(format, path, instruction, bad)]
+    num_good = sum(map(len, splits.values()))
+    bad.settle(options.bad_rows, total=num_good + len(bad.rows), field="source")
+    num_held_out = 0
+    if "test" not in splits and options.test_size:
+        splits = _hold_out(splits["train"], options.test_size)
+        num_held_out = len(splits["test"])
+    if empty := [split for split, rows in splits.items() if not rows]:
+        raise InvalidInput(f"{source} has no rows for {empty[0]}", field="source")
+    files = write_splits({split: pa.Table.from_pylist(rows, _SCHEMA) for split, rows in splits.items()}, out)
+    num_rows = {split: len(rows) for split, rows in splits.items()}
+    return ConversionReport(format.name, source, files, num_rows, tuple(bad.rows), num_held_out)
+
+
+def write_splits(tables: Mapping[Split, pa.Table], out: Path) -> dict[Split, Path]:
+    """Writes `<out>/<split>.parquet` for each, and says where."""
+    files = {split: out / f"{split}.parquet" for split in tables}
+    write_tables({files[split]: table for split, table in tables.items()})
+    return files
+
+
+def _rows(format: Format, path: Path, instruction: str, bad: BadRows) -> list[dict[str, Any]]:
+    rows = []
+    for where, index, record in read_records(path, bad):
+        try:
+            example = format.parse(record)
+        except BadRow as error:
+            bad.add(where, error)
+            continue
+        rows.append(_row(example, format.name, index, instruction))
+    return rows
+
+
+def _row(example: Example, source: str, index: int, instruction: str) -> dict[str, Any]:
+    prompt = f"{example.problem}\n\n{instruction}" if instruction else example.problem
+    answer, solution = example.answer, example.solution
+    return {"prompt": prompt, "answer": answer, "source": source, "solution": solution, "index": index}
+
+
+def _hold_out(rows: list[dict[str, Any]], num_problems: int) -> dict[Split, list[dict[str, Any]]]:
+    """The problems with the lowest hashes become test: whatever the order of rows, and copies of a problem together."""
+    hashes = [hashlib.blake2b(" ".join(row["prompt"].split()).encode(), digest_size=16).digest() for row in rows]
+    ranked = sorted(set(hashes))
+    if num_problems >= len(ranked):
+        message = f"--test-size {num_problems} leaves nothing to train on: the source has {len(ranked)} problems"
+        raise InvalidInput(message, field="test_size")
+    test = set(ranked[:num_problems])
+    splits: dict[Split, list[dict[str, Any]]] = {"train": [], "test": []}
+    for row, digest in zip(rows, hashes, strict=True):
+        splits["test" if digest in test else "train"].append(row)
+    return splits

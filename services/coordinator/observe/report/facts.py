@@ -1,0 +1,88 @@
+"""The head of the page: what a run is, how far it came, and with which versions."""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import DataLoss
+from services.coordinator.observe.report.curves import Row
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.recorded import RecordedLedger, is_running
+
+
+def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> dict[str, Any]:
+    """`name`, `state`, and `facts` of label and value.
+
+    Raises:
+        DataLoss: The ledger does not say how the run was opened.
+    """
+    opened = ledger.last(Kind.OPENED)
+    if opened is None:
+        raise DataLoss(f"{run_dir}: the ledger is empty; the run was never opened")
+    config = json.loads(opened["config"])
+    version = max((row["step"] for row in rows), default=0)
+    num_steps = config["num_steps"]  # none where epochs are counted
+    sessions = _sessions(ledger)
+    began, duration_s = sessions[0][0], sum(end - begin for begin, end in sessions)
+    facts = {
+        "run": opened["run_id"],
+        "model": config["model"],
+        "steps": f"{version:,} of {num_steps:,}" if num_steps else f"{version:,}",
+        "began": f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
+        "held-out": _held_out(ledger),
+        "seed": str(config.get("seed", "")),
+        "config digest": hashlib.sha256(opened["config"].encode()).hexdigest(),
+        "data digest": (ledger.last(Kind.COLLECTED) or {}).get("dataset", ""),
+        "versions": _versions(opened),
+    }
+    return {
+        "name": config["name"],
+        "state": _state(run_dir, version, num_steps),
+        "facts": [[label, value] for label, value in facts.items() if value],
+        "config": json.dumps(config, indent=1, ensure_ascii=False),
+    }
+
+
+def _state(run_dir: Path, version: int, num_steps: int | None) -> str:
+    if is_running(run_dir):
+        return "running"
+    if num_steps is None:
+        return "ended"
+    return "done" if version >= num_steps else "stopped"
+
+
+def _sessions(ledger: RecordedLedger) -> list[tuple[float, float]]:
+    """First and last decision of each time that a coordinator had the run open."""
+    sessions: list[tuple[float, float]] = []
+    for time_s, kind in ledger.times():
+        begin = time_s if kind is Kind.OPENED else sessions[-1][0]
+        if kind is not Kind.OPENED:
+            sessions.pop()
+        sessions.append((begin, time_s))
+    return sessions
+
+
+def _held_out(ledger: RecordedLedger) -> str:
+    """First and last reward, or loss, of the first held-out set."""
+    evaluations = ledger.all(Kind.EVALUATED)
+    names = [name for name in (evaluations[0] if evaluations else {}) if name.endswith(("/reward", "/nll"))]
+    if not names:
+        return ""
+    first, last = (evaluation.get(names[0], float("nan")) for evaluation in (evaluations[0], evaluations[-1]))
+    what = names[0].removeprefix("eval/")
+    return f"{what} {first:.3f}" + (f" → {last:.3f}" if len(evaluations) > 1 else "")
+
+
+def _versions(opened: dict[str, Any]) -> str:
+    versions = opened.get("versions")
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) if versions else "not recorded"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest_s:02d} s"

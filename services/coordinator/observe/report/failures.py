@@ -1,0 +1,79 @@
+"""What went wrong in a run, counted by its reason: from the logs of its processes and the numbers of its steps."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.coordinator.observe.report.curves import Row
+
+# The log lines of common.rpc.server and of the coordinator's reward and rollout clients, as text or JSON.
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* \w (?:\w+ )?services\.\S+: (.*)")
+_CALL = re.compile(r"/lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text>.*)")
+_SCORER = re.compile(r"prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)")
+_REPLICA = re.compile(r"replica (?P<where>\S+) is out: (?P<text>.*)")
+_DROPPED = "sampling/dropped_"
+_MAX_TEXT = 400
+
+
+@dataclass
+class Failure:
+    """How often something failed for one reason, and what was said of it the last time."""
+
+    what: str
+    reason: str
+    count: int
+    last: str
+    text: str
+
+
+def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
+    """Refused calls, samples without a score, lost replicas and dropped groups, the most frequent first."""
+    found: dict[tuple[str, str], Failure] = {}
+    for failure in (*_logged(run_dir), *_dropped(steps)):
+        before = found.setdefault((failure.what, failure.reason), failure)
+        if before is not failure:
+            before.count += failure.count
+            before.last, before.text = failure.last, failure.text
+    return sorted(found.values(), key=lambda failure: -failure.count)
+
+
+def _logged(run_dir: Path) -> Iterator[Failure]:
+    for path in sorted((run_dir / "logs").glob("*.log")):
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                time, message = _read(line)
+                if failure := _failure(path.stem, time, message):
+                    yield failure
+
+
+def _read(line: str) -> tuple[str, str]:
+    """When, and what was said; nothing where a line is none of ours."""
+    if not line.startswith("{"):
+        found = _LINE.match(line)
+        return (found[1], found[2]) if found else ("", "")
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return "", ""
+    return str(record.get("time", ""))[:19].replace("T", " "), str(record.get("message", ""))
+
+
+def _failure(process: str, time: str, message: str) -> Failure | None:
+    if found := _CALL.match(message):
+        what, reason = f"{found['where']} of {process}", found["reason"]
+    elif found := _SCORER.match(message):
+        what, reason = f"scorer {found['where']}", found["reason"]
+    elif found := _REPLICA.match(message):
+        what, reason = f"replica {found['where']}", "LOST"
+    else:
+        return None
+    return Failure(what, reason, 1, time, found["text"][:_MAX_TEXT])
+
+
+def _dropped(steps: Sequence[Row]) -> Iterator[Failure]:
+    for row in steps:
+        for name in (name for name in row if name.startswith(_DROPPED) and row[name]):
+            reason = name.removeprefix(_DROPPED).upper()
+            yield Failure("prompt groups dropped", reason, int(row[name]), f"step {row['step']}", "")

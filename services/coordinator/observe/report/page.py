@@ -1,0 +1,111 @@
+"""Puts the page together: one file with its data, its style and its script, which may load nothing else."""
+
+import base64
+import hashlib
+import html
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from services.common.errors import LockstepError, NotFound
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.observe.report import curves, facts, samples
+from services.coordinator.observe.report.failures import failures
+from services.coordinator.runs.recorded import RecordedLedger
+
+_SCRIPTS = ("draw.js", "plots.js", "samples.js", "page.js")
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Writes the page of a run, which may still be going on, to `out` or report.html in its directory; its path.
+
+    Raises:
+        NotFound: `run_dir` holds no run, or the directory of `out` does not exist.
+        DataLoss: A file of the run is damaged.
+    """
+    path = out or run_dir / "report.html"
+    if out and not out.parent.is_dir():
+        raise NotFound(f"--out: {out.parent} does not exist", field="out")
+    page = render(gather(run_dir))
+    # Lone surrogates, which only damaged text has, cannot be written.
+    path.write_text(page, encoding="utf-8", errors="replace")
+    return path
+
+
+def gather(run_dir: Path) -> dict[str, Any]:
+    """All that the page shows, JSON-able.
+
+    Raises:
+        LockstepError: As `write_report`.
+    """
+    rows = curves.read_metrics(run_dir / "metrics.jsonl")
+    with closing(RecordedLedger(run_dir)) as ledger:
+        data = facts.head(run_dir, ledger, rows)
+    decode, notes = _decoder(run_dir, data["facts"])
+    found = samples.sources(run_dir)
+    shown, left_out = samples.embed(found, decode)
+    if scorers := dict.fromkeys(source["scorer"] for source in shown):
+        data["facts"].append(["scorer", "; ".join(scorers)])
+    num_steps = len(curves.steps_of(rows))
+    if num_steps > curves.MAX_STEPS:
+        notes.append(f"Curves show {len(curves.thin(curves.steps_of(rows))):,} of {num_steps:,} steps, evenly spaced.")
+    return data | {
+        "panels": curves.panels(rows),
+        "timeline": curves.phases(rows),
+        "histogram": samples.histogram(found),
+        "samples": shown,
+        "failures": [asdict(failure) for failure in failures(run_dir, curves.steps_of(rows))],
+        "notes": [*notes, *_left_out(shown, left_out)],
+    }
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page of what `gather` found."""
+    folder = files(__package__)
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = f'"use strict";\n{{\n{script}\n}}\n'
+    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+        title=html.escape(data["name"]),
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
+        data=samples.to_json(data),
+    )
+
+
+def _hash(text: str) -> str:
+    """As a Content-Security-Policy names what it allows."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _decoder(run_dir: Path, known: Sequence[Sequence[str]]) -> tuple[samples.Decode, list[str]]:
+    """Tokens to text by the run's tokenizer; to their numbers, with a note, where that is not on this host."""
+    places = [run_dir / "model", run_dir / "model_card", Path(dict(known)["model"])]
+    errors = []
+    for place in places:
+        try:
+            return partial(Tokenizer.load(place).decode, skip_special_tokens=False), []
+        except LockstepError as error:
+            errors.append(error.message)
+    note = f"Samples are shown as token ids, since no tokenizer was found: {errors[-1]}."
+    return lambda tokens: " ".join(map(str, tokens)), [note]
+
+
+def _left_out(shown: Sequence[dict[str, Any]], left_out: Sequence[samples.Source]) -> list[str]:
+    notes = []
+    total, embedded = sum(one["total"] for one in shown), sum(len(one["columns"]["group"]) for one in shown)
+    if embedded < total:
+        notes.append(f"Of the steps in the table {embedded:,} of {total:,} samples are in this page, as whole groups.")
+    if left_out:
+        num_shown, num = len(shown), len(shown) + len(left_out)
+        notes.append(
+            f"Samples of {num_shown:,} of {num:,} steps and evaluations are in this page, spread over the run."
+        )
+    return [f"{note} The rest is in the run's Parquet files." for note in notes]

@@ -1,0 +1,172 @@
+"""The samples of a run for the page: as many whole prompt groups as fit, and the rewards of all, counted."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from services.coordinator.observe.report.curves import number, thin
+
+Decode = Callable[[Sequence[int]], str]
+
+MAX_BYTES = 8_000_000
+"""Of all embedded samples, as JSON."""
+_MIN_SOURCES = 16
+_EVALUATIONS_SHARE = 0.25
+_HEAD_CHARACTERS, _TAIL_CHARACTERS = 10_000, 4_000
+_MAX_VALUES, _NUM_BINS = 12, 24
+_NAME = re.compile(r"(?:(?P<set>.+)-)?step-(?P<version>\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Parquet file of samples: the batch of a step, or a held-out set after one."""
+
+    path: Path
+    step: int
+    held_out: str = ""
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"held-out {self.held_out} after step {self.step}" if self.held_out else f"step {self.step}"
+
+
+def sources(run_dir: Path) -> list[Source]:
+    """All files of samples, in the order of their steps. The batch drawn from version v is that of step v + 1."""
+    found = []
+    for path in (*(run_dir / "batches").glob("*.parquet"), *(run_dir / "evaluations").glob("*.parquet")):
+        if name := _NAME.fullmatch(path.name):
+            held_out = name["set"] or ""
+            found.append(Source(path, int(name["version"]) + (not held_out), held_out))
+    return sorted(found, key=lambda source: (source.step, source.held_out))
+
+
+def embed(
+    found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES
+) -> tuple[list[dict[str, Any]], list[Source]]:
+    """What the page shows of `found` in order, and what was left out for want of room.
+
+    The newest come first, then the oldest, then those half way between: whatever fits is spread over the run.
+    """
+    batches = [source for source in found if not source.held_out]
+    evaluations = [source for source in found if source.held_out]
+    both = bool(batches and evaluations)
+    rooms = ((batches, 1 - _EVALUATIONS_SHARE * both), (evaluations, _EVALUATIONS_SHARE if both else 1.0))
+    shown: dict[Source, dict[str, Any]] = {}
+    for some, share in rooms:
+        left = int(max_bytes * share)
+        most = left // max(1, min(len(some), _MIN_SOURCES))
+        for source in _spread(some):
+            samples, num_bytes = _fit(source, decode, most)
+            if (left := left - num_bytes) < 0:
+                break
+            shown[source] = samples
+    return [shown[source] for source in found if source in shown], [s for s in found if s not in shown]
+
+
+def histogram(found: Sequence[Source]) -> dict[str, Any]:
+    """Rewards of every batch, counted: `labels` of the bins, and `counts` by step."""
+    rewards = {
+        source.step: pq.read_table(source.path, columns=["reward"])["reward"].to_numpy()
+        for source in thin([source for source in found if not source.held_out])
+    }
+    if not rewards:
+        return {"labels": [], "counts": {}}
+    every = np.concatenate(list(rewards.values()))
+    values = np.unique(every)
+    if len(values) <= _MAX_VALUES:
+        labels = [f"{value:g}" for value in values]
+        counts = {step: [int((some == value).sum()) for value in values] for step, some in rewards.items()}
+        return {"labels": labels, "counts": counts}
+    finite = every[np.isfinite(every)]
+    edges = np.linspace(finite.min(), finite.max(), _NUM_BINS + 1)
+    labels = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
+    return {"labels": labels, "counts": {step: np.histogram(some, edges)[0].tolist() for step, some in rewards.items()}}
+
+
+def _spread(some: Sequence[Source]) -> Iterator[Source]:
+    """The last, the first, and then again and again the middles of what lies between."""
+    if some:
+        yield some[-1]
+    if len(some) > 1:
+        yield some[0]
+    gaps = [(0, len(some) - 1)]
+    while gaps := [gap for gap in gaps if gap[1] - gap[0] > 1]:
+        middles = [(low + high) // 2 for low, high in gaps]
+        yield from (some[middle] for middle in middles)
+        halves = zip(gaps, middles, strict=True)
+        gaps = [half for (low, high), middle in halves for half in ((low, middle), (middle, high))]
+
+
+def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[dict[str, Any], int]:
+    """A source with all its prompt groups, or with every k-th so that they fit; and its bytes."""
+    table = pq.read_table(source.path)
+    groups = np.unique(table["group"].to_numpy())
+    every = max(1, table.nbytes // (8 * max_bytes))  # tokens and numbers are more than 8 times their text
+    while True:
+        samples = _rows(source, table, groups[::every], decode)
+        num_bytes = len(to_json(samples).encode())
+        if num_bytes <= max_bytes or every >= len(groups):
+            return samples, num_bytes
+        every = max(every + 1, math.ceil(every * num_bytes / max_bytes))
+
+
+def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -> dict[str, Any]:
+    chosen = table.filter(pc.is_in(table["group"], value_set=pa.array(groups, table.schema.field("group").type)))
+    rows = chosen.to_pylist()
+    components = list(dict.fromkeys(name for row in rows for name, _ in row["components"]))
+    stamps = list(dict.fromkeys((row["policy_version"], row["policy_digest"]) for row in rows))
+    prompts = {row["group"]: row for row in rows}
+    return {
+        "label": source.label,
+        "step": source.step,
+        "heldOut": bool(source.held_out),
+        "total": table.num_rows,
+        "scorer": ", ".join(dict.fromkeys(row["scorer"] for row in rows)),
+        "components": components,
+        "stamps": stamps,
+        "prompts": {group: [row["prompt_id"], _text(row["prompt_tokens"], decode)] for group, row in prompts.items()},
+        "columns": {
+            "group": [row["group"] for row in rows],
+            "sample": [row["sample"] for row in rows],
+            "reward": [number(row["reward"]) for row in rows],
+            "components": [[number(value) for value in _values(row, components)] for row in rows],
+            "advantage": [_mean(row["advantages"]) for row in rows],
+            "stop": [row["finish_reason"] for row in rows],
+            "tokens": [len(row["tokens"]) for row in rows],
+            "completion": [_text(row["tokens"], decode) for row in rows],
+            "stamp": [stamps.index((row["policy_version"], row["policy_digest"])) for row in rows],
+        },
+    }
+
+
+def _values(row: dict[str, Any], components: Sequence[str]) -> Iterator[float]:
+    values = dict(row["components"])
+    return (values.get(name, math.nan) for name in components)
+
+
+def _mean(advantages: Sequence[float] | None) -> float | str | None:
+    return number(float(np.mean(advantages))) if advantages else None
+
+
+def _text(tokens: Sequence[int], decode: Decode) -> str:
+    text = decode(tokens)
+    left_out = len(text) - _HEAD_CHARACTERS - _TAIL_CHARACTERS
+    if left_out <= 0:
+        return text
+    return f"{text[:_HEAD_CHARACTERS]}\n[… {left_out:,} characters left out …]\n{text[-_TAIL_CHARACTERS:]}"
+
+
+def to_json(value: object) -> str:
+    """JSON that an HTML parser reads as text: no tag can begin in it, nor a comment."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

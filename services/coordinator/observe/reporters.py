@@ -1,0 +1,155 @@
+"""Where a run's numbers go: the terminal, metrics.jsonl, TensorBoard."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from services.coordinator.observe.columns import fitting
+
+if TYPE_CHECKING:
+    from services.coordinator.services.clients.rollout import Rollout
+
+_ROWS = 12
+_FRAME = 6  # lines around the rows: borders, header and a caption of up to two
+
+
+class Reporter:
+    """Hears of every phase, step and evaluation, and does nothing about what it does not care for."""
+
+    def watch(self, rollout: "Rollout") -> None:
+        """The run's replicas, which are about to be opened."""
+
+    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
+        """The run does something else now, for as long as the answer is entered."""
+        return nullcontext()
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        """A step is finished; `version` counts them from 1."""
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        """The weights of `version` were evaluated: `eval/<set>/<metric>`, and `time/evaluating_s`."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Held-out numbers as they are shown, wherever they come from: by set, its reward first, then by name."""
+
+    def place(name: str) -> tuple[str, bool, str]:
+        held_out, _, metric = name.rpartition("/")
+        return held_out, metric != "reward", metric
+
+    return {name: metrics[name] for name in sorted(metrics, key=place) if name.startswith("eval/")}
+
+
+class JsonLines(Reporter):
+    """One JSON object per step or evaluation. Derived from the ledger: a resumed run drops what it will do again."""
+
+    def __init__(self, path: Path, version: int):
+        # A crash may have torn the last line, of a step that will be done again or is in the ledger.
+        whole = path.read_text().split("\n")[:-1] if path.exists() else []
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= version))
+        partial.rename(path)
+        self._file = path.open("a", buffering=1)
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": version, **metrics}) + "\n")
+
+    evaluation = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Reporter):
+    """Event files that TensorBoard reads."""
+
+    def __init__(self, directory: Path, version: int):
+        from tensorboardX import SummaryWriter  # loads torch, where that is installed: seconds
+
+        self._writer = SummaryWriter(str(directory), purge_step=version + 1)
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, version)
+
+    evaluation = step
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Terminal(Reporter):
+    """A live table of the last steps; one line per step where the output is no terminal."""
+
+    def __init__(self, console: Console, num_steps: int):
+        self._console, self._num_steps = console, num_steps
+        self._rows: list[list[str]] = []
+        self._phase = ""
+        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4, transient=False)
+        if console.is_terminal:
+            self._live.start()
+        else:
+            console.print(_line(_NAMES), style="bold", soft_wrap=True)
+
+    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
+        self._phase = f"step {version + 1} of {self._num_steps}: {name}" if version < self._num_steps else name
+        return nullcontext()
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
+        self._rows = [*self._rows[1 - _ROWS :], row]
+        if not self._console.is_terminal:
+            self._console.print(_line(row), soft_wrap=True)
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        rewards = [value for name, value in in_order(metrics).items() if name.endswith("/reward")]
+        shown = " ".join(f"{value:.3f}" for value in rewards)
+        if self._rows:
+            self._rows[-1][1] = shown
+        self._console.print(f"held-out reward after step {version}: {shown}", soft_wrap=True)
+
+    def close(self) -> None:
+        self._phase = ""
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def _table(self) -> Table:
+        """The last rows and the most important columns, as many as fit."""
+        num_rows = max(1, min(_ROWS, self._console.height - _FRAME))
+        lines = [_NAMES, *self._rows[-num_rows:]]
+        table = Table(caption=self._phase, caption_justify="left", expand=False)
+        columns = [[line[index] for line in lines] for index in fitting(lines, _BY_IMPORTANCE, self._console.width)]
+        for name, *_ in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for cells in zip(*(rest for _, *rest in columns), strict=True):
+            table.add_row(*cells)
+        return table
+
+
+_COLUMNS = {
+    "reward": lambda m: f"{m['reward/mean']:.3f}",
+    "mixed": lambda m: f"{m['reward/mixed_groups']:.2f}",
+    "tokens": lambda m: f"{m['batch/tokens']:.0f}",
+    "entropy": lambda m: f"{m['train/entropy']:.3f}",
+    "grad norm": lambda m: f"{m['train/grad_norm']:.3f}",
+    "gap max": lambda m: f"{m['train/logprob_gap_max']:.1e}",
+    "generate s": lambda m: f"{m['time/generating_s']:.2f}",
+    "train s": lambda m: f"{m['time/training_s']:.2f}",
+    "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
+}
+_NAMES = ("step", "held-out", *_COLUMNS)
+_FIRST = ("step", "reward", "held-out", "grad norm", "entropy", "gap max", "generate s", "train s")
+_BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(f"{cell:>10}" for cell in cells)

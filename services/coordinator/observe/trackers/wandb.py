@@ -1,0 +1,37 @@
+"""Weights & Biases."""
+
+import json
+
+from services.common.config.observability import WandbConfig
+from services.coordinator.observe.reporters import Reporter
+from services.coordinator.runs.run import Run
+
+
+class Wandb(Reporter):
+    """Numbers over the step. wandb sends them from a process of its own and keeps them when the network does not."""
+
+    def __init__(self, settings: WandbConfig, run: Run):
+        import wandb
+
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            mode=settings.mode,
+            id=run.run_id,
+            resume="allow",  # the same id again is the same run
+            name=run.config.name,
+            dir=str(run.config.run_dir),
+            config=json.loads(run.config.model_dump_json()),
+            settings=wandb.Settings(console="off"),  # the terminal's live table is no log
+        )
+        # wandb's own step cannot go back, but a resumed run does its last steps again.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        self._run.log({"step": version, **metrics})
+
+    evaluation = step
+
+    def close(self) -> None:
+        self._run.finish()

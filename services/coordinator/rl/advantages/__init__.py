@@ -1,0 +1,63 @@
+"""From rewards to advantages: pure functions of a batch's numbers, found by `advantage.kind`.
+
+An estimator maps Samples to one float64 advantage for each trained token [M]. Every sample of a batch counts for
+baselines, also one that loss_mask excludes as a whole: the mask removes its gradient, not what its reward says about
+the prompt (overlong filtering, arXiv 2503.14476).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+
+from services.common.config.advantage import AdvantageConfig
+from services.coordinator.rl.advantages.gae import gae
+from services.coordinator.rl.advantages.group import centered_rewards, gpg, grpo, opo, rloo
+from services.coordinator.rl.advantages.reinforce import reinforce_plus_plus, remax
+from services.coordinator.rl.advantages.samples import Samples
+from services.coordinator.rl.advantages.turns import per_turn
+from services.coordinator.rl.advantages.whitening import whiten
+
+Estimator = Callable[[Samples, AdvantageConfig], np.ndarray]
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": grpo,
+    "dr_grpo": centered_rewards,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "per_turn": per_turn,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": centered_rewards,  # with whitening over the batch
+    "remax": remax,
+    "gae": gae,
+}
+
+
+def credit(batch: pa.Table, config: AdvantageConfig, *, kl_coef: float | None = None) -> pa.Table:
+    """`batch` (common.batch.SAMPLE_SCHEMA) with `advantages`, and with a critic `returns`, one for each token.
+
+    They are 0 where loss_mask is false. Returns are advantages before whitening + values, the critic's targets.
+
+    Args:
+        batch: Rewards and what the kind needs: values, baseline, ref_logprobs.
+        config: Kind and settings.
+        kl_coef: This step's coefficient where it is adaptive (controller.coef_after); None is `config.kl.coef`.
+
+    Raises:
+        InvalidInput: A column that the kind needs is missing or differs in length from tokens, or a group that is
+            compared has one sample; `field` names the column.
+    """
+    samples = Samples.of(batch, config, config.kl.coef if kl_coef is None else kl_coef)
+    advantages_M = ESTIMATORS[config.kind](samples, config)
+    if samples.values_M is not None:
+        batch = _with_column(batch, "returns", samples.to_lists(advantages_M + samples.values_M))
+    return _with_column(batch, "advantages", samples.to_lists(whiten(advantages_M, samples, config)))
+
+
+def _with_column(batch: pa.Table, name: str, column: pa.Array) -> pa.Table:
+    index = batch.schema.get_field_index(name)
+    return batch.set_column(index, batch.schema.field(index), column)
+
+
+__all__ = ["ESTIMATORS", "credit"]

@@ -1,0 +1,22 @@
+"""Generalised advantage estimation with a critic (arXiv 1506.02438)."""
+
+import numpy as np
+
+from services.common.config.advantage import AdvantageConfig
+from services.coordinator.rl.advantages.samples import Samples
+from services.coordinator.rl.advantages.scan import discounted_sums
+
+
+def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Sums of r_t + gamma * V_(t+1) - V_t, discounted by gamma * lam, over the trained tokens of each sample.
+
+    V_t is the value of the state before token t. Tokens that are not trained on are part of the next state, so they
+    are stepped over. After the last token the value is 0, or, for a truncated sample with bootstrap_truncated, the
+    value of that token: the state behind it is not evaluated.
+    """
+    values_M = samples.values_M
+    next_M = np.roll(values_M, -1)
+    bootstraps = samples.truncated_S[samples.trained_S] & config.bootstrap_truncated
+    next_M[samples.last] = np.where(bootstraps, values_M[samples.last], 0.0)
+    errors_M = samples.token_rewards_M + config.gamma * next_M - values_M
+    return discounted_sums(errors_M, samples.count_S, config.gamma * config.lam)

@@ -1,0 +1,58 @@
+"""Samples compared with the others of their prompt: one advantage for all tokens of a sample.
+
+With a KL penalty the reward r of a sample is its reward less the penalties of its tokens.
+"""
+
+import numpy as np
+
+from services.common.config.advantage import AdvantageConfig
+from services.coordinator.rl.advantages.samples import Samples
+
+
+def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """`numbers` less the mean of their group (0, 1, ... without gaps); exactly 0 where all of a group are equal."""
+    _, first = np.unique(groups, return_index=True)
+    relative = numbers - numbers[first][groups]
+    return relative - _mean(relative, groups, np.ones(len(groups)))
+
+
+def centered_rewards(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """r - mean: no division by the deviation, which favours too easy and too hard prompts (arXiv 2503.20783)."""
+    return centered(samples.net_rewards_S, samples.group_S)[samples.sample_M]
+
+
+def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """(r - mean) / (std + eps), with the sample standard deviation (arXiv 2402.03300, section 4.1.2)."""
+    centered_S = centered(samples.net_rewards_S, samples.group_S)
+    if config.normalize_std:
+        size = np.bincount(samples.group_S)
+        std = np.sqrt(np.bincount(samples.group_S, centered_S**2) / (size - 1))
+        centered_S /= (std + config.eps)[samples.group_S]
+    return centered_S[samples.sample_M]
+
+
+def rloo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """r - mean of the other samples, which is n / (n - 1) * (r - mean of all n) (arXiv 2402.14740, section 2.2)."""
+    size_S = np.bincount(samples.group_S)[samples.group_S]
+    centered_S = centered(samples.net_rewards_S, samples.group_S)
+    return (centered_S * size_S / (size_S - 1))[samples.sample_M]
+
+
+def opo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """r - mean weighted by the number of trained tokens, the baseline of least variance (arXiv 2505.23585)."""
+    centered_S = centered(samples.net_rewards_S, samples.group_S)
+    return (centered_S - _mean(centered_S, samples.group_S, samples.count_S))[samples.sample_M]
+
+
+def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """(r - mean) * samples / samples of groups whose rewards differ: the others have no gradient (arXiv 2504.02546)."""
+    centered_S = centered(samples.net_rewards_S, samples.group_S)
+    mixed = np.bincount(samples.group_S, centered_S != 0) > 0
+    num_mixed = np.count_nonzero(mixed[samples.group_S])
+    return (centered_S * (len(centered_S) / max(num_mixed, 1)))[samples.sample_M]
+
+
+def _mean(numbers: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The weighted mean of each number's group; 0 where all weights are 0."""
+    total = np.bincount(groups, weights)
+    return (np.bincount(groups, weights * numbers) / np.where(total > 0, total, 1))[groups]

@@ -1,0 +1,154 @@
+"""The columns of a batch as flat arrays. Suffixes: S samples, N completion tokens, M tokens that are trained on."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from services.common.config.advantage import AdvantageConfig
+from services.common.errors import InvalidInput
+from services.coordinator.rl.advantages.kl import token_kl
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What estimators read, in the order of the batch. Tokens that loss_mask excludes were not the policy's choice.
+
+    Attributes:
+        rewards_S: float64, without penalties.
+        group_S: Index of the sample's prompt group, from 0 without gaps.
+        count_S: Trained tokens of each sample; may be 0.
+        truncated_S: Whether the sample was cut off at max_tokens.
+        offsets_S: int32 [S + 1], where each sample's tokens begin among all N.
+        position_M: Index of each trained token among all N.
+        sample_M: Index of its sample.
+        penalty_M: KL penalty of each token, coefficient included.
+        values_M: Critic's value of the state that each token is drawn in; None if the kind needs no critic.
+        baseline_S: Reward of the prompt's greedy completion; None if the kind needs none.
+    """
+
+    rewards_S: np.ndarray
+    group_S: np.ndarray
+    count_S: np.ndarray
+    truncated_S: np.ndarray
+    offsets_S: np.ndarray
+    position_M: np.ndarray
+    sample_M: np.ndarray
+    penalty_M: np.ndarray
+    values_M: np.ndarray | None
+    baseline_S: np.ndarray | None
+
+    @classmethod
+    def of(cls, batch: pa.Table, config: AdvantageConfig, kl_coef: float) -> Self:
+        """The samples of `batch`, checked for what `config` needs.
+
+        Raises:
+            InvalidInput: As `credit`.
+        """
+        _, group_S = np.unique(batch["group"].to_numpy(), return_inverse=True)
+        if config.needs_group and np.bincount(group_S).min(initial=2) < 2:
+            raise InvalidInput(
+                f"group: advantage.kind {config.kind} compares the samples of a prompt with each other, and a group "
+                "has one only; raise rollout.completions_per_prompt",
+                field="group",
+            )
+        lengths_S = pc.list_value_length(batch["tokens"]).to_numpy()
+        sample_N = np.repeat(np.arange(batch.num_rows), lengths_S)
+        position_M = np.flatnonzero(trained_mask(batch))
+        sample_M = sample_N[position_M]
+        kind = f"advantage.kind {config.kind}"
+        values_M = per_token(batch, "values", kind)[position_M] if config.needs_values else None
+        penalty_M = np.zeros(len(position_M))
+        if config.needs_reference:
+            penalty_M = kl_coef * kl_of(batch, config.kl.kind)
+        return cls(
+            rewards_S=batch["reward"].to_numpy(),
+            group_S=group_S,
+            count_S=np.bincount(sample_M, minlength=batch.num_rows),
+            truncated_S=pc.equal(batch["finish_reason"], "length").to_numpy(),
+            offsets_S=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),
+            position_M=position_M,
+            sample_M=sample_M,
+            penalty_M=penalty_M,
+            values_M=values_M,
+            baseline_S=_required(batch, "baseline", kind).to_numpy() if config.needs_baseline else None,
+        )
+
+    @property
+    def net_rewards_S(self) -> np.ndarray:
+        """Reward of each sample less the KL penalties of its tokens."""
+        return self.rewards_S - np.bincount(self.sample_M, self.penalty_M, minlength=len(self.rewards_S))
+
+    @property
+    def trained_S(self) -> np.ndarray:
+        """Whether a sample has trained tokens."""
+        return self.count_S > 0
+
+    @property
+    def last(self) -> np.ndarray:
+        """Index of the last trained token, among all M, of each sample that has trained tokens."""
+        return np.cumsum(self.count_S)[self.trained_S] - 1
+
+    @property
+    def token_rewards_M(self) -> np.ndarray:
+        """Minus each token's KL penalty, and the sample's reward at its last trained token."""
+        rewards_M = -self.penalty_M
+        rewards_M[self.last] += self.rewards_S[self.trained_S]
+        return rewards_M
+
+    def to_lists(self, numbers_M: np.ndarray) -> pa.Array:
+        """list<float> [S]: `numbers_M` at the trained tokens, 0 at the others."""
+        flat_N = np.zeros(self.offsets_S[-1], np.float32)
+        flat_N[self.position_M] = numbers_M
+        return pa.ListArray.from_arrays(pa.array(self.offsets_S), pa.array(flat_N))
+
+
+def trained_mask(batch: pa.Table) -> np.ndarray:
+    """bool [N]: loss_mask, true where a sample has none.
+
+    Raises:
+        InvalidInput: A mask differs in length from its sample's tokens.
+    """
+    column, lengths_S = batch["loss_mask"], pc.list_value_length(batch["tokens"]).to_numpy()
+    given_S = column.is_valid().to_numpy()
+    _refuse(given_S & (pc.fill_null(pc.list_value_length(column), 0).to_numpy() != lengths_S), "loss_mask")
+    mask_N = np.ones(lengths_S.sum(), bool)
+    mask_N[np.repeat(given_S, lengths_S)] = pc.list_flatten(column).to_numpy()
+    return mask_N
+
+
+def per_token(batch: pa.Table, name: str, why: str) -> np.ndarray:
+    """float64 [N]: a column with one number for each token.
+
+    Raises:
+        InvalidInput: It is missing, which `why` needs, or differs in length from tokens.
+    """
+    column = _required(batch, name, why)
+    _refuse(pc.not_equal(pc.list_value_length(column), pc.list_value_length(batch["tokens"])).to_numpy(), name)
+    return pc.list_flatten(column).to_numpy().astype(np.float64)
+
+
+def kl_of(batch: pa.Table, kind: str) -> np.ndarray:
+    """float64 [M]: KL estimate, without coefficient, at each trained token of `batch`.
+
+    Raises:
+        InvalidInput: ref_logprobs or logprobs are missing or differ in length from tokens.
+    """
+    why = "the KL to the reference"
+    logprobs_N, reference_N = per_token(batch, "logprobs", why), per_token(batch, "ref_logprobs", why)
+    mask_N = trained_mask(batch)
+    return token_kl(logprobs_N[mask_N], reference_N[mask_N], kind)
+
+
+def _required(batch: pa.Table, name: str, why: str) -> pa.ChunkedArray:
+    column = batch[name]
+    if column.null_count:
+        raise InvalidInput(f"{name}: {why} needs it, and {column.null_count} samples have none", field=name)
+    return column
+
+
+def _refuse(bad_S: np.ndarray, name: str) -> None:
+    if bad_S.any():
+        raise InvalidInput(f"{name}: {int(bad_S.sum())} samples differ in length from tokens", field=name)

@@ -1,0 +1,131 @@
+"""`lockstep eval`: a checkpoint or a model on a run's held-out sets, as a run of no steps in its own directory."""
+
+import datetime
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.types.v1.types_pb2 import PolicyStamp
+from rich.console import Console
+from rich.table import Table
+
+from services.common.config.advantage import AdvantageConfig
+from services.common.config.run import Config
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.checks.plan import check_model
+from services.coordinator.data.prompts import Prompts, load_eval
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.rl.collect import Collector
+from services.coordinator.rl.evaluation import evaluate
+from services.coordinator.rl.publication import Publisher
+from services.coordinator.runs.resume import CHECKPOINTS, LEDGER, open_run
+from services.coordinator.runs.run import Run
+from services.coordinator.services.launch import Addresses
+from services.coordinator.services.lifecycle import load_early, load_late, with_services
+from services.coordinator.services.opening import open_services
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation leaves. `metrics` are named `eval/<set>/<metric>`."""
+
+    stamp: PolicyStamp
+    metrics: dict[str, float]
+    directory: Path
+
+
+def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
+    """The run `config`, made to evaluate `checkpoint` in `out`, or else in a new directory below that of its run.
+
+    Args:
+        config: The run's config.
+        checkpoint: A checkpoint of a run, or a model directory in the Hugging Face format.
+        out: Must not exist, or be empty.
+
+    Raises:
+        NotFound: `checkpoint` is neither.
+        InvalidInput: It is the directory of a whole run, `out` is not empty, or there is no set to evaluate.
+    """
+    if not config.data.eval:
+        raise InvalidInput("data.eval names no file: there is nothing to evaluate", field="data.eval")
+    is_checkpoint = _is_checkpoint(checkpoint)
+    directory = (
+        out or _run_of(checkpoint, config) / f"eval-{checkpoint.resolve().name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    )
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidInput(f"--out: {directory} exists and is not an empty directory; name another", field="out")
+    start = {"resume": str(checkpoint)} if is_checkpoint else {"resume": "never", "model": str(checkpoint)}
+    policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
+    alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # no other model is opened
+    # What watches the run may be at work at the same time.
+    alone["observability"] = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
+    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone})
+
+
+def _run_of(checkpoint: Path, config: Config) -> Path:
+    """The directory of the run that saved `checkpoint`; that of `config` if it is of no run."""
+    checkpoints = checkpoint.resolve().parent
+    is_of_run = checkpoints.name == CHECKPOINTS and (checkpoints.parent / LEDGER).is_file()
+    return checkpoints.parent if is_of_run else config.run_dir
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint; a model otherwise."""
+    if (path / CHECKPOINTS).is_dir():
+        inside = sorted(f"{CHECKPOINTS}/{saved.name}" for saved in (path / CHECKPOINTS).iterdir())
+        message = f"{path} is a whole run: give one of its checkpoints, or its model; it has {', '.join(inside)}"
+        raise InvalidInput(message, field="checkpoint")
+    if (path / "manifest.json").is_file():
+        return True
+    if not (path / "config.json").is_file():
+        what = "has neither manifest.json nor config.json" if path.is_dir() else "is no directory"
+        raise NotFound(f"{path} {what}: give a checkpoint of a run or a model directory", field="checkpoint")
+    return False
+
+
+async def eval_session(config: Config, given: Addresses, console: Console) -> Evaluation:
+    """Evaluates what `eval_config` made; services without an address are started and ended, as for a run.
+
+    Raises:
+        LockstepError: As the first failure of any part.
+    """
+    check_model(config)
+    data = load_early(config, given, _load)
+    with closing(Run(config, open_run(config))) as run:
+        return await with_services(lambda addresses: _drive(run, addresses, data, console), run, given, console)
+
+
+def show_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """Prints a column for each set."""
+    sets: dict[str, dict[str, float]] = {}
+    for path, value in evaluation.metrics.items():
+        name, _, metric = path.removeprefix("eval/").rpartition("/")
+        sets.setdefault(name, {})[metric] = value
+    table = Table(f"step {evaluation.stamp.version}", *sets)
+    for metric in dict.fromkeys(metric for metrics in sets.values() for metric in metrics):
+        table.add_row(metric, *(f"{metrics[metric]:.3f}" if metric in metrics else "" for metrics in sets.values()))
+    console.print(table)
+    console.print(f"metrics.json and every sample, as Parquet, in {evaluation.directory}", soft_wrap=True)
+
+
+_Dataset = tuple[Tokenizer, dict[str, Prompts]]
+
+
+def _load(config: Config, tokenizer: Tokenizer) -> _Dataset:
+    return tokenizer, load_eval(config.data, tokenizer)
+
+
+async def _drive(run: Run, addresses: Addresses, data: _Dataset | None, console: Console) -> Evaluation:
+    config, evaluated = run.config, run.resume_from or run.config.model
+    console.print(f"evaluating {evaluated} in {config.run_dir}", soft_wrap=True)
+    async with open_services(run, addresses) as services:
+        trainer, rollout = services.trainer, services.rollout
+        version = trainer.opened.version
+        tokenizer, eval_data = data or load_late(config, trainer.opened.model_card, _load)
+        run.begin(version, ())
+        stamp = await Publisher(trainer, rollout, run).publish(version)
+        metrics = await evaluate(run, Collector(rollout, services.reward, tokenizer, config.seed), eval_data, stamp)
+        result = {"checkpoint": evaluated, "version": version, "digest": stamp.digest, "metrics": metrics}
+        (config.run_dir / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
+        return Evaluation(stamp, metrics, config.run_dir)

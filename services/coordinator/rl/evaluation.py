@@ -1,0 +1,64 @@
+"""Rewards on held-out prompts: mean of n samples (avg@n), pass@k, components, lengths."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.config.evaluation import EvalSetConfig
+from services.coordinator.data.groups import to_table
+from services.coordinator.data.prompts import Prompts
+from services.coordinator.rl.collect import Collector
+from services.coordinator.rl.metrics import batch_metrics, component_means
+from services.coordinator.runs.run import Phase, Run
+
+
+async def evaluate(
+    run: Run, collector: Collector, eval_data: Mapping[str, Prompts], stamp: PolicyStamp
+) -> dict[str, float]:
+    """Samples every set as `evaluation` says; numbers as `eval/<set>/<metric>`, samples kept as Parquet by set.
+
+    Every prompt counts, whatever `reward.on_failure` drops from training: a sample that could not be scored counts as
+    0, and `failed` is their number, if there are any.
+    """
+    metrics: dict[str, float] = {}
+    with run.phase(Phase.EVALUATING):
+        for name, prompts in eval_data.items():
+            settings = run.config.evaluation.settings(name)
+            training = run.config.rollout.sampling
+            changes = {"temperature": settings.temperature, "max_tokens": settings.max_tokens or training.max_tokens}
+            sampling, wanted = training.model_copy(update=changes), prompts[: settings.max_prompts]
+            groups = await collector.collect(wanted, settings.num_samples, sampling, stamp)
+            samples = to_table(groups)
+            numbers = set_metrics(samples, settings)
+            if num_failed := sum(group.is_failed.sum() for group in groups):
+                numbers["failed"] = float(num_failed)
+            metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
+            run.keep_evaluation(name, samples, stamp)
+    run.finish_evaluation(stamp.version, metrics)
+    return metrics
+
+
+def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
+    """Numbers of one set from its samples (common.batch.SAMPLE_SCHEMA) alone.
+
+    `reward` is the mean of all samples, `pass@k` that of pass_at_k over the prompts, `tokens_mean` the completions'
+    length, `truncated` the share of those that reached max_tokens; and the mean of each reward component by its name.
+    """
+    numbers = batch_metrics(samples)
+    metrics = {"reward": numbers["reward/mean"]}
+    _, prompt_of = np.unique(samples["group"].to_numpy(), return_inverse=True)
+    num_samples = np.bincount(prompt_of)
+    num_passed = np.bincount(prompt_of, samples["reward"].to_numpy() >= settings.pass_threshold)
+    for k in settings.pass_k:
+        chances = [pass_at_k(n, int(c), k) for n, c in zip(num_samples.tolist(), num_passed, strict=True)]
+        metrics[f"pass@{k}"] = float(np.mean(chances))
+    metrics |= {name: numbers[f"completion/{name}"] for name in ("tokens_mean", "truncated")}
+    return {**metrics, **component_means(samples["components"]), **metrics}  # a component of the same name yields
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of `k` samples passes: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

@@ -1,0 +1,71 @@
+"""Numbers of a step, from its batch alone, so that any recorded step gives the same ones again."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
+
+
+def batch_metrics(batch: pa.Table) -> dict[str, float]:
+    """Rewards and lengths of a batch (common.batch.SAMPLE_SCHEMA); advantages, KL and values where it has them."""
+    rewards = batch["reward"].to_numpy()
+    lengths = pc.list_value_length(batch["tokens"]).to_numpy()
+    finished = np.array([reason == "stop" for reason in batch["finish_reason"].to_pylist()])
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/mixed_groups": _share_of_mixed_groups(batch["group"].to_numpy(), rewards),
+        "completion/tokens_mean": float(lengths.mean()),
+        "completion/tokens_max": float(lengths.max()),
+        "completion/truncated": float(1 - finished.mean()),
+        "batch/samples": float(batch.num_rows),
+        "batch/tokens": float(lengths.sum()),
+    }
+    metrics |= {f"reward/{name}": value for name, value in component_means(batch["components"]).items()}
+    return metrics | token_metrics(batch)
+
+
+def token_metrics(batch: pa.Table) -> dict[str, float]:
+    """Numbers over the trained tokens, as far as the batch has the columns.
+
+    `kl/token_mean` and `kl/sample_mean` are the unbiased k1 estimate of KL(policy || reference) in nats, per token and
+    per sample. `value/explained_variance` is 1 - var(returns - values) / var(returns): 1 is a perfect critic, 0 one
+    that is no better than a constant; absent where all returns are equal.
+    """
+    mask_N = trained_mask(batch)
+    if not mask_N.any():
+        return {}
+    metrics: dict[str, float] = {}
+    if _has(batch, "advantages"):
+        advantages_M = per_token(batch, "advantages", "metrics")[mask_N]
+        statistics = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+        metrics |= {f"advantage/{name}": float(function(advantages_M)) for name, function in statistics.items()}
+    if _has(batch, "ref_logprobs"):
+        kl_M = kl_of(batch, "k1")
+        metrics |= {"kl/token_mean": float(kl_M.mean()), "kl/sample_mean": float(kl_M.sum() / batch.num_rows)}
+    if _has(batch, "values") and _has(batch, "returns"):
+        values_M, returns_M = (per_token(batch, name, "metrics")[mask_N] for name in ("values", "returns"))
+        metrics["value/mean"] = float(values_M.mean())
+        if spread := returns_M.var():
+            metrics["value/explained_variance"] = float(1 - (returns_M - values_M).var() / spread)
+    return metrics
+
+
+def _has(batch: pa.Table, name: str) -> bool:
+    return batch[name].null_count < batch.num_rows
+
+
+def component_means(components: pa.ChunkedArray) -> dict[str, float]:
+    """Mean of every reward component over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for row in components.to_pylist():
+        for name, value in row:
+            values.setdefault(name, []).append(value)
+    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
+
+
+def _share_of_mixed_groups(groups: np.ndarray, rewards: np.ndarray) -> float:
+    """Share of prompt groups whose samples differ in reward: the others teach nothing."""
+    parts = [rewards[groups == group] for group in np.unique(groups)]
+    return float(np.mean([part.min() < part.max() for part in parts]))

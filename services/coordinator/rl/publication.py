@@ -1,0 +1,95 @@
+"""Publication of weights in two phases, across every change of the group's members."""
+
+import logging
+from collections.abc import Sequence
+
+from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
+from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
+
+from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
+from services.common.tasks import gather
+from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.replica import Replica, ReplicaState
+from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.services.clients.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+# With the same members: a fault that is not theirs (a lost packet) passes, one that stays is reported.
+_MAX_ATTEMPTS = 3
+
+
+def weight_group(run: Run, opened: OpenRunResponse, epoch: int, num_workers: int) -> WeightGroup:
+    """Of the senders of the trainer that answered `opened`, and as many workers of engines."""
+    return WeightGroup(
+        run_id=run.run_id,
+        epoch=epoch,
+        store_host=opened.store_host,
+        store_port=opened.store_port,
+        store_secret=opened.store_secret,
+        world_size=opened.plan.num_senders + num_workers,
+        backend=opened.weight_backend,
+        timeout_s=run.config.weights.timeout_s,
+    )
+
+
+class Publisher:
+    """Forms the weight group, sends, verifies, commits, and has the run record it."""
+
+    def __init__(self, trainer: Trainer, rollout: Rollout, run: Run):
+        self._trainer, self._rollout, self._run = trainer, rollout, run
+        self._epoch = 0
+        # Each with the opening that it joined with: a replica that came back is another member.
+        self._members: Sequence[tuple[Replica, int]] = ()
+
+    async def publish(self, version: int) -> PolicyStamp:
+        """Makes every living replica serve the trainer's weights; the stamp that they serve.
+
+        A replica that fails drops out, the others get the weights in a new epoch.
+
+        Raises:
+            Unavailable: NO_REPLICA if none is left; or the trainer is gone.
+            LockstepError: The same members failed again and again.
+        """
+        attempts = 0
+        while True:
+            living = [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
+            if not living:
+                raise Unavailable("no rollout replica is left to publish to", reason=Reason.NO_REPLICA)
+            try:
+                if list(self._members) != [(replica, replica.num_opens) for replica in living]:
+                    await self._form_group(living)
+                stamp = await self._send(version)
+                self._run.record_published(stamp)
+                return stamp
+            except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
+                self._members = ()
+                attempts += 1
+                lost = await self._rollout.drop_unreachable()
+                log.warning("publication of version %d failed, %d replicas lost: %s", version, lost, error.message)
+                if not lost and attempts >= _MAX_ATTEMPTS:
+                    raise
+
+    async def _form_group(self, replicas: Sequence[Replica]) -> None:
+        opened = self._trainer.opened
+        self._epoch = self._run.next_epoch(len(replicas))
+        group = weight_group(self._run, opened, self._epoch, sum(replica.num_workers for replica in replicas))
+        joins, base_rank = [self._trainer.join(group)], opened.plan.num_senders
+        for replica in replicas:
+            joins.append(replica.join(group, base_rank, opened.plan))
+            base_rank += replica.num_workers
+        if len(plans := set(await gather(joins))) != 1:
+            raise PreconditionFailed(f"the members built different plans: {plans}", reason=Reason.PLAN_MISMATCH)
+        self._members = [(replica, replica.num_opens) for replica in replicas]
+
+    async def _send(self, version: int) -> PolicyStamp:
+        stamp, *digests = await gather(
+            [
+                self._trainer.send(self._epoch, version),
+                *(replica.receive(self._epoch, version) for replica, _ in self._members),
+            ]
+        )
+        if set(digests) != {stamp.digest}:
+            raise PreconditionFailed(f"sent {stamp.digest}, received {digests}", reason=Reason.DIGEST_MISMATCH)
+        await gather(replica.commit(stamp) for replica, _ in self._members)
+        return stamp

@@ -1,0 +1,204 @@
+"""Which groups a step trains on: the same ones whatever the timing, unless `keep: arrival` asks for the fastest.
+
+Prompts are tried in one order (data/curriculum.py), and the batch is its first `prompts_per_step` useful groups. So
+many prompts, times `over_sampling.factor`, are tried at once; a group that is of no use makes room for the next prompt
+of the order at once. With factor 1 no more prompts are tried than the batch needs.
+"""
+
+import contextlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate, count, islice, takewhile
+from typing import Any
+
+import numpy as np
+
+from services.common.config.run import Config
+from services.common.errors import LockstepError, Reason
+from services.common.megatron.layout import samples_at_once
+from services.common.tasks import gather
+from services.coordinator.data.groups import ScoredGroup
+from services.coordinator.data.prompts import Prompt
+
+log = logging.getLogger(__name__)
+
+# Place in the order of prompts, prompt -> its scored group; None if it has no score.
+DrawOne = Callable[[int, Prompt], Coroutine[Any, Any, ScoredGroup | None]]
+# What is done with a useful group while others are still tried.
+Finish = Callable[[ScoredGroup], Coroutine[Any, Any, ScoredGroup]]
+
+
+class Drop(StrEnum):
+    """Why a group is of no use."""
+
+    NO_SCORE = "no_score"
+    ALL_TRUNCATED = "all_truncated"
+    ZERO_VARIANCE = "zero_variance"
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The groups of a batch, what the ledger keeps of how they were chosen, and what the curriculum learns of it."""
+
+    groups: Sequence[ScoredGroup]
+    decision: dict[str, Any]
+    """JSON-able; `metrics` are those of the step."""
+    outcomes: dict[str, tuple[int, int]]
+    """(samples, samples that passed) by prompt id; empty without a curriculum."""
+
+
+async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, finish: Finish | None = None) -> Selected:
+    """Tries `prompts` until there are enough useful groups.
+
+    Args:
+        config: The run's.
+        prompts: All different, in the order in which they are tried.
+        draw: Samples and scores one of them.
+        finish: Completes a group that is of use.
+
+    Raises:
+        LockstepError: TOO_FEW_GROUPS if too few groups are of use; or as `draw`.
+    """
+    at_once = config.selection.over_sampling.at_once(config.data.prompts_per_step)
+    selection = _Selection(config, prompts, draw, finish)
+    with contextlib.suppress(_EnoughError):
+        await gather(selection.fill_one_place() for _ in range(at_once))
+    return selection.result()
+
+
+class _EnoughError(Exception):
+    """Ends the other calls."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    prompt: Prompt
+    group: ScoredGroup | None
+    drop: Drop | None
+
+
+class _Selection:
+    def __init__(self, config: Config, prompts: Iterator[Prompt], draw: DrawOne, finish: Finish | None):
+        self._config, self._draw, self._finish = config, draw, finish
+        self._wanted, dynamic = config.data.prompts_per_step, config.selection.dynamic
+        at_once = config.selection.over_sampling.at_once(self._wanted)
+        budget = max(at_once, int(self._wanted * dynamic.max_rounds)) if dynamic.enabled else at_once
+        self._next = islice(enumerate(prompts), budget)
+        self._tried: dict[int, _Tried] = {}  # by place in the order of prompts, in the order of arrival
+        self._num_started = self._num_useful = 0
+
+    async def fill_one_place(self) -> None:
+        """Tries the next prompts until one of them gives a useful group."""
+        for index, prompt in self._next:
+            self._num_started += 1
+            group = await self._draw(index, prompt)
+            drop = self._why_dropped(group)
+            if self._finish and group and drop is None:
+                group = await self._finish(group)
+            self._num_useful += drop is None
+            self._tried[index] = _Tried(prompt, group, drop)
+            if self._is_decided():
+                raise _EnoughError
+            if drop is None or self._num_useful >= self._wanted:  # a later prompt would come too late
+                return
+
+    def result(self) -> Selected:
+        counted, rest = self._split()
+        useful = [tried.group for tried in counted if tried.group and tried.drop is None]
+        groups = useful[: self._num_trainable(len(useful))]
+        self._require_enough(groups, useful, counted)
+        discarded = useful[len(groups) :] + [tried.group for tried in rest if tried.group and tried.drop is None]
+        return Selected(groups, self._decision(groups, discarded, counted), self._outcomes(counted))
+
+    def _why_dropped(self, group: ScoredGroup | None) -> Drop | None:
+        dynamic = self._config.selection.dynamic
+        if group is None:
+            return Drop.NO_SCORE
+        if self._config.selection.overlong.mask_truncated and group.is_truncated.all():
+            return Drop.ALL_TRUNCATED
+        numbers = group.numbers(dynamic.component)
+        return Drop.ZERO_VARIANCE if dynamic.enabled and numbers.min() == numbers.max() else None
+
+    def _is_decided(self) -> bool:
+        """Whether nothing that is still under way can change the batch."""
+        if self._num_useful < self._wanted:
+            return False
+        if self._config.selection.over_sampling.keep == "arrival":
+            return True
+        unbroken = takewhile(lambda tried: tried is not None, map(self._tried.get, count()))
+        return sum(tried.drop is None for tried in unbroken if tried) >= self._wanted
+
+    def _split(self) -> tuple[list[_Tried], list[_Tried]]:
+        """What was tried up to the last useful group that is wanted, and the rest."""
+        by_arrival = self._config.selection.over_sampling.keep == "arrival"
+        order = [self._tried[index] for index in (self._tried if by_arrival else sorted(self._tried))]
+        num_useful = accumulate(tried.drop is None for tried in order)
+        end = next((at + 1 for at, number in enumerate(num_useful) if number == self._wanted), len(order))
+        return order[:end], order[end:]
+
+    def _num_trainable(self, num_groups: int) -> int:
+        """Most of `num_groups` that make equal mini-batches with a sample for every rank; 0 if there are too few."""
+        models = self._config.models
+        minibatches = {name: 1 if name == "reference" else model.num_minibatches for name, model in models.items()}
+        num_groups -= num_groups % math.lcm(*minibatches.values())
+        samples = num_groups * self._config.rollout.completions_per_prompt
+        fits = all(samples // minibatches[name] >= samples_at_once(model) for name, model in models.items())
+        return num_groups if fits else 0
+
+    def _require_enough(
+        self, groups: Sequence[ScoredGroup], useful: Sequence[ScoredGroup], counted: Sequence[_Tried]
+    ) -> None:
+        if len(useful) == self._wanted:
+            return
+        dynamic = self._config.selection.dynamic
+        reasons = ", ".join(f"{number} {drop}" for drop, number in _drops(counted).items() if number)
+        message = f"{len(useful)} of {self._wanted} prompt groups after {len(counted)} prompts, of which {reasons}"
+        if not groups or (dynamic.enabled and dynamic.on_budget == "fail"):
+            raise LockstepError(
+                f"{message}: too few to train on; look at the scorers, let selection.dynamic try more prompts "
+                f"(max_rounds is {dynamic.max_rounds:g}), or use prompts of another difficulty",
+                reason=Reason.TOO_FEW_GROUPS,
+            )
+        log.warning("%s; training on %d", message, len(groups))
+
+    def _decision(
+        self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Tried]
+    ) -> dict[str, Any]:
+        masked = sum(int(group.is_truncated.sum()) for group in groups)
+        rewards = np.concatenate([tried.group.rewards for tried in counted if tried.group])
+        metrics = {
+            "rounds": len(counted) / self._wanted,
+            "reward_mean": rewards.mean(),  # of all that was tried; reward/mean is of what is trained on
+            **{f"dropped_{drop}": number for drop, number in _drops(counted).items()},
+            "discarded": len(discarded),
+            "aborted": self._num_started - len(self._tried),
+            "overlong_masked": masked if self._config.selection.overlong.mask_truncated else 0,
+        }
+        return {
+            "keep": self._config.selection.over_sampling.keep,
+            "num_prompts": len(counted),
+            "num_groups": len(groups),
+            "dropped": {tried.prompt.prompt_id: tried.drop for tried in counted if tried.drop},
+            "discarded": [group.prompt.prompt_id for group in discarded],
+            "metrics": {f"sampling/{name}": float(value) for name, value in metrics.items()},
+        }
+
+    def _outcomes(self, counted: Sequence[_Tried]) -> dict[str, tuple[int, int]]:
+        curriculum = self._config.selection.curriculum
+        if not curriculum.enabled:
+            return {}
+        scored = [tried.group for tried in counted if tried.group]
+        passed = [group.numbers(curriculum.component) >= curriculum.pass_threshold for group in scored]
+        return {
+            group.prompt.prompt_id: (len(is_passed), int(is_passed.sum()))
+            for group, is_passed in zip(scored, passed, strict=True)
+        }
+
+
+def _drops(counted: Sequence[_Tried]) -> dict[Drop, int]:
+    numbers = Counter(tried.drop for tried in counted)
+    return {drop: numbers[drop] for drop in Drop}

@@ -1,0 +1,120 @@
+"""A run from its config to its end: checks what can be checked first, then services, then the loop."""
+
+from contextlib import closing
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from services.common.config.run import Config
+from services.common.errors import PreconditionFailed
+from services.coordinator.data.curriculum import require_enough
+from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.observe.frontend import Frontend
+from services.coordinator.rl.collect import Collector
+from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.loop import train
+from services.coordinator.rl.publication import Publisher
+from services.coordinator.rl.step import Parts
+from services.coordinator.runs.outcome import Outcome, finish, show
+from services.coordinator.runs.resume import is_path, open_run, step_of
+from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.trainer import Model
+from services.coordinator.services.launch import Addresses
+from services.coordinator.services.lifecycle import keepers, load_early, load_late, with_services
+from services.coordinator.services.opening import open_services
+
+_FILES = {
+    "metrics.jsonl, tensorboard/": "numbers of every step",
+    "batches/, evaluations/": "every sample with tokens, rewards and policy stamp, as Parquet",
+    "ledger.sqlite, logs/": "every decision with hashes of its inputs; what each service wrote",
+    "model/": "the trained model, for transformers or vLLM",
+}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What is sampled from, and evaluated on."""
+
+    tokenizer: Tokenizer
+    train: PromptDataset
+    eval: dict[str, Prompts]
+
+
+async def run_session(config: Config, given: Addresses, frontend: Frontend) -> Outcome:
+    """Runs `config` to its end, or until the frontend stops it.
+
+    Raises:
+        LockstepError: As the first failure of any part.
+    """
+    return await with_data(load_data(config, given), config, given, frontend)
+
+
+def load_data(config: Config, given: Addresses) -> Dataset | None:
+    """The run's data; None if the model, whose tokenizer it needs, is on the trainer's host only."""
+    return load_early(config, given, _load)
+
+
+async def with_data(data: Dataset | None, config: Config, given: Addresses, frontend: Frontend) -> Outcome:
+    """`run_session` with what `load_data` has answered."""
+    with closing(Run(config, open_run(config))) as run:
+        return await with_services(
+            lambda addresses: _drive(run, addresses, data, frontend), run, given, frontend.console
+        )
+
+
+def show_outcome(outcome: Outcome, console: Console) -> None:
+    """Prints the held-out numbers before and after, where everything is, and what to do next."""
+    show(outcome, _FILES, console, number=".3f")
+    if outcome.version < outcome.num_steps:
+        return
+    next_steps = "Next: plot it with `tensorboard --logdir`, or train your own model on your own data: README.md"
+    console.print(next_steps, soft_wrap=True, highlight=False)
+
+
+def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
+    train_data = PromptDataset.load(config.data, tokenizer, seed=config.seed)
+    require_enough(len(train_data), config)
+    return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer))
+
+
+async def _drive(run: Run, addresses: Addresses, data: Dataset | None, frontend: Frontend) -> Outcome:
+    config = run.config
+    frontend.say(f"run {run.run_id} in {config.run_dir}")
+    replicas = ", ".join(addresses.rollout)
+    frontend.say(f"opening trainer {addresses.trainer}, reward {addresses.reward}, rollout {replicas}")
+    async with open_services(run, addresses) as services:
+        trainer, rollout, critic = services.trainer, services.rollout, services.beside.get("critic")
+        version = trainer.opened.version
+        _require_resumed(version, config)
+        _require_together(version, critic, config)
+        data = data or load_late(config, trainer.opened.model_card, _load)
+        run.use(data.train.digest)
+        frontend.say(run.where_it_goes_on(version))
+        run.begin(version, [*keepers(config, version), frontend.begin(run, version)])
+        collector = Collector(rollout, services.reward, data.tokenizer, config.seed)
+        publisher = Publisher(trainer, rollout, run)
+        forwards = Forwards(list(services.beside.values()), config)
+        await train(run, Parts(data.train, data.eval, collector, trainer, publisher, forwards, critic), version)
+        return await finish(run, trainer)
+
+
+def _require_resumed(version: int, config: Config) -> None:
+    """A trainer that still has the run open goes on with what it holds."""
+    if is_path(config.resume) and version != (asked := step_of(config.resume)):
+        raise PreconditionFailed(
+            f"resume: {config.resume} has step {asked}, but the trainer still has this run open after step {version}; "
+            "restart the trainer, or leave resume out to go on from there",
+            field="resume",
+        )
+
+
+def _require_together(version: int, critic: Model | None, config: Config) -> None:
+    """A run that ended between the two updates of a step leaves the critic one ahead; the step is done again."""
+    if critic is None or config.critic is None:
+        return
+    ahead = critic.opened.version - config.critic.warmup_steps - version
+    if ahead > 1 or (ahead < 0 and version > 0):
+        raise PreconditionFailed(
+            f"the policy has {version} steps and the critic {version + ahead}: resume both from one checkpoint"
+        )

@@ -1,0 +1,52 @@
+"""What a run left in its directory, for reading only: no lock is kept and no file is made or changed."""
+
+import fcntl
+import sqlite3
+from pathlib import Path
+from urllib.parse import quote
+
+from services.common.errors import NotFound
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.resume import LEDGER
+
+
+class RecordedLedger(Ledger):
+    """The ledger of a run that has ended, or that another process still writes.
+
+    While it is written SQLite keeps its readers' marks in the shared memory beside it; nothing else changes.
+
+    Raises:
+        NotFound: `run_dir` holds no run.
+    """
+
+    def __init__(self, run_dir: Path):
+        path = run_dir / LEDGER
+        if not path.is_file():
+            raise NotFound(
+                f"{run_dir} holds no run: there is no {LEDGER}; give the directory of a run", field="run_dir"
+            )
+        # To read a file without a write-ahead log SQLite would make one beside it; where there is one it must be read.
+        unchanging = "" if path.with_name(f"{LEDGER}-wal").exists() else "&immutable=1"
+        self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro{unchanging}", uri=True)
+
+    def times(self) -> list[tuple[float, Kind]]:
+        """When each decision was made, in seconds since 1970, and its kind, oldest first."""
+        rows = self._db.execute("SELECT time, kind FROM decisions ORDER BY seq")
+        return [(time_s, Kind(kind)) for time_s, kind in rows]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._db.close()
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a coordinator has the run open."""
+    path = (run_dir / LEDGER).with_suffix(".lock")
+    if not path.is_file():
+        return False
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,177 @@
+"""Where a run begins: fresh, at the newest verified checkpoint, or at a given one. Never silently fresh."""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.config.run import Config
+from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
+from services.common.versions import installed
+from services.coordinator.runs.ledger import Kind, Ledger
+
+LEDGER = "ledger.sqlite"
+CHECKPOINTS = "checkpoints"
+CRITIC_CHECKPOINTS = "critic_checkpoints"
+# May differ from the config that the run began with: what says how long, how often and where, and what does not change
+# results beyond rounding. A run that was short of memory goes on with less of it, one that lost a host on fewer.
+_MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs"}
+_MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace", "observability"}
+_MAY_CHANGE |= {f"rollout.{key}" for key in ("num_replicas", "tensor_parallel_size", "max_samples")}
+_ENGINE = ("gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "max_num_seqs", "max_num_batched_tokens")
+_MAY_CHANGE |= {f"rollout.engine.{key}" for key in _ENGINE}
+_MEMORY = ("num_ranks", "max_tokens_per_microbatch", "gradient_checkpointing", "collective_timeout_s", "fsdp")
+_MEGATRON = ("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size")
+_MEGATRON += ("virtual_pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+_MEGATRON += ("expert_tensor_parallel_size", "param_offload", "grad_offload", "optimizer_offload", "auto_offload")
+_MEGATRON += ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+_MEGATRON += ("empty_cuda_cache", "async_save")
+for _role in ("trainer", "reference", "critic"):
+    _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
+_MAY_CHANGE.add("trainer.max_logprob_gap")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Identity of the run, its ledger, and the checkpoints to load (empty for the model directory)."""
+
+    run_id: str
+    ledger: Ledger
+    checkpoint: str
+    critic_checkpoint: str = ""
+
+
+def open_run(config: Config) -> Start:
+    """Opens or makes the run's directory as `config.resume` says.
+
+    Raises:
+        InvalidInput: The directory holds a run and `resume` is never.
+        NotFound: `resume` is must or a path and there is nothing to resume from.
+        PreconditionFailed: Another coordinator has the run open, or it was begun with another config.
+        DataLoss: The ledger names a checkpoint that is gone.
+    """
+    ledger_path = config.run_dir / LEDGER
+    exists = ledger_path.exists()
+    if exists and config.resume == "never":
+        raise InvalidInput(
+            f"resume: {config.run_dir} holds a run already; set resume=auto to go on, or another name", field="resume"
+        )
+    checkpoint = ""
+    if is_path(config.resume):
+        checkpoint = _given(config.resume)
+    elif not exists and config.resume == "must":
+        raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(ledger_path)
+    try:
+        return _open(config, ledger, checkpoint)
+    except LockstepError:
+        ledger.close()
+        raise
+
+
+def is_path(resume: str) -> bool:
+    """Whether `config.resume` names a checkpoint."""
+    return resume not in ("auto", "never", "must")
+
+
+def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
+    opened = ledger.last(Kind.OPENED)
+    run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
+    if opened and ledger.last(Kind.PUBLISHED):  # else no service had yet taken the config
+        _require_same(config, json.loads(opened["config"]), ledger)
+    if checkpoint:
+        _leave_later(ledger, checkpoint)
+    elif config.resume != "never":
+        checkpoint = _newest(ledger, config)
+    critic = _critic_beside(checkpoint) if checkpoint and config.critic else ""
+    written = config.model_dump_json()
+    ledger.record(Kind.OPENED, run_id=run_id, config=written, checkpoint=checkpoint, versions=installed())
+    return Start(run_id, ledger, checkpoint, critic)
+
+
+def _critic_beside(checkpoint: str) -> str:
+    """The critic's checkpoint of the same step; the trainer verifies it."""
+    path = Path(checkpoint)
+    critic = path.parent.parent / CRITIC_CHECKPOINTS / path.name
+    if not (critic / "manifest.json").is_file():
+        raise NotFound(f"resume: {checkpoint} has no critic beside it in {critic}", field="resume")
+    return str(critic)
+
+
+def _given(path: str) -> str:
+    directory = Path(path)
+    if not (directory / "manifest.json").is_file():
+        raise NotFound(
+            f"resume: {path} is no checkpoint (no manifest.json there); give auto, never, must or a checkpoint's path",
+            field="resume",
+        )
+    return str(directory.absolute())
+
+
+def _leave_later(ledger: Ledger, checkpoint: str) -> None:
+    """What was saved after `checkpoint` is of a branch that the run leaves: kept under another name, no longer its."""
+    rows = [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]
+    step = step_of(checkpoint) if rows else 0
+    for row in rows:
+        path = Path(row["path"])
+        if row["version"] > step:
+            ledger.record(Kind.DELETED, path=row["path"])
+            if path.is_dir():
+                path.rename(path.with_name(f"left-{uuid.uuid4().hex[:8]}-{path.name}"))
+
+
+def step_of(checkpoint: str) -> int:
+    """The policy's updates that are in a checkpoint.
+
+    Raises:
+        DataLoss: Its manifest is damaged.
+    """
+    manifest = Path(checkpoint) / "manifest.json"
+    try:
+        return int(json.loads(manifest.read_text())["state"]["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataLoss(f"resume: {manifest} is damaged: {error!r}") from error
+
+
+def _newest(ledger: Ledger, config: Config) -> str:
+    saved = ledger.checkpoints(Kind.SAVED)
+    if not saved:
+        if config.resume == "must":
+            raise NotFound(f"resume: must, but {config.run_dir} has no checkpoint yet", field="resume")
+        return ""
+    newest = saved[-1]
+    manifest = Path(newest["path"]) / "manifest.json"
+    if not manifest.is_file():
+        raise DataLoss(f"resume: the ledger has checkpoint {newest['path']}, but its manifest.json is gone")
+    if hashlib.sha256(manifest.read_bytes()).hexdigest() != newest["manifest_digest"]:
+        raise DataLoss(f"resume: {manifest} is not the file that was saved")
+    return newest["path"]
+
+
+def _require_same(config: Config, before: dict[str, object], ledger: Ledger) -> None:
+    now = json.loads(config.model_dump_json())
+    changed = [key for key in differences(now, before) if not _may_change(key)]
+    if changed:
+        saved = ledger.checkpoints(Kind.SAVED)
+        from_there = f" with resume={saved[-1]['path']}, which goes on from there" if saved else ""
+        raise PreconditionFailed(
+            f"{config.run_dir} was begun with another {', '.join(changed)} (see its config.json); "
+            f"use that again, or another name{from_there}"
+        )
+
+
+def _may_change(key: str) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in _MAY_CHANGE for end in range(1, len(parts) + 1))
+
+
+def differences(now: object, before: object, at: str = "") -> Iterator[str]:
+    """Dotted keys whose values differ."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        for key in sorted(now.keys() | before.keys()):
+            yield from differences(now.get(key), before.get(key), f"{at}.{key}" if at else key)
+    elif now != before:
+        yield at

@@ -1,0 +1,102 @@
+"""One rollout replica and what is known of its state."""
+
+import logging
+from collections.abc import Sequence
+from enum import StrEnum
+
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, WeightGroup, WeightPlan
+
+from services.common.config.run import Config, TimeoutsConfig
+from services.common.errors import InternalError, LockstepError
+from services.common.rpc.client import Client
+from services.common.rpc.tls import LOCAL, Transport
+from services.coordinator.data.groups import SampledGroup
+from services.coordinator.data.prompts import Prompt
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaState(StrEnum):
+    """DEAD never becomes SERVING directly: what comes back holds no weights until the next publication."""
+
+    DEAD = "dead"
+    STALE = "stale"
+    SERVING = "serving"
+
+
+class Replica:
+    """Calls one replica. Which groups it gets is the fleet's business."""
+
+    def __init__(self, address: str, timeouts: TimeoutsConfig, transport: Transport = LOCAL):
+        self.address = address
+        self.state = ReplicaState.DEAD
+        self.num_workers = self.max_samples = 0
+        self.num_opens = 0
+        self.samples_in_flight = self.tokens_in_flight = 0
+        self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub, transport)
+        self._timeouts = timeouts
+
+    async def open(self, run_id: str, config: Config, card: object) -> None:
+        """Waits for the service and starts its engine; afterwards the replica is STALE."""
+        request = pb.OpenRunRequest(
+            run_id=run_id,
+            config_json=config.rollout.model_dump_json(),
+            model_card=card,
+            seed=config.seed,
+            adapter_rank=config.trainer.lora.published_rank,
+        )
+        answer = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+        self.num_workers, self.max_samples = answer.num_workers, answer.max_samples
+        self.num_opens += 1
+        self.state = ReplicaState.STALE
+
+    async def is_alive(self) -> bool:
+        """Whether the service answers and still has its engine."""
+        try:
+            info = await self._client.call("GetInfo", pb.GetInfoRequest(), timeout_s=self._timeouts.info_s)
+        except LockstepError as error:
+            log.warning("replica %s does not answer: %s", self.address, error.message)
+            return False
+        return info.num_workers > 0
+
+    async def generate(
+        self, index: int, prompt: Prompt, seeds: Sequence[int], sampling: SamplingParams, stamp: PolicyStamp
+    ) -> SampledGroup:
+        """One prompt group, drawn from exactly `stamp`.
+
+        Raises:
+            Unavailable: The replica is gone; the group may go to another.
+            PreconditionFailed: It serves other weights.
+        """
+        request = pb.GenerateRequest(
+            expected_stamp=stamp,
+            prompts=[pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)],
+            sampling=sampling,
+        )
+        answers = [a async for a in self._client.stream("Generate", request, timeout_s=self._timeouts.generate_s)]
+        if len(answers) != 1 or len(answers[0].completions) != len(seeds):
+            raise InternalError(f"replica {self.address} answered prompt {prompt.prompt_id} incompletely")
+        return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)
+
+    async def join(self, group: WeightGroup, base_rank: int, plan: WeightPlan) -> str:
+        """Enters the weight group with all workers; the digest of the plan as they built it."""
+        request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
+        return (await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)).plan_digest
+
+    async def receive(self, epoch: int, version: int) -> str:
+        """Receives one publication; its digest. Until it is committed the replica is STALE."""
+        self.state = ReplicaState.STALE
+        request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
+        return (await self._client.call("ReceiveWeights", request, timeout_s=self._timeouts.publish_s)).digest
+
+    async def commit(self, stamp: PolicyStamp) -> None:
+        """Serves what was received."""
+        request = pb.CommitWeightsRequest(stamp=stamp)
+        await self._client.call("CommitWeights", request, timeout_s=self._timeouts.publish_s)
+        self.state = ReplicaState.SERVING
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._client.close()

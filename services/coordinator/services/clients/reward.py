@@ -1,0 +1,107 @@
+"""The reward service, and what a sample without a score means for its group."""
+
+import asyncio
+import json
+import logging
+
+from lockstep.reward.v1 import reward_pb2 as pb
+from lockstep.reward.v1 import reward_pb2_grpc
+
+from services.common.config.run import Config
+from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
+from services.common.rpc.client import Client
+from services.common.rpc.tls import LOCAL, Transport
+from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Reward:
+    """Scores groups. Tokens are decoded here, for the scorers only."""
+
+    def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
+        self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
+        self._address, self._config, self._timeouts = address, config.reward, config.timeouts
+        self._run_id, self._num_opens, self._scorer = "", 0, ""
+        self._opening = asyncio.Lock()
+
+    async def open(self, run_id: str) -> None:
+        """Starts the scorers.
+
+        Raises:
+            PreconditionFailed: SCORER_CHANGED, they are others than at the first call.
+        """
+        self._run_id = run_id
+        request = pb.OpenRunRequest(run_id=run_id, config_json=self._config.model_dump_json())
+        opened = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+        self._require_same(opened.scorer)
+        self._num_opens += 1
+
+    async def score(
+        self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
+    ) -> ScoredGroup | None:
+        """The group with its scores, or None if `reward.on_failure` drops it. A service that restarts is waited for.
+
+        With `keep_failed` it is not dropped: a sample that could not be scored has a reward of 0.
+
+        Raises:
+            LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
+            PreconditionFailed: SCORER_CHANGED, the scores are not of the scorers that were opened.
+        """
+        request = pb.ScoreRequest(
+            prompt_id=group.prompt.prompt_id,
+            prompt=group.prompt.text,
+            answer=group.prompt.answer,
+            extra_json=json.dumps(group.prompt.extra),
+            candidates=[
+                pb.Candidate(
+                    text=tokenizer.decode(completion.tokens),
+                    num_tokens=len(completion.tokens),
+                    finish_reason=completion.finish_reason,
+                )
+                for completion in group.completions
+            ],
+            run_id=self._run_id,
+        )
+        answer = await self._score(request)
+        self._require_same(answer.scorer)
+        failed = [score.failure for score in answer.scores if score.HasField("failure")]
+        if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:
+            return None
+        return ScoredGroup(**vars(group), scores=answer.scores, scorer=answer.scorer)
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._client.close()
+
+    async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+        while True:
+            num_opens = self._num_opens
+            try:
+                return await self._client.call("Score", request, timeout_s=self._timeouts.score_s)
+            except LockstepError as error:
+                if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
+                    raise
+                why = error.message
+            async with self._opening:  # one of those who noticed
+                if self._num_opens == num_opens:
+                    log.warning("the reward service is gone, and waited for: %s", why)
+                    await self.open(self._run_id)
+
+    def _require_same(self, scorer: str) -> None:
+        self._scorer = self._scorer or scorer
+        if scorer != self._scorer:
+            message = (
+                f"{self._address}: the reward service scores by {scorer}, but this run opened {self._scorer}: it was "
+                "restarted with another version; restart it with that of before, or start the run again with this one"
+            )
+            raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
+
+    def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
+        reason = pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")
+        message = f"prompt {prompt_id}: scorer {failure.scorer}: {reason}: {failure.message}"
+        if self._config.on_failure == "fail":
+            raise LockstepError(message, reason=Reason.REWARD_FAILED)
+        log.warning("%s (reward.on_failure: %s)", message, self._config.on_failure)
+        return self._config.on_failure == "zero"

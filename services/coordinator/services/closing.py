@@ -1,0 +1,45 @@
+"""The end of a run on services that outlive it."""
+
+import logging
+from typing import Any
+
+from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+
+from services.common.errors import LockstepError
+from services.common.rpc.client import Client
+from services.common.tasks import gather
+from services.coordinator.runs.run import Run
+from services.coordinator.services.launch import Addresses
+
+log = logging.getLogger(__name__)
+
+
+async def close_run(run: Run, addresses: Addresses) -> None:
+    """Has the services that were given by address free what they hold of `run`, which has come to its end in order.
+
+    One that does not is named in the log, as nothing is lost: whatever run is opened there next replaces this one.
+    """
+    id_of = {"run_id": run.run_id}
+    trainers = {addresses.trainer, addresses.reference, addresses.critic}
+    requests: list[tuple[str, type, Any]] = [
+        (addresses.reward, reward_pb2_grpc.RewardServiceStub, reward_pb2.CloseRunRequest(**id_of)),
+        *((at, trainer_pb2_grpc.TrainerServiceStub, trainer_pb2.CloseRunRequest(**id_of)) for at in trainers),
+        *((at, rollout_pb2_grpc.RolloutServiceStub, rollout_pb2.CloseRunRequest(**id_of)) for at in addresses.rollout),
+    ]
+    clients = [
+        (Client(at, stub, addresses.transport), request)
+        for at, stub, request in requests
+        if at and at not in addresses.started
+    ]
+    await gather(_close(client, request, run.config.timeouts.info_s) for client, request in clients)
+
+
+async def _close(client: Client, request: Any, timeout_s: float) -> None:
+    try:
+        await client.call("CloseRun", request, timeout_s=timeout_s)
+    except LockstepError as error:
+        log.warning("run %s may still be open at %s: %s", request.run_id, client.address, error.message)
+    finally:
+        await client.close()

@@ -1,0 +1,113 @@
+"""The supervised loop: the next rows, train. No rollout and no reward; the trainer, its run and its files are the same.
+
+Order and resumption are exact as in reinforcement learning: a batch names the version that it is for, and the trainer
+applies it once, to that version.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.megatron.layout import samples_at_once
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.run import Phase, Run
+from services.coordinator.services.clients.trainer import Trainer
+from services.coordinator.sft.data import Example, SftDataset, to_table
+
+
+@dataclass(frozen=True)
+class SftData:
+    """Rows to train on, and held-out rows by name."""
+
+    train: SftDataset
+    held_out: Mapping[str, Sequence[Example]]
+
+
+class SftTrainer(Trainer):
+    """The trainer, for batches that nothing was sampled for."""
+
+    async def nll(self, batch: pa.Table) -> tuple[float, int]:
+        """Negative log-likelihood in nats, summed over the tokens of `batch` that loss_mask leaves, and their count."""
+        logprobs = pc.list_flatten(await self.forward(batch)).filter(pc.list_flatten(batch["loss_mask"]))
+        return -pc.sum(logprobs.cast(pa.float64())).as_py(), len(logprobs)
+
+    @property
+    def _temperature(self) -> float:
+        return 1.0
+
+
+class SftRun(Run):
+    """A run whose length follows from its data."""
+
+    def use_rows(self, data: SftDataset) -> None:
+        """Takes note of the training rows, before the first step.
+
+        Raises:
+            PreconditionFailed: The run was begun with other rows.
+        """
+        self.use(data.digest)
+        self._ledger.record(Kind.COLLECTED, dataset=data.digest, rows=len(data))
+        self._num_steps = self.config.num_steps or data.num_steps(self.config.num_epochs)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps to make in all."""
+        return self._num_steps
+
+    def finish_step(self, version: int, trained: dict[str, float], batch: pa.Table) -> None:
+        """Keeps and reports the numbers of a step; the next one begins."""
+        times = self._times()
+        num_tokens = sum(pc.sum(pc.list_value_length(batch[name])).as_py() for name in ("prompt_tokens", "tokens"))
+        metrics = {
+            "batch/samples": float(batch.num_rows),
+            "batch/tokens": float(num_tokens),
+            "batch/trained_tokens": float(pc.sum(pc.list_flatten(batch["loss_mask"])).as_py()),
+            **{f"train/{name}": value for name, value in trained.items()},
+            **times,
+            "time/tokens_per_s": num_tokens / times["time/step_s"],
+        }
+        self._keep_step(version, metrics)
+
+
+async def train(run: SftRun, data: SftData, trainer: SftTrainer, version: int) -> None:
+    """Trains from the `version` that the trainer holds to `run.num_steps`, or until a stop is asked for."""
+    if run.eval_due(version) and not run.evaluated(version):
+        await evaluate(run, data.held_out, trainer, version)
+
+    while version < run.num_steps and not run.stopping:
+        batch, stamp = data.train.batch(version), PolicyStamp(version=version)
+        with run.phase(Phase.TRAINING):
+            version, metrics = await trainer.train(batch, run.batch_id(stamp), stamp)
+        run.finish_step(version, metrics, batch)
+        if run.checkpoint_due(version):
+            await run.begin_checkpoint([trainer], version)
+        if run.eval_due(version):
+            await evaluate(run, data.held_out, trainer, version)
+        with run.phase(Phase.CHECKPOINTING):
+            await run.finish_checkpoint()  # or the next batch might be there before the save has begun
+    with run.phase(Phase.CHECKPOINTING):
+        await run.end_checkpoints([trainer])
+
+
+async def evaluate(run: SftRun, held_out: Mapping[str, Sequence[Example]], trainer: SftTrainer, version: int) -> None:
+    """Mean loss of every held-out token, `eval/<set>/nll`, and its exponential, `eval/<set>/perplexity`."""
+    metrics: dict[str, float] = {}
+    with run.phase(Phase.EVALUATING):
+        for name, rows in held_out.items():
+            losses = [await trainer.nll(part) for part in _parts(run, rows, version)]
+            nll = sum(loss for loss, _ in losses) / sum(num_tokens for _, num_tokens in losses)
+            metrics |= {f"eval/{name}/nll": nll, f"eval/{name}/perplexity": float(np.exp(nll))}
+    run.finish_evaluation(version, metrics)
+
+
+def _parts(run: SftRun, rows: Sequence[Example], version: int) -> Iterator[pa.Table]:
+    """Held-out rows, as many at once as are trained on; rows without loss make up the numbers for all ranks."""
+    size, at_once = run.config.data.samples_per_step, samples_at_once(run.config.trainer)
+    for begin in range(0, len(rows), size):
+        part = rows[begin : begin + size]
+        filler = replace(part[0], loss_mask=np.zeros_like(part[0].loss_mask))
+        yield to_table([*part, *[filler] * (-len(part) % at_once)], version=version)

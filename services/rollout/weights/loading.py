@@ -1,0 +1,97 @@
+"""How received buckets get into the engine: watched, then checked, then directly."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from services.common.weights.digest import WeightDigest
+from services.common.weights.plan import Bucket, Plan, unpack
+from services.rollout.weights.direct import DirectMap, Recorder, not_plain
+from services.rollout.weights.reload import abort_reload, reload_weights
+
+log = logging.getLogger(__name__)
+
+# Buckets at once: two on their way and one that is being loaded.
+NUM_BUFFERS = 3
+
+# (number of the bucket, bucket, its bytes), as they arrive.
+Arrivals = Iterator[tuple[int, Bucket, torch.Tensor]]
+
+
+class Loading:
+    """The state of one engine worker under one plan. `load` is called once for every publication."""
+
+    def __init__(self, model: nn.Module, model_config: Any, plan: Plan, device: torch.device):
+        self._model, self._model_config, self._device = model, model_config, device
+        self._plan = plan
+        self._map: DirectMap | None = None
+        self._is_checked = False
+        self._problem = not_plain(model)
+
+    @property
+    def buffers(self) -> list[torch.Tensor] | None:
+        """Where bucket i is to be received: buffer i modulo their number; None: each bucket needs memory of its own."""
+        return self._map.buffers if self._map and self._is_checked else None
+
+    def load(self, arrivals: Arrivals) -> None:
+        """Loads one publication and waits for the device."""
+        if self._is_checked:
+            for index, _, _ in arrivals:
+                self._map.load(index)
+        elif self._map:
+            self._reload_and_check(arrivals)
+        elif self._problem:
+            self._reload(arrivals)
+        else:
+            self._reload_and_watch(arrivals)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def abort(self) -> None:
+        """Leaves the engine reloadable after a publication that broke off."""
+        if not self._is_checked:
+            abort_reload(self._model)
+            self._map = None
+
+    def _reload(self, arrivals: Arrivals, recorder: Recorder | None = None) -> None:
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for index, bucket, flat in arrivals:
+                if recorder is not None:
+                    recorder.add_bucket(index, flat)
+                yield from unpack(bucket, flat)
+
+        reload_weights(self._model, self._model_config, weights())
+
+    def _reload_and_watch(self, arrivals: Arrivals) -> None:
+        recorder = Recorder([*self._model.parameters(), *self._model.buffers()])
+        with recorder:
+            self._reload(arrivals, recorder)
+        if recorder.copies is None:
+            self._give_up(recorder.problem)
+            return
+        size = max(bucket.num_bytes for bucket in self._plan.buckets)
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
+        self._map = DirectMap(recorder.copies, len(self._plan.buckets), buffers)
+
+    def _reload_and_check(self, arrivals: Arrivals) -> None:
+        direct, received = self._map, WeightDigest("", self._device)
+
+        def digested() -> Arrivals:
+            for index, bucket, flat in arrivals:
+                direct.digest_received(received, index, flat, bucket.start)
+                yield index, bucket, flat
+
+        self._reload(digested())
+        loaded = WeightDigest("", self._device)
+        for index, bucket in enumerate(self._plan.buckets):
+            direct.digest_loaded(loaded, index, bucket.start)
+        self._is_checked = loaded.hexdigest() == received.hexdigest()
+        if not self._is_checked:
+            self._give_up("what was loaded is not what the copies would load")
+
+    def _give_up(self, problem: str) -> None:
+        self._problem, self._map = problem, None
+        log.info("publications go through vLLM's reload: %s", problem)

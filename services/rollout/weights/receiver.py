@@ -1,0 +1,132 @@
+"""The engine-worker end of a publication: a mixin that vLLM adds to its Worker class (worker_extension_cls).
+
+vLLM refuses a mixin whose attributes collide with the Worker's, hence the prefix. Everything here runs inside the
+engine's processes; the calls arrive through `collective_rpc` with plain values only.
+"""
+
+import itertools
+import time
+from typing import Any
+
+import torch
+from lockstep.types.v1 import types_pb2
+from vllm.config import set_current_vllm_config
+
+from services.common.errors import InternalError, LockstepError
+from services.common.weights.cost import Cost
+from services.common.weights.digest import WeightDigest
+from services.common.weights.group import Transfer, WeightGroup
+from services.common.weights.plan import Plan, unpack
+from services.rollout.weights.adapter import load_adapter
+from services.rollout.weights.loading import NUM_BUFFERS, Arrivals, Loading
+
+# Broadcasts posted ahead of the one that is being loaded.
+_DEPTH = NUM_BUFFERS - 1
+
+
+class WeightReceiver:
+    """Joins an epoch, receives, loads and hashes. vLLM's Worker brings model_runner, vllm_config, device and rank."""
+
+    def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> dict[str, Any]:
+        """Enters the epoch; answers with the plan's digest as built here, or with the error."""
+        self.lockstep_leave()
+        try:
+            self._lockstep_set_plan(plan)
+            self._lockstep_group = WeightGroup(
+                types_pb2.WeightGroup.FromString(group), rank=base_rank + self._lockstep_rank(), device=self.device
+            )
+        except LockstepError as error:
+            return {"error": error.message}
+        return {"plan_digest": self._lockstep_plan.digest}
+
+    def lockstep_receive(self, version: int) -> dict[str, Any]:
+        """Receives one publication into the live model; answers with its digest, or with the error.
+
+        An error is a value, not an exception: vLLM would report the first failing worker only.
+        """
+        loading, group, begin = self._lockstep_loading, self._lockstep_group, time.perf_counter()
+        plan, timing, cost = self._lockstep_plan, {"wait_s": 0.0}, Cost(self.device)
+        try:
+            skips_base = self._lockstep_skips_base()
+            digest = WeightDigest(plan.digest, self.device, self._lockstep_base_sums if skips_base else (0, 0))
+            arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, timing, cost)
+            if not skips_base:
+                self._lockstep_base_sums = (0, 0)  # torn from here on
+                self._lockstep_load_base(itertools.islice(arrivals, plan.num_base_buckets))
+            if plan.has_adapter:
+                self._lockstep_base_sums = digest.sums()
+                self._lockstep_load_adapter(arrivals)
+            content = digest.hexdigest()
+            group.acknowledge(version, content)
+        except Exception as error:  # noqa: BLE001 whatever it was, the engine must stay reloadable
+            loading.abort()
+            group.kill()
+            self.lockstep_leave()
+            return {"error": f"{type(error).__name__}: {error}"}
+        num_bytes, duration_s = plan.num_bytes_sent(skips_base=skips_base), time.perf_counter() - begin
+        return {"digest": content, "num_bytes": num_bytes, "duration_s": duration_s, **timing, **cost.measured()}
+
+    def lockstep_leave(self) -> None:
+        """Leaves the epoch, if any."""
+        group = getattr(self, "_lockstep_group", None)
+        self._lockstep_group = None
+        if group is not None:
+            group.abort()
+
+    def _lockstep_rank(self) -> int:
+        parallel = self.vllm_config.parallel_config
+        return getattr(parallel, "data_parallel_index", 0) * parallel.world_size + self.rank
+
+    def _lockstep_set_plan(self, message: bytes) -> None:
+        """What was learnt about the engine's memory holds as long as the plan is the same."""
+        if getattr(self, "_lockstep_plan_message", None) != message:
+            self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
+            model = self.model_runner.get_model()
+            self._lockstep_loading = Loading(model, self.model_config, self._lockstep_plan, self.device)
+            self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
+
+    def _lockstep_skips_base(self) -> bool:
+        """As the sender decides it: whether all members hold the same base."""
+        if not self._lockstep_plan.has_adapter:
+            return False
+        agrees = self._lockstep_group.agrees(self._lockstep_base_sums)
+        return agrees and self._lockstep_base_sums != (0, 0)
+
+    def _lockstep_load_base(self, arrivals: Arrivals) -> None:
+        with torch.no_grad(), torch.device(self.device), set_current_vllm_config(self.vllm_config):
+            self._lockstep_loading.load(arrivals)
+        if next(arrivals, None) is not None:
+            raise InternalError("vLLM did not read all weights that were sent")
+
+    def _lockstep_load_adapter(self, arrivals: Arrivals) -> None:
+        tensors = {
+            name: tensor.to("cpu", copy=True)  # the bucket's memory may be used again
+            for _, bucket, flat in arrivals
+            for name, tensor in unpack(bucket, flat)
+        }
+        load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
+
+    def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float], cost: Cost) -> Arrivals:
+        group, buckets, buffers = self._lockstep_group, self._lockstep_plan.buckets, self._lockstep_loading.buffers
+
+        def post(index: int) -> tuple[torch.Tensor, Transfer]:
+            size, sender = buckets[index].num_bytes, buckets[index].sender
+            # Without buffers a new one each time: vLLM keeps views of it until the layer is complete.
+            flat = (
+                buffers[index % NUM_BUFFERS][:size]
+                if buffers
+                else torch.empty(size, dtype=torch.uint8, device=self.device)
+            )
+            return flat, group.broadcast(flat, sender)
+
+        posted = [post(index) for index in range(first, len(buckets))[:_DEPTH]]
+        for index, bucket in enumerate(buckets[first:], first):
+            flat, transfer = posted.pop(0)
+            begin = time.perf_counter()
+            group.wait(transfer)
+            timing["wait_s"] += time.perf_counter() - begin
+            if index + _DEPTH < len(buckets):
+                posted.append(post(index + _DEPTH))
+            with cost.hashing():
+                digest.update(flat, start=bucket.start)
+            yield index, bucket, flat

@@ -1,0 +1,78 @@
+"""The policy on disk as others read it: a Hugging Face model directory, and a PEFT directory of its adapters."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from lockstep.types.v1.types_pb2 import ModelCard
+from safetensors.torch import save_file
+
+from services.common.config.trainer.section import LoraConfig
+from services.common.model_card import write_model_card
+from services.common.weights.plan import NamedTensors
+
+_SHARD_BYTES = 4 << 30
+_PEFT_PREFIX = "base_model.model."
+
+
+def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path) -> int:
+    """Writes into `directory`, which exists and is empty; returns the bytes of the weights."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    where: dict[str, int] = {}
+    filled = total = 0
+    for name, tensor in weights:
+        if filled and filled + tensor.nbytes > _SHARD_BYTES:
+            _write(directory, shards[-1], len(shards))
+            shards[-1] = {}
+            shards.append({})
+            filled = 0
+        # A view of the live weights is theirs until the next one is asked for.
+        shards[-1][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        where[name] = len(shards)
+        filled, total = filled + tensor.nbytes, total + tensor.nbytes
+    _write(directory, shards[-1], len(shards))
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: _shard_name(number) for name, number in where.items()},
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    write_model_card(card, directory)
+    return total
+
+
+def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, directory: Path) -> int:
+    """Makes `directory`, for PEFT and vLLM, if the policy has adapters; returns the bytes of their weights."""
+    # A fused layer's adapters are the same A: each is stored, as safetensors shares no memory.
+    tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in adapter}
+    if not lora.rank:
+        return 0
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = adapter_config(lora, base_path, list(tensors))
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def adapter_config(lora: LoraConfig, base_path: str, names: Sequence[str]) -> dict[str, object]:
+    """PEFT's adapter_config.json for adapter tensors of these names."""
+    modules = dict.fromkeys(name.split(".lora_")[0].removeprefix(_PEFT_PREFIX) for name in names)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_path,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "target_modules": list(modules),
+    }
+
+
+def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None:
+    save_file(shard, directory / _shard_name(number), metadata={"format": "pt"})
+
+
+def _shard_name(number: int) -> str:
+    return f"model-{number:05d}.safetensors"

@@ -1,0 +1,141 @@
+"""What Megatron's Adam remembers, as sharded tensors: first and second moments, and the weights in float32.
+
+Under "fully_reshardable" every model parameter has its own tensors, in its own shape, with and without the distributed
+optimizer. Under "dp_reshardable" they are the flat buffers of the distributed optimizer as they lie in memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from services.trainer.megatron.checkpoint.torch_dist import Sharded
+from services.trainer.megatron.optim.adam import chained_parts
+from services.trainer.megatron.optim.hybrid import allocate_hybrid, inner_optimizers, is_hybrid
+
+Resharding = Literal["fully_reshardable", "dp_reshardable"]
+
+
+def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resharding, *, is_loading: bool) -> Sharded:
+    """The state of each chained optimizer; `model` has the sharded tensors of all parameters. All ranks call it.
+
+    To load a fully reshardable state of a distributed optimizer is shard_state's.
+    """
+    allocate(optimizer)
+    states: Sharded = {}
+    for index, part in chained_parts(optimizer):
+        if not isinstance(part, DistributedOptimizer):
+            states[index] = _whole_state(part, model)
+        elif resharding == "dp_reshardable":
+            states[index] = _bucket_state(part, model, index, is_loading)
+        elif not is_loading:
+            # Gathered in host memory on the first data-parallel rank, not in device memory on all of them.
+            how = {"distrib_optim_fully_reshardable_mem_efficient": True}
+            states[index] = part.sharded_param_state_fully_reshardable(model, False, how)
+    return {index: state for index, state in states.items() if state}
+
+
+@torch.no_grad()
+def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded) -> None:
+    """Takes over what was loaded into sharded_state(is_loading=True)."""
+    for index, part in chained_parts(optimizer):
+        if index not in loaded:  # a pipeline stage without adapters, or what shard_state loads
+            continue
+        forget_steps(part)
+        if not isinstance(part, DistributedOptimizer):
+            _copy(_whole_state(part, model), loaded[index])
+        else:
+            part.load_parameter_state_from_dp_reshardable(loaded[index])
+
+
+def forget_steps(part: Any) -> None:
+    """Before moments are loaded into it: Megatron wants the count with the rest, but it is set by set_num_updates."""
+    for state in part.optimizer.state.values():
+        state.pop("step", None)
+
+
+def is_gathered(optimizer: MegatronOptimizer, resharding: Resharding) -> bool:
+    """Whether a state to be saved is a copy in host memory already (get_parameter_state_dp_zero), no live tensors."""
+    parts = [part for _, part in chained_parts(optimizer)]
+    return resharding == "fully_reshardable" and all(isinstance(part, DistributedOptimizer) for part in parts)
+
+
+def num_updates(optimizer: MegatronOptimizer) -> int:
+    """Updates made so far, for Adam's bias correction."""
+    steps = [0]
+    for inner in _adams(optimizer):
+        steps += [int(group.get("step", 0)) for group in inner.param_groups]
+        steps += [int(state["step"]) for state in inner.state.values() if "step" in state]
+    return max(steps)
+
+
+def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
+    """TransformerEngine's Adam counts per parameter group, torch's per parameter."""
+    for inner in _adams(optimizer):
+        if isinstance(inner, torch.optim.Adam):
+            for state in inner.state.values():
+                state["step"] = torch.tensor(float(number))
+        else:
+            for group in inner.param_groups:
+                group["step"] = number
+
+
+def allocate(optimizer: MegatronOptimizer) -> None:
+    """Makes the moments, which are otherwise made in the first update."""
+    for _, part in chained_parts(optimizer):
+        if is_hybrid(part):
+            allocate_hybrid(part)
+        elif part.config.use_precision_aware_optimizer:
+            _allocate_precision_aware(part)
+        else:
+            part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    return (inner for _, part in chained_parts(optimizer) for inner in inner_optimizers(part))
+
+
+def _allocate_precision_aware(part: Any) -> None:
+    """As init_state_fn, which Megatron-Core 0.16 writes for a TransformerEngine before 2.1."""
+    for group in part.optimizer.param_groups:
+        for parameter in group["params"]:
+            if not part.optimizer.state[parameter]:
+                is_bf16 = parameter.dtype is torch.bfloat16
+                part.optimizer.initialize_state(parameter, part.config.store_param_remainders and is_bf16)
+
+
+def _whole_state(part: Any, model: Sharded) -> Sharded:
+    """Named like the fully reshardable state of the distributed optimizer."""
+    states: Sharded = {}
+    for name, shard in model.items():
+        main = getattr(shard.data, "main_param", None)
+        main = shard.data if main is None else main
+        if main in part.optimizer.state:
+            moments = part.optimizer.state[main]
+            tensors = {"param": main.detach(), "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+            states[name] = {
+                key: make_sharded_optimizer_tensor(shard, tensor, prefix=f"optimizer.state.{key}")
+                for key, tensor in tensors.items()
+            }
+    return states
+
+
+def _bucket_state(part: Any, model: Sharded, index: int, is_loading: bool) -> Sharded:
+    state = part.sharded_param_state_dp_reshardable(model, is_loading)
+    for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # objects, and the tensors' shapes say as much
+        del state[name]
+    add_prefix_for_sharding(state, f"chained_{index}.")
+    return state
+
+
+def _copy(targets: Sharded, loaded: Sharded) -> None:
+    for name, tensors in targets.items():
+        for key, shard in tensors.items():
+            shard.data.copy_(loaded[name][key])

@@ -1,0 +1,260 @@
+"""Checkpoints of a trained model and its optimizer, which load under other parallel sizes than they were saved under.
+
+Beside Megatron's files lies layout.json: what the checkpoint was saved under, and how often the optimizer had been
+applied. The learning rate needs no state, it follows from the policy's version. With adapters, only they and their
+optimizer state are saved. Random number generators go on where they were if the ranks' layout is the same; on another
+they stay as they are, which after OpenRun is seeded anew.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
+from services.trainer.backend import Role
+from services.trainer.checkpoint import manifest as checkpoint
+from services.trainer.megatron.checkpoint.optimizer_state import (
+    Resharding,
+    is_gathered,
+    num_updates,
+    set_num_updates,
+    set_state,
+    sharded_state,
+)
+from services.trainer.megatron.checkpoint.shard_state import load_pieces, shard_pieces
+from services.trainer.megatron.checkpoint.torch_dist import Sharded, read, saved_shapes, stage, write
+from services.trainer.megatron.model import Chunk, ValueModel
+from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.role import MegatronModel
+from services.trainer.megatron.weights.stream import HEAD, gather_json, is_adapter
+
+_LAYOUT = "layout.json"
+_FIELD = "trainer.megatron.dist_checkpointing_path"
+# What converters put before the names of a model's tensors.
+_PREFIXES = ("", "model.", "module.")
+
+
+@dataclass(frozen=True)
+class SavedUnder:
+    """What a checkpoint was saved under. `sizes` are the parallel sizes by name."""
+
+    model_type: str
+    lora_rank: int
+    resharding: Resharding
+    device: str
+    num_ranks: int
+    sizes: dict[str, int]
+    role: str = Role.POLICY
+
+    @classmethod
+    def of(cls, config: TrainerConfig, role: Role, model_type: str, device: torch.device) -> "SavedUnder":
+        """That of this run."""
+        megatron = config.megatron
+        is_by_bucket = megatron.use_distributed_optimizer and not megatron.fully_reshardable
+        return cls(
+            model_type=model_type,
+            lora_rank=config.lora.rank,
+            resharding="dp_reshardable" if is_by_bucket else "fully_reshardable",
+            device=device.type,
+            num_ranks=dist.get_world_size(),
+            sizes={
+                "TP": megatron.tensor_model_parallel_size,
+                "PP": megatron.pipeline_model_parallel_size,
+                "VPP": megatron.virtual_pipeline_model_parallel_size or 1,
+                "CP": megatron.context_parallel_size,
+                "EP": megatron.expert_model_parallel_size,
+                "ETP": megatron.etp,
+            },
+            role=role,
+        )
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}{size}" for name, size in self.sizes.items())
+        adapters = f", adapters of rank {self.lora_rank}" if self.lora_rank else ""
+        return f"a {self.role}, {self.model_type}{adapters} on {self.num_ranks} ranks of {sizes} ({self.resharding})"
+
+    def has_ranks_of(self, other: "SavedUnder") -> bool:
+        """Whether each rank is what it is in `other`."""
+        return (self.device, self.num_ranks, self.sizes) == (other.device, other.num_ranks, other.sizes)
+
+    def require_loadable(self, own: "SavedUnder") -> None:
+        """Raises PreconditionFailed if a run of layout `own` cannot load a checkpoint of this one."""
+        hint = ""
+        if self.role != own.role:
+            hint = "each role has checkpoints of its own"
+        elif (self.model_type, self.lora_rank) != (own.model_type, own.lora_rank):
+            hint = "use the same model and lora.rank"
+        elif self.resharding == "dp_reshardable" and (self.sizes != own.sizes or own.resharding != self.resharding):
+            hint = "a dp_reshardable checkpoint loads only where nothing but DP differs; save a fully_reshardable one"
+        if hint:
+            raise PreconditionFailed(f"the checkpoint is of {self}, this run is {own}: {hint}")
+
+
+class Checkpointer:
+    """Saves and loads one model with its optimizer. All ranks call everything in the same order."""
+
+    def __init__(self, model: MegatronModel, optimizer: MegatronOptimizer, config: TrainerConfig, own: SavedUnder):
+        self._model, self._optimizer, self._own = model, optimizer, own
+        self._is_async = config.megatron.async_save
+        # The writers of a background thread must not meet with the collectives of the training.
+        timeout = timedelta(seconds=config.collective_timeout_s)
+        self._writers = dist.new_group(backend="gloo", timeout=timeout) if self._is_async else None
+
+    def save(self, directory: Path) -> Callable[[], None] | None:
+        """Writes into `directory`; with async_save copies instead and returns what writes, for another thread.
+
+        Raises:
+            InternalError: A file could not be written. The returned function raises it likewise.
+        """
+        self._model.parallelism.activate()
+        alive = ["model"] if is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
+        sharded = self._sharded(self._own.resharding, is_loading=False)
+        staged = stage(sharded, copied=alive if self._is_async else ())
+        # A pipeline stage without adapters has an optimizer that never counts.
+        number = max(gather_json(num_updates(self._optimizer), torch.device("cpu")))
+
+        def write_all() -> None:
+            write(staged, directory, self._writers)
+            if dist.get_rank() == 0:
+                content = {"layout": asdict(self._own), "num_updates": number}
+                (directory / _LAYOUT).write_text(json.dumps(content, indent=1))
+
+        if self._is_async:
+            return write_all
+        write_all()
+        return None
+
+    def load(self, directory: Path) -> None:
+        """Loads what `save` wrote, under whatever layout.
+
+        Raises:
+            PreconditionFailed: It cannot be loaded under this run's layout. Nothing is changed.
+            InvalidInput: Its tensors are not those of this model. Nothing is changed.
+            DataLoss: layout.json is damaged.
+        """
+        saved, number = _read_layout(directory)
+        saved.require_loadable(self._own)
+        self._model.parallelism.activate()
+        sharded = self._sharded(saved.resharding, is_loading=True)
+        if not saved.has_ranks_of(self._own):
+            del sharded["rng"]
+        is_by_parameter = saved.resharding == "fully_reshardable"
+        pieces = shard_pieces(self._optimizer, self._all_tensors()) if is_by_parameter else []
+        targets = _tensors(sharded["model"])
+        loaded = read(sharded, directory, later={index: piece.wanted for index, piece in enumerate(pieces)})
+        _copy_into(targets, loaded.get("model", {}))
+        set_state(self._optimizer, loaded.get("optimizer", {}), self._all_tensors())
+        load_pieces(pieces, directory)
+        set_num_updates(self._optimizer, number)
+        if "rng" in loaded:
+            _set_generators(loaded["rng"])
+
+    def _sharded(self, resharding: Resharding, *, is_loading: bool) -> Sharded:
+        model = self._all_tensors()
+        state = sharded_state(self._optimizer, model, resharding, is_loading=is_loading)
+        if self._own.lora_rank:
+            model = {name: shard for name, shard in model.items() if is_adapter(name)}
+        return {"model": model, "optimizer": state, "rng": _generators()}
+
+    def _all_tensors(self) -> Sharded:
+        return model_tensors(self._model.bare_chunks(), self._model.parallelism)
+
+
+def model_tensors(chunks: Sequence[Chunk], parallelism: Parallelism, *, has_layers_apart: bool = True) -> Sharded:
+    """Parameters and buffers of this rank's chunks; with `has_layers_apart` each layer has tensors of its own."""
+    metadata = {"non_homogeneous_layers": has_layers_apart, "dp_cp_group": parallelism.dp_cp_group}
+    return {
+        f"{index}.{name}": shard
+        for index, chunk in enumerate(chunks)
+        for name, shard in chunk.sharded_state_dict(metadata=metadata).items()
+        # Objects are TransformerEngine's scaling state of FP8, which begins anew.
+        if isinstance(shard, (ShardedTensor, ShardedTensorFactory))
+    }
+
+
+def load_converted_weights(chunks: Sequence[Chunk], parallelism: Parallelism, path: str) -> None:
+    """Fills the model from a torch_dist checkpoint: `state` of one of ours, or a converted one.
+
+    Adapters and a critic's head are left as they are.
+
+    Raises:
+        InvalidInput: It does not hold exactly this model's tensors, or is not the checkpoint that was saved.
+    """
+    directory = Path(path)
+    problem = ""
+    if dist.get_rank() == 0 and (directory.parent / "manifest.json").is_file():
+        try:
+            checkpoint.verify(directory.parent)
+        except LockstepError as error:
+            problem = error.message
+    problem = gather_json(problem, torch.device("cpu"))[0]
+    if problem:
+        raise InvalidInput(f"{_FIELD}: {problem}", field=_FIELD)
+    try:
+        names = saved_shapes(directory)
+        is_apart = any(re.search(r"(^|\.)decoder\.layers\.\d+\.", name) for name in names)
+        sharded = model_tensors(chunks, parallelism, has_layers_apart=is_apart)
+        is_critic = isinstance(chunks[0], ValueModel)
+        sharded = {
+            name: shard
+            for name, shard in sharded.items()
+            if not is_adapter(name) and not (is_critic and name.endswith(HEAD))
+        }
+        prefix = next((p for p in _PREFIXES if any(name.startswith(f"{p}decoder.") for name in names)), "")
+        add_prefix_for_sharding(sharded, prefix)
+        targets = _tensors(sharded)
+        _copy_into(targets, read(sharded, directory, prefix=prefix, ignored=HEAD if is_critic else ""))
+    except InvalidInput as error:
+        raise InvalidInput(f"{_FIELD}: {error.message}", field=_FIELD) from error
+
+
+def _tensors(sharded: Sharded) -> dict[str, torch.Tensor]:
+    return {name: shard.data for name, shard in sharded.items()}
+
+
+def _copy_into(targets: dict[str, torch.Tensor], loaded: Sharded) -> None:
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            tensor.copy_(loaded[name])
+
+
+def _generators() -> Sharded:
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    place = (0, dist.get_rank(), dist.get_world_size())
+    return {
+        name: ShardedTensor.from_rank_offsets(f"rng.{name}", state.clone()[None], place)
+        for name, state in states.items()
+    }
+
+
+def _set_generators(loaded: Sharded) -> None:
+    states = {name: state[0] for name, state in loaded.items()}
+    torch.set_rng_state(states.pop("cpu"))
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states.pop("cuda"))
+    get_cuda_rng_tracker().set_states(states)
+
+
+def _read_layout(directory: Path) -> tuple[SavedUnder, int]:
+    file = directory / _LAYOUT
+    if not file.is_file():
+        raise PreconditionFailed(f"{directory} was not written by strategy megatron: it has no {_LAYOUT}")
+    try:
+        content = json.loads(file.read_text())
+        return SavedUnder(**content["layout"]), int(content["num_updates"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataLoss(f"{file} is damaged: {error}") from error

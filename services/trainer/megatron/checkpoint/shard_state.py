@@ -1,0 +1,94 @@
+"""What a distributed optimizer remembers, from a fully reshardable checkpoint, a part at a time.
+
+Megatron's own template (sharded_param_state_fully_reshardable) has the state of every parameter in every rank's host
+memory, 12 bytes per parameter at any data-parallel size. Here a rank asks for the parameters that its shard has some
+of, which is what load_parameter_state_from_fully_reshardable takes from the template, and has a batch of them at once.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from services.trainer.megatron.checkpoint.optimizer_state import forget_steps
+from services.trainer.megatron.checkpoint.torch_dist import Sharded, load
+from services.trainer.megatron.optim.adam import chained_parts
+from services.trainer.megatron.optim.hybrid import is_hybrid
+from services.trainer.megatron.weights.stream import gather_json
+
+# Host memory for what has been read and is yet to be cut; what is larger by itself is a batch of its own.
+_BATCH_BYTES = 1 << 30
+_BYTES_PER_NUMBER = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter that this rank's shard has some of. `wanted` are its whole sharded tensors, on the meta device."""
+
+    part: DistributedOptimizer
+    parameter: torch.nn.Parameter
+    wanted: Sharded
+
+    @property
+    def num_bytes(self) -> int:
+        """Of `wanted`, once it is read."""
+        return len(self.wanted) * self.parameter.numel() * _BYTES_PER_NUMBER
+
+    def take(self, whole: Sharded) -> None:
+        """Keeps this rank's range of what was read."""
+        span = self.part._get_model_param_range_map(self.parameter)["param"]
+        # Copies, since the hybrid optimizer keeps what it is given: views would keep the whole.
+        own = {key: tensor.flatten()[span.start : span.end].clone() for key, tensor in whole.items()}
+        self.part._set_main_param_and_optimizer_states(self.parameter, own)
+
+
+def shard_pieces(optimizer: MegatronOptimizer, model: Sharded) -> list[Piece]:
+    """What this rank has to read; nothing without the distributed optimizer. `model` has all parameters' tensors."""
+    shards = {shard.data: shard for shard in model.values()}
+    pieces = []
+    for part in (part for _, part in chained_parts(optimizer) if isinstance(part, DistributedOptimizer)):
+        for parameter in part.model_param_gbuf_map:  # those in some bucket's param_map
+            whole = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+            wanted = {
+                key: make_sharded_optimizer_tensor(shards[parameter], whole, prefix=f"optimizer.state.{key}")
+                for key in ("param", "exp_avg", "exp_avg_sq")
+            }
+            pieces.append(Piece(part, parameter, wanted))
+    return pieces
+
+
+@torch.no_grad()
+def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
+    """Reads and takes over all pieces. All ranks call it; ranks with fewer batches read nothing in the last rounds."""
+    parts = {id(piece.part): piece.part for piece in pieces}
+    for part in parts.values():
+        forget_steps(part)
+    batches = list(_batches(pieces))
+    num_rounds = max(gather_json(len(batches), torch.device("cpu")))
+    for batch in itertools.islice(itertools.chain(batches, itertools.repeat([])), num_rounds):
+        loaded = load({index: piece.wanted for index, piece in enumerate(batch)}, directory)
+        for index, piece in enumerate(batch):
+            piece.take(loaded.pop(index))
+    for part in parts.values():
+        if is_hybrid(part):
+            part.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    # The experts of a layer are shards of one tensor, all of which Megatron's loader wants at once on a single rank.
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.wanted["param"].key, []).append(piece)
+    batch: list[Piece] = []
+    for group in groups.values():
+        if batch and sum(piece.num_bytes for piece in (*batch, *group)) > _BATCH_BYTES:
+            yield batch
+            batch = []
+        batch += group
+    if batch:
+        yield batch

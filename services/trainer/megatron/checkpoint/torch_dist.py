@@ -1,0 +1,139 @@
+"""Sharded tensors to disk and back in Megatron-Core's torch_dist format: torch's distributed checkpoint and two files.
+
+There are only tensors in it. `common.pt`, where Megatron keeps everything else, is written empty, as its loader wants
+the file, and never read. `.metadata` is a pickle of torch's: read only what the trainer's manifest has verified or what
+you trust as you trust a program.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from services.common.errors import InvalidInput
+from services.trainer.checkpoint.torch_errors import typed_errors
+from services.trainer.megatron.weights.stream import gather_json
+
+# Nested dicts with Megatron's sharded tensors, and factories that make some, as leaves.
+Sharded = dict[Any, Any]
+_NUM_NAMED = 3
+_MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
+
+
+def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, Any]:
+    """What this rank has to write of `sharded`; parts in `copied` in host memory of their own. All ranks call it."""
+    tensors, _ = save_preprocess({name: part for name, part in sharded.items() if part})
+    for name in copied:
+        for shard in nested_values(tensors.get(name, {})):
+            if is_main_replica(shard.replica_id):
+                shard.data = shard.data.detach().to("cpu", copy=True)
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
+    return mcore_to_pyt_state_dict(flat)
+
+
+def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup | None) -> None:
+    """Writes what was staged; all ranks of `group` (None for all ranks) call it, and each returns when all are done.
+
+    Raises:
+        InternalError: A rank could not write; on every rank.
+    """
+    # Torch's own writer: Megatron's forks processes, which outlive a trainer that is killed.
+    writer = dcp.FileSystemWriter(directory, thread_count=2)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    with typed_errors(f"checkpoint {directory}: not written"):
+        dcp.save(dict(staged), storage_writer=writer, planner=planner, process_group=group)
+    if dist.get_rank() == 0:
+        TorchCommonSaveStrategy("torch", 1).save_common({}, directory)
+        save_config(CheckpointingConfig("torch_dist"), str(directory))
+
+
+def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint and their global shapes.
+
+    Raises:
+        InvalidInput: There is no checkpoint in `directory`.
+    """
+    if not (directory / ".metadata").is_file():
+        raise InvalidInput(f"path: {directory} is no torch_dist checkpoint: it has no .metadata", field="path")
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    tensors = metadata.state_dict_metadata.items()
+    return {key: tuple(saved.size) for key, saved in tensors if isinstance(saved, TensorStorageMetadata)}
+
+
+def read(
+    sharded: Sharded, directory: Path, *, later: Sharded | None = None, prefix: str = "", ignored: str = ""
+) -> Sharded:
+    """The same structure with loaded tensors: those of plain sharded tensors are their own, overwritten in place.
+
+    All ranks call it, and nothing is overwritten unless all ranks together want the checkpoint's model, tensor by
+    tensor, but for `ignored`, and what is to be loaded `later` is there too. Its names have `prefix`.
+
+    Raises:
+        InvalidInput: A tensor is missing, too many or has another global shape; names the first. On every rank.
+        InternalError: A rank could not read; on every rank, and some tensors may be overwritten.
+    """
+    _require({"now": sharded, "later": later or {}}, directory, prefix, ignored)
+    return load(sharded, directory)
+
+
+def load(sharded: Sharded, directory: Path) -> Sharded:
+    """`read` without its checks. What is on the meta device gets host memory. All ranks call it.
+
+    Raises:
+        InternalError: A rank could not read; on every rank, and some tensors may be overwritten.
+    """
+    tensors, kept, factories = load_preprocess(sharded)
+    dict_list_map_inplace(lambda shard: shard.without_data() if shard.data.is_meta else shard, tensors)
+    with typed_errors(f"checkpoint {directory}: not read"):
+        loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
+    merge(loaded, kept)
+    return apply_factory_merges(loaded, factories)
+
+
+def _require(sharded: Sharded, directory: Path, prefix: str, ignored: str) -> None:
+    tensors, _, _ = load_preprocess(sharded)
+    shapes = saved_shapes(directory)
+    own = {"wanted": [shard.key for shard in nested_values(tensors)], "problems": _problems(tensors, shapes)}
+    ranks = gather_json(own, torch.device("cpu"))
+    wanted = {key for rank in ranks for key in rank["wanted"]} | {prefix + ignored}
+    model = tuple(prefix + part for part in _MODEL_PARTS)
+    unwanted = [f"{key} is not in this model" for key in shapes if key.startswith(model) and key not in wanted]
+    problems = sorted({problem for rank in ranks for problem in rank["problems"]}) + sorted(unwanted)
+    if problems:
+        more = f" and {len(problems) - _NUM_NAMED} more" if len(problems) > _NUM_NAMED else ""
+        raise InvalidInput(
+            f"path: {directory} does not hold this model: {'; '.join(problems[:_NUM_NAMED])}{more}; nothing was loaded",
+            field="path",
+        )
+
+
+def _problems(tensors: Sharded, saved: Mapping[str, tuple[int, ...]]) -> list[str]:
+    problems = []
+    for shard in nested_values(tensors):
+        shape = saved.get(shard.key)
+        if shape is None:
+            problems.append(f"no tensor {shard.key}")
+        elif not _fits(shard, shape):
+            problems.append(f"{shard.key} is {list(shape)} there and {list(shard.global_shape)} here")
+    return problems
+
+
+def _fits(shard: ShardedTensor, shape: tuple[int, ...]) -> bool:
+    if shard.allow_shape_mismatch:  # a vocabulary, which converters pad
+        return shape[0] >= shard.global_shape[0] and shape[1:] == shard.global_shape[1:]
+    return shape == shard.global_shape

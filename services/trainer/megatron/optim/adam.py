@@ -1,0 +1,80 @@
+"""Megatron's Adam, and the learning rate and weight decay of each update."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput, Reason
+from services.trainer.megatron.passthrough import make, refusals
+
+
+def make_optimizer(
+    chunks: Sequence[DistributedDataParallel], config: TrainerConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """The optimizer of the policy's chunks.
+
+    Raises:
+        InvalidInput: optimizer_config_kwargs has an unknown key, Megatron refuses the combination, or the weights are
+            not what optimizer_cpu_offload takes.
+    """
+    ddp = chunks[0].ddp_config
+    settings = {
+        "optimizer": "adam",
+        "lr": config.optim.lr,
+        "weight_decay": config.optim.weight_decay,
+        "adam_beta1": config.optim.betas[0],
+        "adam_beta2": config.optim.betas[1],
+        "adam_eps": config.optim.eps,
+        "clip_grad": config.optim.max_grad_norm,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_distributed_optimizer": ddp.use_distributed_optimizer,
+        "overlap_param_gather": ddp.overlap_param_gather,
+        # Whole float32 weights, which a checkpoint for any layout is made of.
+        "store_param_remainders": not config.megatron.fully_reshardable,
+    }
+    given = config.megatron.optimizer_config_kwargs
+    options = make(OptimizerConfig, settings, given, "megatron.optimizer_config_kwargs")
+    if options.optimizer_cpu_offload:
+        _require_half_precision_on_gpu(chunks)
+    with refusals("megatron.optimizer_config_kwargs"):
+        return get_megatron_optimizer(options, list(chunks))
+
+
+def _require_half_precision_on_gpu(chunks: Sequence[DistributedDataParallel]) -> None:
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if not parameter.is_cuda or parameter.dtype is torch.float32:
+            field = "megatron.optimizer_config_kwargs.optimizer_cpu_offload"
+            raise InvalidInput(
+                f"{field}: Megatron has it for bfloat16 weights on GPUs, and some here are {parameter.dtype} on "
+                f"{parameter.device.type}; use megatron.optimizer_offload",
+                reason=Reason.INVALID_CONFIG,
+                field=field,
+            )
+
+
+def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """For the next update; parameter groups keep their multiples, 0 for the decay of norms and biases."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Everything the optimizer keeps on the device: its float32 weights and moments."""
+    for _, part in chained_parts(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from (parameter.data for parameter in group["params"])
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def chained_parts(optimizer: MegatronOptimizer) -> Iterator[tuple[int, Any]]:
+    """The optimizers of the dense and of the expert parameters, where this rank has some that are trained."""
+    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        if not part.is_stub_optimizer:
+            yield index, part

@@ -1,0 +1,286 @@
+"""Low-rank adapters (arXiv 2106.09685) in Megatron's parallel linear layers: W x becomes W x + alpha / rank * B A x.
+
+A [rank, in] and B [out, rank] are parameters of the layer itself, so every other name stays as it is.
+
+    column parallel (linear_qkv, linear_fc1):  A is whole on every rank, B is cut by rows like W
+    row parallel (linear_proj, linear_fc2):    A is cut by columns like W, B is whole on every rank
+
+Both products of a rank's matrices are its part of B A: merging needs no communication, and the forward communicates
+`rank` channels. The rest of the model is frozen. Experts get no adapters; a layer whose MLP is only experts has
+adapters in its attention alone.
+"""
+
+import contextlib
+import fnmatch
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from services.common.config.trainer.section import LoraConfig
+from services.common.errors import InvalidInput, Reason
+from services.common.megatron.lora import FUSED, PARTS
+from services.trainer.megatron.model import Chunk
+from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.weights.stream import Held, gather_json
+
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A layer that can have adapters; its parent is `prefix` in the whole model, such as decoder.layers.3.mlp."""
+
+    prefix: str
+    layer: str
+    module: torch.nn.Module
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How a layer's adapters lie on this rank: the rows of each part, in `num_groups` interleaved groups."""
+
+    rows: Mapping[str, int]
+    num_groups: int
+    is_column: bool
+    has_sequence_parallel: bool
+    group: torch.distributed.ProcessGroup
+    scale: float
+    dropout: float
+
+    def fuse(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[..., rows] of every part to [..., rows] of the layer."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.unflatten(-1, (self.num_groups, -1)) for part in parts], -1).flatten(-2)
+
+
+class _Parts(torch.nn.ParameterDict):
+    """Matrices by part. A forward calls it for them, as DDP with overlap_param_gather gathers weights in such hooks."""
+
+    __call__ = torch.nn.Module.__call__  # torch's forbids to
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        return dict(self.items())
+
+
+class _Adapted:
+    """Over a parallel linear layer. `lora_A` and `lora_B` are by part; a part may have none."""
+
+    lora_shape: _Shape
+    lora_is_on = True
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return (out + self._adapter(x), bias) if self.lora_is_on else (out, bias)
+
+    def merged_weight(self) -> torch.Tensor:
+        """This rank's W + scale * B A, added up in float32."""
+        deltas = [
+            (self.lora_B[part].float() @ self.lora_A[part].float()).T
+            if part in self.lora_A
+            else self.weight.new_zeros(self.weight.size(1), rows, dtype=torch.float32)
+            for part, rows in self.lora_shape.rows.items()
+        ]
+        merged = self.weight.float() + self.lora_shape.scale * self.lora_shape.fuse(deltas).T
+        return merged.to(self.weight.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        shape, groups = self.lora_shape, {"tp_group": self.lora_shape.group, "dp_cp_group": metadata["dp_cp_group"]}
+        own = {name: value for name, value in self.state_dict(keep_vars=True).items() if name.startswith("lora_")}
+        cut, axis = ("lora_B.", 0) if shape.is_column else ("lora_A.", 1)
+        axes = {name: axis for name in own if name.startswith(cut)}
+        entries = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        both = f"{prefix}lora_B.linear_fc1"
+        if both in entries:  # its rows are gate and up of this rank
+            entries[both] = apply_swiglu_sharded_factory(entries[both], sharded_offsets)
+        # The layer below takes the adapters for replicated tensors.
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | entries  # type: ignore[misc]
+
+    def _adapter(self, x: torch.Tensor) -> torch.Tensor:
+        """scale * B A x, laid out like the layer's output."""
+        shape = self.lora_shape
+        a, b = self.lora_A(), self.lora_B()
+        low = F.linear(self._dropped(x), torch.cat(list(a.values()))) * shape.scale
+        if shape.is_column and shape.has_sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=shape.group)
+        elif shape.is_column:
+            low = copy_to_tensor_model_parallel_region(low, group=shape.group)
+        elif shape.has_sequence_parallel:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=shape.group)
+        else:
+            low = reduce_from_tensor_model_parallel_region(low, group=shape.group)
+        lows = dict(zip(a, low.split([part.size(0) for part in a.values()], -1), strict=True))
+        outputs = [
+            F.linear(lows[part], b[part]) if part in lows else low.new_zeros(*low.shape[:-1], rows)
+            for part, rows in shape.rows.items()
+        ]
+        return shape.fuse(outputs)
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        shape = self.lora_shape
+        if not shape.dropout or not self.training:
+            return x
+        # Ranks that hold slices draw for themselves; those that hold the same input must drop the same of it.
+        is_slice = shape.has_sequence_parallel or not shape.is_column
+        with tensor_parallel.get_cuda_rng_tracker().fork() if is_slice else contextlib.nullcontext():
+            return F.dropout(x, shape.dropout)
+
+
+def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Parallelism, *, seed: int) -> None:
+    """Freezes the chunks and gives them adapters, the same in every layout; they change nothing until trained.
+
+    A collective of all ranks.
+
+    Raises:
+        InvalidInput: A target that `lora.kind` does not have, an exclusion that excludes nothing, or no target is left.
+    """
+    targets = _targets(lora)
+    sites = [site for chunk in chunks for site in _sites(chunk)]
+    candidates = {site: [part for part in PARTS[lora.kind][site.layer] if part in targets] for site in sites}
+    names = [f"{site.prefix}.{part}" for site, parts in candidates.items() for part in parts]
+    excluded = _excluded(lora, names, next(chunks[0].parameters()).device)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if chunk.pre_process:  # recomputation keeps the graph only through inputs that need a gradient
+            chunk.embedding.register_forward_hook(_require_gradient)
+    for site, parts in candidates.items():
+        kept = [part for part in parts if f"{site.prefix}.{part}" not in excluded]
+        if kept:
+            _adapt(site, kept, lora, parallelism, seed)
+
+
+@contextlib.contextmanager
+def without_adapters(chunks: Sequence[Chunk]) -> Iterator[None]:
+    """The base model."""
+    modules = _adapted(chunks)
+    for module in modules:
+        module.lora_is_on = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.lora_is_on = True
+
+
+def merged_values(chunks: Sequence[Chunk]) -> Callable[[Held], torch.Tensor]:
+    """For WeightStream: a parameter with its adapters merged in, or as it is."""
+    owners = {id(module.weight): module for module in _adapted(chunks)}
+
+    def value(held: Held) -> torch.Tensor:
+        owner = owners.get(id(held.tensor))
+        return held.tensor if owner is None else owner.merged_weight()
+
+    return value
+
+
+def _adapted(chunks: Sequence[Chunk]) -> list[Any]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _Adapted)]
+
+
+def _targets(lora: LoraConfig) -> set[str]:
+    known = [part for parts in PARTS[lora.kind].values() for part in parts]
+    for target in lora.target_modules:
+        if target not in known:
+            raise InvalidInput(
+                f"trainer.lora.target_modules: kind {lora.kind} has no {target}, only {', '.join(known)}",
+                reason=Reason.INVALID_CONFIG,
+                field="trainer.lora.target_modules",
+            )
+    return set(lora.target_modules or known)
+
+
+def _sites(chunk: Chunk) -> Iterator[_Site]:
+    for layer in chunk.decoder.layers:
+        for name, module in layer.named_modules():
+            parent, _, leaf = name.rpartition(".")
+            if leaf in FUSED and ".experts." not in name:
+                yield _Site(f"decoder.layers.{layer.layer_number - 1}.{parent}", leaf, module)
+
+
+def _excluded(lora: LoraConfig, names: Sequence[str], device: torch.device) -> set[str]:
+    """Which of all ranks' names have no adapter."""
+    all_names = {name for theirs in gather_json(list(names), device) for name in theirs}
+    excluded: set[str] = set()
+    for pattern in lora.exclude_modules:
+        matches = fnmatch.filter(all_names, pattern)
+        if not matches:
+            raise InvalidInput(
+                f"trainer.lora.exclude_modules: {pattern} excludes nothing; modules have names like "
+                f"{min(all_names, default='decoder.layers.0.self_attention.linear_qkv')}",
+                reason=Reason.INVALID_CONFIG,
+                field="trainer.lora.exclude_modules",
+            )
+        excluded |= set(matches)
+    if not all_names - excluded:
+        raise InvalidInput(
+            "trainer.lora: no module of the model is a target that is not excluded, so there is nothing to train",
+            reason=Reason.INVALID_CONFIG,
+            field="trainer.lora",
+        )
+    return excluded
+
+
+def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Parallelism, seed: int) -> None:
+    module, shape = site.module, _shape(site, lora, parallelism)
+    tp_rank, tp_size = parallelism.tp_index
+    weight = module.weight
+    module.lora_A, module.lora_B = _Parts(), _Parts()
+    for part in parts:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{site.prefix}.{part}".encode()) + seed)
+        a = torch.empty(lora.rank, weight.size(1) * (1 if shape.is_column else tp_size))
+        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        a = a if shape.is_column else a.chunk(tp_size, 1)[tp_rank]
+        module.lora_A[part] = torch.nn.Parameter(a.to(weight).contiguous())
+        module.lora_B[part] = torch.nn.Parameter(weight.new_zeros(shape.rows[part], lora.rank))
+        cut, axis, whole = ("lora_B", 0, "lora_A") if shape.is_column else ("lora_A", 1, "lora_B")
+        cut, whole = getattr(module, cut)[part], getattr(module, whole)[part]
+        tensor_parallel.set_tensor_model_parallel_attributes(cut, True, axis, 1)
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
+        # finalize_model_grads sums the gradient over the tensor-parallel ranks, each of which saw a part of the tokens.
+        whole.sequence_parallel = shape.has_sequence_parallel
+    module.lora_shape = shape
+    module.__class__ = type(f"Adapted{type(module).__name__}", (_Adapted, type(module)), {})
+
+
+def _shape(site: _Site, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
+    config, parts = site.module.config, PARTS[lora.kind][site.layer]
+    num_rows, num_groups = site.module.weight.size(0), 1
+    weights = [1] * len(parts)
+    if len(parts) == 3:
+        if config.num_query_groups % parallelism.tp_index[1]:
+            raise InvalidInput(
+                f"lora.kind {lora.kind}: tensor_model_parallel_size {parallelism.tp_index[1]} cuts the model's "
+                f"{config.num_query_groups} key-value groups; use kind lora, or a size that divides them",
+                field="lora.kind",
+            )
+        num_groups = config.num_query_groups // parallelism.tp_index[1]
+        weights = [config.num_attention_heads // config.num_query_groups, 1, 1]
+    return _Shape(
+        rows={part: num_rows * weight // sum(weights) for part, weight in zip(parts, weights, strict=True)},
+        num_groups=num_groups,
+        is_column=site.layer in COLUMN_PARALLEL,
+        has_sequence_parallel=parallelism.config.has_sequence_parallel,
+        group=parallelism.tp_group,
+        scale=lora.alpha / lora.rank,
+        dropout=lora.dropout,
+    )
+
+
+def _require_gradient(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,0 +1,53 @@
+"""Adapters in the names and shapes of PEFT, the form in which Hugging Face and inference engines read them."""
+
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from services.common.errors import InternalError
+from services.common.megatron.lora import PARTS
+from services.trainer.megatron.weights.lora import COLUMN_PARALLEL
+from services.trainer.megatron.weights.weight_map import Part, WeightMap
+
+
+class AdapterMap:
+    """What WeightMap is for the model: an adapter of a fused layer becomes one of each matrix, with the same A."""
+
+    def __init__(self, weights: WeightMap):
+        self._weights = weights
+
+    def part(self, name: str) -> Part:
+        """The part of an adapter's matrix, such as decoder.layers.3.self_attention.linear_qkv.lora_A.linear_q.
+
+        Raises:
+            InternalError: This is no adapter.
+        """
+        match = re.fullmatch(r"(.+\.(\w+))\.lora_([AB])\.(\w+)", name)
+        if match is None:
+            raise InternalError(f"no adapter tensor is known for Megatron's parameter {name}")
+        module, layer, matrix, part = match.groups()
+        base, is_column, place = self._weights.part(f"{module}.weight"), layer in COLUMN_PARALLEL, 0
+        names = base.names
+        if part != layer:
+            place = PARTS["canonical_lora"][layer].index(part)
+            names = (names[place],)
+        if matrix == ("A" if is_column else "B"):
+            join = lambda shards: [shards[0]] * len(names)  # noqa: E731
+        else:
+            join = _join_rows if part != layer else base.join
+        peft_names = tuple(f"base_model.model.{name.removesuffix('.weight')}.lora_{matrix}.weight" for name in names)
+        return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
+
+    def is_published(self, name: str) -> bool:
+        """All adapters are."""
+        return True
+
+
+def _cut(*args: object) -> NoReturn:
+    raise InternalError("adapters are not read from checkpoint names")
+
+
+def _join_rows(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.cat(list(shards))]

@@ -1,0 +1,282 @@
+"""Checkpoint weights into the sharded model, and out of it: streamed from the ranks that hold the shards of each."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from services.common.errors import InvalidInput
+from services.common.weights.plan import ALIGN_BYTES, take_together
+from services.trainer.checkpoint.model_files import tensor_files
+from services.trainer.megatron.model import Chunk, ValueModel
+from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.weights.weight_map import Part, WeightMap
+
+# Shards that lie next to each other on the same ranks travel together, up to this many bytes of all ranks.
+_RUN_BYTES = 64 << 20
+# A run of less than this part of a bucket, such as a layer's norms, is sent by a rank that does not hold it.
+_SMALL = 256
+HEAD = "output_layer.weight"
+"""Of a language model, and of a critic, whose is not in the checkpoint that it starts from."""
+
+
+Streamed = Iterator[tuple[str, torch.Tensor]]
+Turn = tuple[int, Sequence[int]]
+"""A sender, and the numbers of the consecutive runs that it sends."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of this rank, under its name in the whole model."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of the whole model: which ranks hold its shards, in order, and what a shard is."""
+
+    name: str
+    holders: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @cached_property  # every publication asks, of many thousand experts
+    def num_bytes(self) -> int:
+        """Of one shard."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class CheckpointNames(Protocol):
+    """What a stream must know of its parameters; WeightMap is one."""
+
+    def part(self, name: str) -> Part:
+        """The checkpoint tensors of a parameter, and how its shards are joined."""
+
+    def is_published(self, name: str) -> bool:
+        """Whether the stream has it."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a model tensor belongs to a LoRA adapter."""
+    return ".lora_" in name
+
+
+def held_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False) -> list[Held]:
+    """All parameters of this rank but adapters and heads that no checkpoint has, or only the adapters."""
+    held = []
+    for chunk in chunks:
+        layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.decoder.layers)}
+        for name, tensor in chunk.named_parameters():
+            is_new = isinstance(chunk, ValueModel) and name == HEAD
+            if is_adapter(name) == adapters and not is_new:
+                held.append(Held(_global_name(name, layers, chunk, parallelism), tensor))
+    return held
+
+
+def load_checkpoint_weights(
+    held: Sequence[Held], weight_map: WeightMap, parallelism: Parallelism, model_path: str
+) -> None:
+    """Copies this rank's slices, and nothing else, out of the safetensors files of `model_path`.
+
+    Raises:
+        InvalidInput: A tensor is missing.
+    """
+    files = tensor_files(Path(model_path))
+    opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
+    for parameter in held:
+        part = weight_map.part(parameter.name)
+        missing = [name for name in part.names if name not in files]
+        if missing:
+            raise InvalidInput(f"model: {model_path} has no tensor {missing[0]}", field="model")
+        slices = [opened[files[name]].get_slice(name) for name in part.names]
+        shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
+        with torch.no_grad():
+            parameter.tensor.copy_(shard)
+
+
+class WeightStream:
+    """The policy in checkpoint names, always in the same order; no rank ever holds all of it.
+
+    `value` gives what is published of a parameter, such as the weight with its adapter merged in.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        names: CheckpointNames,
+        parallelism: Parallelism,
+        device: torch.device,
+        value: Callable[[Held], torch.Tensor] = lambda held: held.tensor,
+    ):
+        self._map, self._value = names, value
+        self._rank = dist.get_rank()
+        self._held = {parameter.name: parameter for parameter in held}
+        self._device = device
+        self._entries = self._find_holders(parallelism)
+        self._parts = {entry.name: names.part(entry.name) for entry in self._entries}
+        self._runs = list(_runs(self._entries))
+        self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
+
+    def specs(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and meta tensors."""
+        meta = ((entry, [torch.empty(entry.shape, dtype=entry.dtype, device="meta")]) for entry in self._entries)
+        return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
+
+    def turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """Ranks and numbers of tensors: the ranks that hold them take turns of a bucket in sending `specs`.
+
+        Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all. Small tensors
+        stay with the rank whose turn it is.
+        """
+        turns = self._turns(bucket_bytes)
+        return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in turns]
+
+    def to_senders(self, bucket_bytes: int) -> Iterator[Streamed]:
+        """Of each round of `turns`, those whose turn is this rank's, whole. All ranks take all rounds to their ends."""
+        for together in take_together((turn[0], turn) for turn in self._turns(bucket_bytes)):
+            streamed = self._gather(together)
+            yield streamed
+            for _ in streamed:
+                pass
+
+    def to_first(self) -> Streamed:
+        """All, whole, on rank 0, and nothing elsewhere."""
+        return self._gather([(0, range(len(self._runs)))])
+
+    def _turns(self, bucket_bytes: int) -> Iterator[Turn]:
+        return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
+
+    def _gather(self, turns: Sequence[Turn]) -> Streamed:
+        """One run of every turn at a time: each rank gives and takes at once."""
+        for column in itertools.zip_longest(*(indices for _, indices in turns)):
+            runs = [(sender, self._runs[i]) for (sender, _), i in zip(turns, column, strict=True) if i is not None]
+            own = next((run for sender, run in runs if sender == self._rank), None)
+            received = self._exchange(own, [(sender, run) for sender, run in runs if sender != self._rank])
+            if own is not None:
+                yield from self._whole(own, received)
+
+    def _exchange(
+        self, own: Sequence[Entry] | None, others: Sequence[tuple[int, Sequence[Entry]]]
+    ) -> dict[int, torch.Tensor]:
+        """Sends this rank's shards of the runs of others, and receives the others' of its own, by rank."""
+        received = {}
+        if own:
+            num_bytes = sum(entry.num_bytes for entry in own)
+            holders = [holder for holder in own[0].holders if holder != self._rank]
+            received = {h: torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for h in holders}
+        operations = [dist.P2POp(dist.irecv, flat, holder) for holder, flat in received.items()]
+        for sender, run in others:
+            if self._rank in run[0].holders:
+                operations.append(dist.P2POp(dist.isend, self._flat(run), sender))
+        # All at once, over the connections that all ranks share: two alone would get a communicator of their own.
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return received
+
+    def _whole(self, run: Sequence[Entry], received: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every holder's shards joined; this rank's own are not copied."""
+        holders = run[0].holders
+        per_holder = [_shards(received[h], run) if h in received else self._own(run) for h in holders]
+        for entry, *shards in zip(run, *per_holder, strict=True):
+            yield from self._joined(entry, shards)
+
+    def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
+        return [self._value(self._held[entry.name]).detach().to(self._device) for entry in run]
+
+    def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
+        flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)]
+        return torch.cat(flats) if len(flats) > 1 else flats[0]
+
+    def _joined(self, entry: Entry, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        part = self._parts[entry.name]
+        return zip(part.names, part.join(shards), strict=True)
+
+    def _find_holders(self, parallelism: Parallelism) -> list[Entry]:
+        """What every rank holds, told to all: a name's holders are those of the first replica, in shard order."""
+        own = []
+        for parameter in self._held.values():
+            part, tensor = self._map.part(parameter.name), parameter.tensor
+            if parallelism.is_holder(tensor, is_expert=part.is_expert) and self._map.is_published(parameter.name):
+                index, _ = parallelism.shard_index(tensor, is_expert=part.is_expert)
+                own.append([parameter.name, index, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
+        shards: dict[str, dict[int, int]] = {}
+        kinds = {}
+        for rank, theirs in enumerate(gather_json(own, self._device)):
+            for name, index, shape, dtype in theirs:
+                shards.setdefault(name, {})[index] = rank
+                kinds[name] = (tuple(shape), getattr(torch, dtype))
+        names = sorted(shards, key=lambda name: self._map.part(name).order)
+        return [Entry(name, tuple(rank for _, rank in sorted(shards[name].items())), *kinds[name]) for name in names]
+
+
+def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | None = None) -> list:
+    """Everyone's `value`, in rank order: plain data as JSON bytes."""
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(padded, torch.cat([own, own.new_zeros(longest - own.numel())]), group=group)
+    return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(padded, sizes, strict=True)]
+
+
+def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
+    parts = flat.split([entry.num_bytes for entry in run])
+    return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
+
+
+def _deal(runs: Sequence[Sequence[Entry]], num_tensors: Sequence[int], bucket_bytes: int) -> Iterator[Turn]:
+    """Turns of a bucket at most, or of one run that is larger. Who has sent least is next."""
+    sent: Counter[int] = Counter()
+    sender, indices, in_turn = 0, [], 0
+    for index, (run, count) in enumerate(zip(runs, num_tensors, strict=True)):
+        holders = run[0].holders
+        num_bytes = len(holders) * sum(entry.num_bytes for entry in run) + count * ALIGN_BYTES
+        is_foreign = sender not in holders and num_bytes > bucket_bytes // _SMALL
+        if is_foreign or in_turn + num_bytes > bucket_bytes:
+            if indices:
+                yield sender, indices
+            sender, indices, in_turn = min(holders, key=lambda rank: sent[rank]), [], 0
+        indices.append(index)
+        sent[sender] += num_bytes
+        in_turn += num_bytes
+    if indices:
+        yield sender, indices
+
+
+def _runs(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    run: list[Entry] = []
+    for entry in entries:
+        is_full = (sum(e.num_bytes for e in run) + entry.num_bytes) * len(entry.holders) > _RUN_BYTES
+        if run and (is_full or entry.holders != run[0].holders or entry.dtype != run[0].dtype):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
+
+
+def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:
+    parts = name.split(".")
+    if name.startswith("decoder.layers."):
+        parts[2] = str(layers[int(parts[2])])
+    if ".experts." not in name:
+        return ".".join(parts)
+    config = chunk.config
+    first = parallelism.expert_rank * (config.num_moe_experts // config.expert_model_parallel_size)
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        parts[place] = str(int(parts[place]) + first)
+    else:  # ...linear_fc1.weight3
+        parts[-1] = "weight" + str(int(parts[-1].removeprefix("weight")) + first)
+    return ".".join(parts)

@@ -1,0 +1,87 @@
+"""One rank of a trainer, with torchrun's variables: rank 0 serves, every rank works."""
+
+import logging
+import os
+import signal
+import socket
+import threading
+
+import torch
+import torch.distributed as dist
+from lockstep.trainer.v1 import trainer_pb2_grpc
+
+import services.trainer.fsdp.backend  # noqa: F401  slow to import: before anyone waits for it
+from services.common.rpc.address import parse_address
+from services.common.rpc.command import ServeOptions
+from services.common.rpc.server import Server
+from services.common.weights.store import ServedStore
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.ranks.calls import Ranks, follow
+from services.trainer.ranks.network import use_interface_to
+from services.trainer.ranks.worker import Worker
+from services.trainer.servicer import NAME, TrainerServicer
+
+
+def _join_torchrun() -> tuple[dist.Store, int, int]:
+    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+        use_interface_to(os.environ["MASTER_ADDR"])
+    return next(dist.rendezvous("env://"))
+
+
+def _device(threads_per_rank: int | None) -> torch.device:
+    # torchrun leaves one thread to each; an optimizer on CPU wants its share of the cores also where there are GPUs.
+    num_cores, num_ranks = len(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.set_num_threads(threads_per_rank or max(1, num_cores // num_ranks))
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
+    """Serves on rank 0 until it is told to end, or a rank fails; works on every rank.
+
+    Without `threads_per_rank` this host's cores are divided among the ranks of this trainer.
+    """
+    store, rank, world_size = _join_torchrun()
+    worker = Worker(store, rank, world_size, _device(threads_per_rank))
+    if rank > 0:
+        code = _follow_to_the_end(rank, store, worker)
+    else:
+        code = await _serve(options, worker, store, world_size)
+    logging.shutdown()
+    # A rank may be inside a collective that nobody will answer; whoever started the ranks ends them with this process.
+    os._exit(code)
+
+
+def _follow_to_the_end(rank: int, store: dist.Store, worker: Worker) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # torchrun asks all ranks to end. Rank 0 does in its own time, which may need the others, and they with it.
+        signal.signal(number, signal.SIG_IGN)
+    return 0 if follow(rank, store.get("lockstep/ranks").decode(), worker) else 1
+
+
+async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world_size: int) -> int:
+    server = Server(options.trace, options.tls, options.metrics.registry)
+    metrics = TrainerMetrics(options.metrics.registry)
+    ranks = Ranks(world_size, socket.gethostbyname(os.environ["MASTER_ADDR"]), server.fail, metrics.phase)
+    store.set("lockstep/ranks", ranks.address)
+    threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()
+    await ranks.wait_for_all()
+    host, _ = parse_address(options.listen, field="listen")
+    servicer = TrainerServicer(ranks, worker, ServedStore(host), metrics)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    options.metrics.serve()
+    await server.start(options.listen, [NAME], insecure=options.insecure)
+    code = await server.serve()
+    options.trace.close()
+    if code == 0:
+        await ranks.end()
+    return code
+
+
+def _follow_on_device(address: str, worker: Worker) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    follow(0, address, worker)

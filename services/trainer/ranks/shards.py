@@ -1,0 +1,136 @@
+"""A checked batch, cut into what each rank needs of it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from services.common import batch as batches
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput
+from services.common.megatron.layout import packs_multiple
+from services.trainer.backend import Role
+from services.trainer.losses import Totals
+from services.trainer.ranks.calls import Message
+from services.trainer.updates.packing import assign
+
+# One value per completion token; all but the first may be missing.
+_PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "values", "advantages", "returns"]
+_COLUMNS = ["prompt_tokens", "tokens", *_PER_TOKEN]
+
+
+def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
+    """Refuses what would fail, or silently train on nonsense, on the ranks.
+
+    Raises:
+        InvalidInput: A column holds an empty list, a token outside the vocabulary, lengths that differ, or a value
+            that is missing or not finite; names the column and the first row.
+    """
+    num_tokens = _lengths(samples, "tokens")
+    _refuse(_lengths(samples, "prompt_tokens") == 0, "prompt_tokens", "is empty")
+    _refuse(num_tokens == 0, "tokens", "is empty")
+    present = [name for name in _PER_TOKEN if samples[name].null_count < samples.num_rows]
+    for name in present:
+        _refuse(samples[name].is_null().to_numpy(), name, "is missing")
+        _refuse(_lengths(samples, name) != num_tokens, name, "differs in length from tokens")
+    for name in ("prompt_tokens", "tokens", *present):
+        values = pc.list_flatten(samples[name])
+        if values.null_count:
+            raise InvalidInput(f"{name}: holds a missing value", field=name)
+        if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
+            raise InvalidInput(f"{name}: holds a number that is not finite", field=name)
+        if pa.types.is_integer(values.type) and (largest := pc.max(values).as_py()) >= vocab_size:
+            raise InvalidInput(f"{name}: token {largest} is outside the vocabulary of {vocab_size}", field=name)
+
+
+def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY) -> list[Message]:
+    """Each rank's samples for `Worker.train`, in the order of its packs, and how they are packed.
+
+    Raises:
+        InvalidInput: The batch cannot be split as the config asks.
+    """
+    for name in _needed(config, role):
+        if samples[name].null_count:
+            raise InvalidInput(f"{name}: required to train the {role} with this loss", field=name)
+    trained = trained_tokens(samples)
+    minibatches: list[list[dict[str, object]]] = [[] for _ in range(num_ranks)]
+    orders: list[list[int]] = [[] for _ in range(num_ranks)]
+    for rows in _minibatch_rows(samples, config.num_minibatches):
+        part = samples.take(pa.array(rows))
+        counts = trained[rows]
+        totals = Totals(int(counts.sum()), int((counts > 0).sum()))
+        if not totals.num_tokens:
+            raise InvalidInput("loss_mask: leaves no token of a mini-batch to train on", field="loss_mask")
+        for rank, packs in enumerate(_assign(part, config, num_ranks)):
+            orders[rank] += [int(rows[index]) for pack in packs for index in pack]
+            minibatches[rank].append({"packs": [len(pack) for pack in packs], "totals": asdict(totals)})
+    narrow = samples.select(_COLUMNS)
+    return [
+        Message({"minibatches": minibatches[rank]}, list(batches.encode(narrow.take(pa.array(orders[rank])))))
+        for rank in range(num_ranks)
+    ]
+
+
+def trained_tokens(samples: pa.Table) -> np.ndarray:
+    """int64 [samples]: completion tokens of each sample that loss_mask leaves to be trained on."""
+    if samples["loss_mask"].null_count:
+        return _lengths(samples, "tokens")
+    return np.array([np.count_nonzero(mask.values) for mask in samples["loss_mask"]])
+
+
+def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> tuple[list[Message], np.ndarray]:
+    """Each rank's samples for `Worker.forward`, and where row i of the concatenated answers belongs."""
+    narrow = samples.select(_COLUMNS)
+    parts, order = [], []
+    for packs in _assign(samples, config, num_ranks):
+        rows = [index for pack in packs for index in pack]
+        frames = list(batches.encode(narrow.take(pa.array(rows))))
+        parts.append(Message({"packs": [len(pack) for pack in packs]}, frames))
+        order += rows
+    return parts, np.argsort(order)
+
+
+def vocab_size_of(config_json: bytes) -> int:
+    """Vocabulary of the model whose config.json this is."""
+    content = json.loads(config_json)
+    return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
+
+
+def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
+    if role is Role.CRITIC:
+        return ("values", "returns")
+    advantages = () if config.loss.kind == "sft" else ("advantages",)
+    return (*advantages, "ref_logprobs") if config.loss.kl_coef else advantages
+
+
+def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
+    lengths = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
+    return assign(
+        lengths.tolist(),
+        num_ranks=num_ranks,
+        max_tokens=config.max_tokens_per_microbatch,
+        multiple_of=packs_multiple(config),
+    )
+
+
+def _minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndarray]:
+    group = samples["group"].to_numpy()
+    groups = np.unique(group)
+    if len(groups) % num_minibatches:
+        raise InvalidInput(
+            f"{len(groups)} prompt groups cannot be split into trainer.num_minibatches {num_minibatches}",
+            field="trainer.num_minibatches",
+        )
+    return [np.flatnonzero(np.isin(group, part)) for part in np.split(groups, num_minibatches)]
+
+
+def _lengths(samples: pa.Table, name: str) -> np.ndarray:
+    return pc.fill_null(pc.list_value_length(samples[name]), 0).to_numpy()
+
+
+def _refuse(bad: np.ndarray, column: str, what: str) -> None:
+    if bad.any():
+        raise InvalidInput(f"{column}: row {int(bad.argmax())} {what}", field=column)

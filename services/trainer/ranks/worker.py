@@ -1,0 +1,318 @@
+"""What every trainer rank can do. Rank 0's `Ranks` calls the same method on all of them at once."""
+
+import gc
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from dataclasses import asdict
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from lockstep.types.v1 import types_pb2
+
+from services.common import batch as batches
+from services.common.config.load import parse_json
+from services.common.config.trainer.roles import CriticSettings
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import PreconditionFailed, Reason
+from services.common.model_card import read_model_card
+from services.common.weights.digest import Sums
+from services.common.weights.group import WeightGroup
+from services.common.weights.plan import NamedTensors, Plan
+from services.trainer.backend import Backend, Role
+from services.trainer.checkpoint import manifest as checkpoint
+from services.trainer.checkpoint.background import in_background
+from services.trainer.checkpoint.export import adapter_config, export_adapter, export_hugging_face
+from services.trainer.losses import Totals
+from services.trainer.ranks.calls import Message
+from services.trainer.ranks.publish import send
+from services.trainer.updates.critic import update_critic
+from services.trainer.updates.packing import build_pack
+from services.trainer.updates.policy import Minibatch, update
+from services.trainer.updates.profiler import Profiler
+
+# Imported when a run asks for one: the libraries are large, and a host may have only one of them.
+_BACKENDS = {
+    "fsdp": ("services.trainer.fsdp.backend", "FsdpBackend"),
+    "megatron": ("services.trainer.megatron.backend", "MegatronBackend"),
+}
+
+# What each role is configured by.
+CONFIGS: dict[Role, type[TrainerConfig]] = {
+    Role.POLICY: TrainerConfig,
+    Role.REFERENCE: TrainerConfig,
+    Role.CRITIC: CriticSettings,
+}
+
+
+class Worker:
+    """One rank: the backend of each role, and its membership of the weight group if it sends."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._device = device
+        self._num_groups = 0
+        self._configs: dict[Role, TrainerConfig] = {}
+        self._backends: dict[Role, Backend] = {}
+        self._plan: Plan | None = None
+        self._members = [0]  # the ranks that send, as the weight group counts them
+        self._base_sums: Sums | None = None  # of the base, which is frozen, once it was sent
+        self._group: WeightGroup | None = None
+        self._model_path = ""
+        self._profiler: Profiler | None = None
+        self._saving: futures.Future[dict[str, object]] | None = None
+        self._num_updates = 0
+
+    def open(
+        self, *, role: str, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int
+    ) -> Message:
+        """Builds a role's backend, from the model directory or from a checkpoint that rank 0 has verified.
+
+        The policy is the first role to be opened where it is: whatever is open is closed before it.
+        """
+        role = Role(role)
+        config = parse_json(CONFIGS[role], config_json)
+        self._close_role(role)
+        if not dist.is_initialized():
+            self._start_process_group(timedelta(seconds=config.collective_timeout_s))
+        torch.manual_seed(seed)
+        self._configs[role] = config
+        backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
+        if checkpoint_path:
+            try:
+                backend.load(Path(checkpoint_path) / "state")
+            except BaseException:
+                del backend
+                self._close_role(role)
+                raise
+        frames = []
+        if role is Role.POLICY:
+            self._model_path = model_path
+            self._profiler, self._num_updates = Profiler(config.profiler, self._rank), 0
+            self._plan, self._base_sums = self._make_plan(bucket_bytes), None
+            frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
+        return Message({"data_rank": backend.data_rank}, frames)
+
+    def close(self) -> None:
+        """Frees the models."""
+        self.leave()
+        self._end_of_save()
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+        while self._backends:  # and no name of a backend is left, which would keep it
+            self._backends.popitem()[1].close()
+        self._plan = None
+        self._free()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def forward(self, *, role: str, packs: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
+        """Log-probabilities and entropy, or values, of this rank's samples, in their order."""
+        held = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
+        # With adapters the policy's base may stand for the reference.
+        of_base = role == Role.REFERENCE and Role.REFERENCE not in self._backends
+        backend = self._open(Role.POLICY if of_base else Role(role))
+        outputs = backend.forward(held, temperature, of_base=of_base)
+        columns = {}
+        for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
+            rows = [row for pack, out in zip(held, outputs, strict=True) for row in pack.per_sample(out[index])]
+            columns[name] = pa.array(rows, pa.list_(pa.float32()))
+        return Message({}, list(batches.encode(pa.table(columns))))
+
+    def train(
+        self,
+        *,
+        minibatches: list[dict[str, object]],
+        temperature: float,
+        version: int,
+        frames: Sequence[bytes],
+        role: str = Role.POLICY,
+    ) -> Message:
+        """One update of a role on this rank's samples; `minibatches` says how they are packed."""
+        samples, built, begin = batches.decode(frames), [], 0
+        for minibatch in minibatches:
+            sizes = minibatch["packs"]
+            parts = _split(samples.slice(begin, sum(sizes)), sizes)
+            packs = [build_pack(part).to(self._device) for part in parts]
+            built.append(Minibatch(packs, Totals(**minibatch["totals"])))
+            begin += sum(sizes)
+        if role == Role.CRITIC:
+            metrics = update_critic(self._open(Role.CRITIC), built, self._configs[Role.CRITIC], version)
+        else:
+            index, self._num_updates = self._num_updates, self._num_updates + 1
+            with self._profiler.update(index):
+                metrics = update(self._open(), built, self._configs[Role.POLICY], temperature, version)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()  # the optimizer's kernels, their time and their errors, are the update's
+        return Message({"metrics": metrics})
+
+    def join(self, *, group: str) -> Message:
+        """The ranks that send enter the epoch as its first members, rank 0 among them."""
+        self.leave()
+        if self._rank in self._members:
+            message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
+            self._group = WeightGroup(message, rank=self._members.index(self._rank), device=self._device)
+        return Message({"plan_digest": self._plan.digest})
+
+    def agree(self) -> Message:
+        """Before `send`, if adapters are published: whether all members hold this very base, so that it is skipped."""
+        if self._rank != 0:
+            return Message({})
+        if self._group is None:
+            raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
+        agrees = self._group.agrees(self._base_sums or (0, 0))
+        return Message({"skips_base": agrees and self._base_sums is not None})
+
+    def send(self, *, version: int, skips_base: bool) -> Message:
+        """Publishes. All ranks gather, some of them broadcast; if that fails, the gather is still finished on all."""
+        weights, base_sums = self._published(skips_base), self._base_sums if skips_base else None
+        with torch.no_grad():
+            try:
+                if self._rank not in self._members:
+                    return Message({})
+                if self._group is None:
+                    raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
+                publication = send(self._group, self._plan, weights, version=version, base_sums=base_sums)
+            except BaseException:
+                self.kill_epoch()  # nobody waits for this rank's part
+                raise
+            finally:
+                _exhaust(weights)
+        self._base_sums = publication.base_sums
+        return Message(asdict(publication))
+
+    def leave(self) -> None:
+        """Leaves the epoch, if any."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def kill_epoch(self) -> None:
+        """Makes the members of the epoch in progress give up; called from another thread."""
+        group = self._group
+        if group is not None:
+            group.kill()
+
+    def save(self, *, path: str, state: dict[str, object], role: str = Role.POLICY) -> Message:
+        """Writes a checkpoint into its staging directory, which is there; rank 0 completes it.
+
+        The answer is empty if the backend goes on writing in the background; it is then that of `saved`.
+        """
+        self._end_of_save()
+        final = Path(path)
+        write = self._open(Role(role)).save(checkpoint.staging(final) / "state")
+        if write is not None:
+            self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
+            return Message({})
+        dist.barrier()
+        return Message(self._complete(final, state))
+
+    def saved(self) -> dict[str, object]:
+        """Waits for the end of the save in the background and returns its answer; called from another thread.
+
+        Raises:
+            LockstepError: As the writers raised it.
+        """
+        assert self._saving is not None, "the servicer asks after an empty answer"
+        return self._saving.result()
+
+    def load(self, *, path: str) -> None:
+        """Loads a checkpoint that rank 0 has verified."""
+        self._open().load(Path(path) / "state")
+        self._base_sums = None
+
+    def export(self, *, path: str) -> Message:
+        """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`.
+
+        A policy with adapters is written merged, and its adapters alone into the subdirectory `adapter`.
+        """
+        weights, adapter = self._open().weights(), self._open().adapter()
+        if self._rank != 0:
+            _exhaust(weights)
+            _exhaust(adapter)
+            return Message({})
+        final = Path(path)
+        partial = checkpoint.staging(final)
+        num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
+        num_bytes += export_adapter(adapter, self._configs[Role.POLICY].lora, self._model_path, partial / "adapter")
+        partial.rename(final)
+        return Message({"num_bytes": num_bytes})
+
+    def _make_plan(self, bucket_bytes: int) -> Plan:
+        base, lora = self._open().weight_specs(), self._configs[Role.POLICY].lora
+        if not lora.published_rank:
+            turns = self._open().weight_turns(bucket_bytes)
+            self._members = sorted({0, *(rank for rank, _ in turns)})
+            numbered = [(self._members.index(rank), num_tensors) for rank, num_tensors in turns]
+            return Plan.of(base, bucket_bytes=bucket_bytes, turns=numbered)
+        self._members = [0]
+        adapter = self._open().adapter_specs()
+        config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
+        return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
+
+    def _published(self, skips_base: bool) -> NamedTensors | Iterator[NamedTensors]:
+        backend = self._open()
+        if self._plan.num_senders > 1:
+            return backend.sent_weights(self._plan.message.bucket_bytes)
+        if not self._plan.has_adapter:
+            return backend.weights()
+        return itertools.chain(() if skips_base else backend.base(), backend.adapter())
+
+    def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:
+        if self._rank != 0:
+            return {}
+        num_bytes, digest = checkpoint.finish(path, checkpoint.TrainState(**state))
+        return {"num_bytes": num_bytes, "manifest_digest": digest}
+
+    def _end_of_save(self) -> None:
+        """Waits for this rank's writers, however they end: rank 0's are done already, and have said how."""
+        if self._saving is not None:
+            futures.wait([self._saving])
+
+    def _open(self, role: Role = Role.POLICY) -> Backend:
+        if role not in self._backends:
+            raise PreconditionFailed(f"no {role} is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
+        return self._backends[role]
+
+    def _close_role(self, role: Role) -> None:
+        if role is Role.POLICY:
+            self.close()
+        elif role in self._backends:
+            self._end_of_save()
+            self._backends.pop(role).close()
+            self._free()
+
+    def _free(self) -> None:
+        gc.collect()  # models hang in cycles of hooks
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _start_process_group(self, timeout: timedelta) -> None:
+        self._num_groups += 1
+        store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
+
+
+def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
+    module, name = _BACKENDS[config.strategy]
+    return getattr(import_module(module), name)(role, config, model_path, device)
+
+
+def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:
+    parts, begin = [], 0
+    for size in sizes:
+        parts.append(samples.slice(begin, size))
+        begin += size
+    return parts
+
+
+def _exhaust(weights: object) -> None:
+    for _ in weights:
+        pass

@@ -1,0 +1,37 @@
+"""One update of the critic, like that of the policy but for what it is compared with: returns instead of advantages."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from services.common.config.trainer.roles import CriticSettings
+from services.trainer.backend import Backend
+from services.trainer.losses import Totals, explained_variance, value_loss
+from services.trainer.updates.packing import Pack
+from services.trainer.updates.policy import Minibatch, apply_gradient
+
+
+def update_critic(
+    backend: Backend, minibatches: Sequence[Minibatch], config: CriticSettings, version: int
+) -> dict[str, float]:
+    """Applies `minibatches` to the critic of `version`; returns metrics, the same on every rank.
+
+    Raises:
+        FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
+    """
+    metrics: list[dict[str, float]] = []
+    for index, minibatch in enumerate(minibatches):
+        loss = functools.partial(_loss, config=config, totals=minibatch.totals)
+        _, sums = backend.accumulate(minibatch.packs, 1.0, loss)
+        applied = apply_gradient(backend, config, version * len(minibatches) + index)
+        means = {name: float(value) for name, value in sums.items()}
+        kept = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
+        metrics.append(kept | {"explained_variance": explained_variance(means)} | applied)
+    return {f"critic_{name}": sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+
+
+def _loss(
+    outputs_1N: torch.Tensor, pack: Pack, *, config: CriticSettings, totals: Totals
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return value_loss(outputs_1N[0], pack.columns, totals, config.value_loss)

@@ -1,0 +1,131 @@
+"""Log-probability and entropy straight from hidden states: [tokens, vocabulary] never exists whole."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.updates.fused import fused_on_gpu
+
+# Logits exist for this many entries at a time: on CPU in float32 a few times over, on GPU twice in half precision.
+_ENTRIES_PER_CHUNK = {"cpu": 64 << 20, "cuda": 256 << 20}
+
+
+def linear_logprobs(
+    hidden_MD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_M: torch.Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Log-probability of each target and entropy, in nats, at it, [2, M], of softmax(hidden W^T / temperature).
+
+    The result is float32, or float64 like the weight. With a `group`, rank r of it holds rows r * V to (r + 1) * V of
+    the output weight, the answer is the same on all, and the gradient of `hidden_MD` is this rank's part, to be summed
+    over the group.
+    """
+    return _LinearLogprobs.apply(hidden_MD, weight_VD, targets_M, temperature, group)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Saves its inputs and two numbers per token; the backward computes the logits again, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_M: torch.Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.temperature, first = temperature, dist.get_rank(group) * weight_VD.size(0) if group else 0
+        local_M = targets_M - first
+        local_M = torch.where((local_M >= 0) & (local_M < weight_VD.size(0)), local_M, -1)  # -1: on another rank
+        scores = []
+        for hidden, local in _chunks(hidden_MD, local_M, weight_VD):
+            top, sums = _statistics(hidden @ weight_VD.T, local, temperature)
+            if group:
+                sums, top = _combine(sums, top, local >= 0, group)
+            log_sum = sums[0].log()
+            scores.append(torch.stack([sums[2] - log_sum, log_sum - sums[1] / sums[0], top + log_sum]))
+        logprobs_M, entropy_M, log_norm_M = torch.cat(scores, 1)
+        ctx.save_for_backward(hidden_MD, weight_VD, local_M, entropy_M, log_norm_M)
+        return torch.stack([logprobs_M, entropy_M])
+
+    @staticmethod
+    def backward(ctx: Any, grad_2M: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden_MD, weight_VD, local_M, entropy_M, log_norm_M = ctx.saved_tensors
+        needs_weight = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight_VD, dtype=_precision(weight_VD)) if needs_weight else None
+        grad_hidden, begin = [], 0
+        for hidden, local in _chunks(hidden_MD, local_M, weight_VD):
+            part = slice(begin, begin := begin + len(local))
+            logits = hidden @ weight_VD.T
+            grad = _gradient(logits, local, log_norm_M[part], entropy_M[part], grad_2M[:, part], ctx.temperature)
+            del logits
+            grad_hidden.append(grad @ weight_VD)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.T, hidden)
+        weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        return torch.cat(grad_hidden), weight, None, None, None
+
+
+@fused_on_gpu
+def _statistics(logits_CV: torch.Tensor, local_C: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+    """Of z = logits / temperature: its maximum [C]; and [3, C] the sums of exp(z - max) and of (z - max) exp(z - max),
+    and z - max at the target if that is on this rank."""
+    scores = logits_CV.to(_precision(logits_CV)) / temperature
+    top = scores.amax(-1)
+    scores = scores - top[:, None]
+    weights = scores.exp()
+    picked = scores.gather(1, local_C.clamp(min=0)[:, None])[:, 0]
+    return top, torch.stack([weights.sum(-1), (weights * scores).sum(-1), picked])
+
+
+@fused_on_gpu
+def _gradient(
+    logits_CV: torch.Tensor,
+    local_C: torch.Tensor,
+    log_norm_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    grad_2C: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """d loss / d logits, in the logits' dtype: d logprob = onehot - p, d entropy = -p (log p + entropy)."""
+    logprobs = logits_CV.to(_precision(logits_CV)) / temperature - log_norm_C[:, None]
+    grad_logprob, grad_entropy = grad_2C[0, :, None], grad_2C[1, :, None]
+    is_target = local_C[:, None] == torch.arange(logits_CV.size(1), device=logits_CV.device)
+    spread = logprobs.exp() * (grad_logprob + grad_entropy * (logprobs + entropy_C[:, None]))
+    return ((torch.where(is_target, grad_logprob, 0) - spread) / temperature).to(logits_CV.dtype)
+
+
+def _combine(
+    sums_3C: torch.Tensor, own_top_C: torch.Tensor, is_local_C: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The statistics over all ranks' parts of the vocabulary, their sums relative to the maximum over all."""
+    top_C = own_top_C.clone()
+    dist.all_reduce(top_C, op=dist.ReduceOp.MAX, group=group)
+    (weights_C, weighted_C, picked_C), below_C = sums_3C, own_top_C - top_C
+    scale_C = below_C.exp()
+    weighted_C, picked_C = weighted_C + weights_C * below_C, torch.where(is_local_C, picked_C + below_C, 0)
+    sums_3C = torch.stack([weights_C * scale_C, weighted_C * scale_C, picked_C])
+    dist.all_reduce(sums_3C, group=group)
+    return sums_3C, top_C
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, where total may be of higher precision."""
+    if left.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _chunks(hidden_MD: torch.Tensor, local_M: torch.Tensor, weight_VD: torch.Tensor) -> Any:
+    size = max(1, _ENTRIES_PER_CHUNK[hidden_MD.device.type] // weight_VD.size(0))
+    return zip(hidden_MD.split(size), local_M.split(size), strict=True)
+
+
+def _precision(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,66 @@
+"""AdamW's parameter groups, and the learning rate and weight decay of each update."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from services.common.config.trainer.section import OptimConfig
+
+# Part of the way from the last to the peak learning rate that is left, by the part of the decay that is done.
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "exponential": lambda done: 2 * 0.5**done - 1,
+    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+}
+
+
+def learning_rate(config: OptimConfig, update: int) -> float:
+    """Learning rate of the optimizer update number `update`, counted from 0 over the whole run.
+
+    It is what megatron.core's OptimizerParamScheduler.get_lr gives at num_steps = update + 1 during the warm-up
+    (update < warmup_steps), and at num_steps = update from then on: no update is wasted on a learning rate of 0, and
+    the peak lasts for two updates, the last of the warm-up and the first after it. As there, inverse_square_root
+    has no pull towards lr * min_lr_ratio: that is its floor up to decay_steps, and its value after them.
+    """
+    if update < config.warmup_steps:
+        first = config.lr * config.warmup_init_ratio
+        return first + (config.lr - first) * (update + 1) / config.warmup_steps
+    if config.schedule == "constant" or config.decay_steps is None:
+        return config.lr
+    last = config.lr * config.min_lr_ratio
+    if update > config.decay_steps:
+        return last
+    if config.schedule == "inverse_square_root":
+        return max(last, config.lr * math.sqrt(max(config.warmup_steps, 1) / max(update, 1)))
+    shape, start = config.schedule, config.warmup_steps
+    if config.schedule == "wsd" and config.wsd_decay_steps is not None:
+        shape, start = config.wsd_decay_style, config.decay_steps - config.wsd_decay_steps
+    done = max(0, update - start) / (config.decay_steps - start)
+    return last + (config.lr - last) * _SHAPES[shape](done)
+
+
+def weight_decay(config: OptimConfig, update: int) -> float:
+    """Weight decay of the update number `update`: OptimizerParamScheduler.get_wd at num_steps = update."""
+    start, end, steps = config.weight_decay, config.weight_decay_end, config.weight_decay_steps
+    if end is None or steps is None:
+        return start
+    if update > steps:
+        return end
+    return start + (end - start) * _SHAPES[config.weight_decay_schedule](1 - update / steps)
+
+
+def make_adamw(config: OptimConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.AdamW:
+    """AdamW that decays matrices only, not norms and biases: a group's decay is weight_decay * group["wd_mult"]."""
+    matrices, vectors = [], []
+    for _, parameter in named_parameters:
+        if parameter.requires_grad:
+            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay, "wd_mult": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "wd_mult": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
