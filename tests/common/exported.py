@@ -43,7 +43,7 @@ def exported() -> dict[str, dict[str, Exported]]:
         trainer.trained("policy", pa.table({"prompt_tokens": [[1]], "tokens": [[2, 3]]}))
     RewardMetrics(registries["reward"].registry).count("exact", "scored")
     coordinator = Prometheus(registries["coordinator"], "run-1")
-    coordinator.watch(SimpleNamespace(replicas=(), num_redispatched=0))  # type: ignore[arg-type]
+    coordinator.watch(SimpleNamespace(num_dead=0, num_redispatched=0))  # type: ignore[arg-type]
     with coordinator.phase("training", 0):
         coordinator.step(1, {"time/step_s": 1.0, "batch/tokens": 2.0, "reward/mean": 0.5})
     found = {name: _metrics(metrics.registry) for name, metrics in registries.items()}
