@@ -139,6 +139,10 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
             return -advantages * weights * _within_divergence(logprobs.exp(), held["old_logprobs"].exp(), held, config)
         case "reinforce":
             return -advantages * logprobs
+    return _dual_clipped(ratio, advantages, config)
+
+
+def _dual_clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: LossConfig) -> torch.Tensor:
     losses = _clipped(ratio, advantages, config.clip_low, config.clip_high)
     if config.clip_dual:
         losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * config.clip_dual), losses)

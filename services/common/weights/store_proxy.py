@@ -1,4 +1,4 @@
-"""From this process through the gate of a weight group's store: torch's client can prove nothing by itself.
+"""Connects this process to a weight group's store through its gate: torch's client cannot authenticate itself.
 
 The client connects to a port of loopback that is open to this process only; what connects there is connected to the
 gate, and each of these connections begins with a proof, by HMAC over a fresh nonce, that the secret is known.
@@ -15,7 +15,7 @@ import psutil
 
 log = logging.getLogger(__name__)
 
-KNOCK, WELCOME = b"\xfe", b"\xff"
+HELLO, ACCEPTED = b"\xfe", b"\xff"
 NONCE_BYTES = 32
 CHUNK_BYTES = 64 << 10
 _LOOPBACK = "127.0.0.1"
@@ -24,36 +24,36 @@ _TIMEOUT_S = 10.0
 
 
 def proof(secret: bytes, nonce: bytes) -> bytes:
-    """That its maker knows the secret."""
+    """Returns the proof that the sender knows the secret: HMAC-SHA256 of the nonce."""
     return hmac.digest(secret, nonce, "sha256")
 
 
-def knock(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None:
-    """Asks whether the gate accepts the secret.
+def authenticate(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None:
+    """Checks that the gate accepts the secret.
 
     Raises:
-        OSError: It does not, or there is none.
+        OSError: The gate rejects it, or nothing listens there.
     """
     with socket.create_connection(gate, timeout_s) as connection:
-        connection.sendall(KNOCK)
+        connection.sendall(HELLO)
         answers = connection.makefile("rb")
         connection.sendall(proof(secret, answers.read(NONCE_BYTES)))
-        if answers.read(1) != WELCOME:
+        if answers.read(1) != ACCEPTED:
             raise ConnectionRefusedError("it does not accept the secret of this group")
 
 
-class Passage:
-    """Takes connections of this process at `port` of loopback; close it."""
+class StoreProxy:
+    """Listens on `port` of loopback for connections of this process, and connects each to the gate. Close it."""
 
     def __init__(self, gate: tuple[str, int], secret: bytes):
         self._gate, self._secret = gate, secret
         listener = socket.create_server((_LOOPBACK, 0))
         self.port = listener.getsockname()[1]
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
-        threading.Thread(target=self._run, args=(listener,), name="weight-store-passage", daemon=True).start()
+        threading.Thread(target=self._run, args=(listener,), name="weight-store-proxy", daemon=True).start()
 
     def close(self) -> None:
-        """Takes no more; those that there are go on until either end closes them."""
+        """Accepts no new connections. Those that exist last until either end closes them."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: it was done before
             self._loop.call_soon_threadsafe(self._closing.set)
 
@@ -84,17 +84,17 @@ class Passage:
             return
         async with asyncio.timeout(_TIMEOUT_S):
             outer_reader, outer_writer = await asyncio.open_connection(*self._gate)
-            with contextlib.ExitStack() as unless_welcome:
-                unless_welcome.callback(outer_writer.close)
-                outer_writer.write(KNOCK)
+            with contextlib.ExitStack() as unless_accepted:
+                unless_accepted.callback(outer_writer.close)
+                outer_writer.write(HELLO)
                 outer_writer.write(proof(self._secret, await outer_reader.readexactly(NONCE_BYTES)))
                 await outer_reader.readexactly(1)
-                unless_welcome.pop_all()
-        await asyncio.gather(pump(reader, outer_writer), pump(outer_reader, writer))
+                unless_accepted.pop_all()
+        await asyncio.gather(forward_bytes(reader, outer_writer), forward_bytes(outer_reader, writer))
 
 
-async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """All that comes goes on, until either end closes."""
+async def forward_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copies bytes from `reader` to `writer` until either end closes."""
     with contextlib.closing(writer), contextlib.suppress(OSError):
         while data := await reader.read(CHUNK_BYTES):
             writer.write(data)
