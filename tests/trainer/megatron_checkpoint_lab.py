@@ -205,7 +205,7 @@ def stage_all(lab: MegatronLab, directory: Path) -> None:
             return staged
 
         with _instead(megatron_checkpoint, "stage", stage):
-            lab.backend.save(directory)
+            lab.backend.begin_save(directory)
     if lab.rank == 0:
         (directory / "staged.json").write_text(json.dumps(answers))
 
