@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, TypeVarTuple, get_args
 
 import torch
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, ModelCard, SamplingParams
@@ -24,6 +24,10 @@ from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
 from services.rollout.weights.adapter import adapter_request
+from services.rollout.weights.receiver import WeightReceiver
+
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
 
 _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
 
@@ -42,7 +46,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
         # What was sampled from, temperature included: the trainer's log-probabilities are compared with these.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "worker_extension_cls": "services.rollout.weights.receiver.WeightReceiver",
+        "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "scheduler_cls": "services.rollout.scheduler.scheduler",
         "disable_log_stats": True,
     }
@@ -156,17 +160,22 @@ class Engine:
             seed=seed,
         )
 
-    async def workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every worker, and notices if the engine dies meanwhile: vLLM's answer would never come.
+    async def call_workers(
+        self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments
+    ) -> list[Answer]:
+        """Calls a method of every worker, such as `WeightReceiver.lockstep_join`; returns their answers.
+
+        It notices if the engine dies meanwhile: vLLM's answer would never come.
 
         Raises:
             Unavailable: The engine died.
         """
-        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
+        name = method.__name__
+        call = asyncio.ensure_future(self._llm.collective_rpc(name, args=args))
         await asyncio.wait({call, self._died}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done() or isinstance(call.exception(), EngineDeadError):
             call.cancel()
-            raise Unavailable(f"the engine died during {method}", reason=Reason.ENGINE_DEAD)
+            raise Unavailable(f"the engine died during {name}", reason=Reason.ENGINE_DEAD)
         return call.result()
 
     async def pause(self) -> None:
