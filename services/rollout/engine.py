@@ -23,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
+from services.rollout.compat.vllm.client import abort_samples
 from services.rollout.weights.adapter import adapter_request
 
 _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
@@ -43,7 +44,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": "services.rollout.weights.receiver.WeightReceiver",
-        "scheduler_cls": "services.rollout.scheduler.scheduler",
+        "scheduler_cls": "services.rollout.compat.vllm.scheduler.scheduler",
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():
@@ -171,9 +172,7 @@ class Engine:
 
     async def pause(self) -> None:
         """Aborts what is sampled."""
-        # AsyncLLM.pause_generation would also sleep 20 ms, to let aborted samples be reported first. Nobody waits for
-        # that here: each of them says itself that it was aborted.
-        await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+        await abort_samples(self._llm)
 
     async def resume(self) -> None:
         """Samples again. What is asked for from here on finds nothing that is in the prefix cache by now.

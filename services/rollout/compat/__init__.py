@@ -1,0 +1,1 @@
+"""What the rollout service relies on inside vLLM and torch; see services.common.compat."""

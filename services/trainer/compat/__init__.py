@@ -1,0 +1,1 @@
+"""What the trainer relies on inside Megatron-Core, torch and transformers; see services.common.compat."""
