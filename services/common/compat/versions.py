@@ -5,8 +5,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-from services.common.errors import PreconditionFailed, Reason
-
 # As in pyproject.toml's extras; tests/compat/test_versions.py compares them with those and with the locks.
 SUPPORTED = {
     "math-verify": ">=0.8,<0.10",
@@ -29,6 +27,8 @@ def require_version(library: str) -> str:
     """
     found, supported = _installed(library), SUPPORTED[library]
     if found is None or not SpecifierSet(supported).contains(found, prereleases=True):
+        from services.common.errors import PreconditionFailed, Reason  # late: brings gRPC, which workers do without
+
         state = f"{library} {found} is installed" if found else f"{library} is not installed"
         raise PreconditionFailed(
             f"{state}, and versions {supported} are supported: its internals are used, which change between versions",

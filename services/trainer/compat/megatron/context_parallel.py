@@ -1,7 +1,8 @@
 """How Megatron-Core and TransformerEngine cut a sequence for context parallelism.
 
-Reason: neither has a function for it that is there without a GPU; the rotary embedding of packed sequences
-(models/common/embeddings/rope_utils.py) and TransformerEngine's attention expect it. Seen with Megatron-Core 0.16.1.
+Reason: Megatron's rotary embedding of packed sequences (rope_utils.py) and TransformerEngine's attention expect it, and
+Megatron's own function for it (utils.get_batch_on_this_cp_rank) takes no packed sequences. Seen with Megatron-Core
+0.16.1 and TransformerEngine 2.12.0.
 """
 
 import torch
