@@ -70,7 +70,7 @@ def violations(tree: ast.AST) -> Iterator[str]:
         if not isinstance(node, ast.Attribute):
             continue
         origin = names.get(root_of(node), "")
-        # Of a value whose origin is not seen here, such as a result, every private name that is not defined here counts.
+        # Of a value of unknown origin, such as a result, every private name counts that is not defined here.
         is_foreign_value = is_foreign(origin) if origin else not is_own_object(node.value) and node.attr not in own
         if is_private(node.attr) and is_foreign_value:
             yield f"line {node.lineno}: {ast.unparse(node)}"

@@ -14,7 +14,7 @@ from services.common.compat.versions import BUILDS, SUPPORTED, require_version
 from services.common.errors import PreconditionFailed, Reason
 
 ROOT = Path(__file__).parents[2]
-LOCKS = [path for path in sorted((ROOT / "requirements").glob("*.txt"))]
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 
 @pytest.fixture(autouse=True)
