@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
+
 SOURCES = sorted((ROOT / "services").rglob("*.py"))
 OURS = {"services", "lockstep"}
 PYTHONS = sys.stdlib_module_names | {"_xxsubinterpreters"}  # Python 3.11 has it, and does not list it

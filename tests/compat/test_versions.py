@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -12,8 +11,8 @@ from packaging.version import Version
 from services.common.compat import versions
 from services.common.compat.versions import BUILDS, SUPPORTED, require_version
 from services.common.errors import PreconditionFailed, Reason
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 
 
