@@ -1,6 +1,7 @@
-"""What the services rely on in third-party libraries beyond their public interfaces.
+"""Holds what is used of libraries beyond their public interfaces, here by services.common.
 
-Every patch of a library, private attribute or module, change of an object's class, and subclass of a class that is not
-public is in a `compat` package, one for each service that needs it, one module for each library: what it does, why, and
-which versions it was seen with. tests/compat has a test for each that fails when the library changes.
+Each service that needs it has such a package, with a module for each library. All patches of libraries are there, all
+uses of their private attributes and modules, changes of an object's class, and subclasses of classes that are not
+public. Each says why it is needed and which versions it was seen with, and has a test in tests/compat that fails when
+the library changes.
 """

@@ -1,4 +1,4 @@
-"""torch's process groups without torch.distributed's global state, and copies of many tensors at once.
+"""Makes process groups without torch.distributed's global state, and copies many tensors at once.
 
 All of it was seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
 """
@@ -24,7 +24,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *
 
 
 def gloo_group(store: dist.Store, rank: int, world_size: int, *, address: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo backend object on the network interface that has `address`.
+    """Makes a gloo backend object on the network interface that has `address`.
 
     Reason: new_group wants torch.distributed to be initialized, which inside Megatron or vLLM is theirs; the options of
     a backend object, interface and timeout, have no public setters.
@@ -38,7 +38,7 @@ def gloo_group(store: dist.Store, rank: int, world_size: int, *, address: str, t
 def nccl_group(
     store: dist.Store, rank: int, world_size: int, *, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """An NCCL backend object, connected to all members.
+    """Makes an NCCL backend object, connected to all members.
 
     Reason: as for gloo. Without the eager connection a member would connect in its first collective.
     """

@@ -1,4 +1,4 @@
-"""The versions of libraries whose internals are used. A module of a `compat` package requires them when imported."""
+"""Refuses versions of libraries whose internals are not known. Each module of a `compat` package asks when imported."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version

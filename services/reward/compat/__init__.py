@@ -1,1 +1,1 @@
-"""What the reward service relies on inside math-verify and sympy; see services.common.compat."""
+"""Holds what the reward service uses inside math-verify and sympy; see services.common.compat."""

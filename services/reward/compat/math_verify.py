@@ -1,4 +1,4 @@
-"""math-verify and sympy with nothing evaluated as Python.
+"""Keeps math-verify and sympy from evaluating text as Python.
 
 Reason: both read numbers and plain arithmetic by `eval`, and here the text is a model's. Seen with math-verify 0.9.0,
 latex2sympy2_extended 1.11.0, which it pins, and sympy 1.14.0.

@@ -1,1 +1,1 @@
-"""What the rollout service relies on inside vLLM and torch; see services.common.compat."""
+"""Holds what the rollout service uses inside vLLM and torch; see services.common.compat."""

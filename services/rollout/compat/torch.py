@@ -1,4 +1,4 @@
-"""torch's hooks into every operator that it runs. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
+"""Hooks into every operator that torch runs. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def writes_input(func: Any) -> bool:
-    """Whether the operator changes one of its inputs.
+    """Returns whether the operator changes one of its inputs.
 
     Reason: only its private schema says so.
     """

@@ -1,1 +1,1 @@
-"""What the trainer relies on inside Megatron-Core, torch and transformers; see services.common.compat."""
+"""Holds what the trainer service uses inside Megatron-Core, torch and transformers; see services.common.compat."""

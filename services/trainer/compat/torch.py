@@ -1,4 +1,4 @@
-"""What the trainer needs of torch that has no public name. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
+"""Holds what the trainer needs of torch that has no public name. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ def stop_recording() -> None:
 
 
 def allocations() -> dict[str, Any]:
-    """What is allocated, and what `record_allocations` kept, as plain values; torch's own dump would pickle them."""
+    """Returns what is allocated and what `record_allocations` kept, as plain values; torch's own dump would pickle."""
     return torch.cuda.memory._snapshot()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share a storage, whether or not it has memory.
+    """Returns the same number for tensors that share a storage, whether or not it has memory.
 
     Reason: two Python objects stand for one storage, and the address of one that was resized to 0 is 0.
     """
@@ -37,7 +37,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether a buffer of the module is in its checkpoints.
+    """Returns whether a buffer of the module is in its checkpoints.
 
     Reason: torch has no public name for it.
     """

@@ -1,4 +1,4 @@
-"""What the trainer needs of transformers that has no public name. Seen with transformers 5.17.0 and 5.19.0."""
+"""Holds what the trainer needs of transformers that has no public name. Seen with transformers 5.17.0 and 5.19.0."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ require_version("transformers")
 
 
 def ignored_tensors(causal_lm: nn.Module) -> Sequence[str]:
-    """Patterns of the checkpoint's tensors that the model leaves out on purpose.
+    """Returns patterns of the checkpoint's tensors that the model leaves out on purpose.
 
     Reason: transformers keeps them in a private attribute of the model.
     """

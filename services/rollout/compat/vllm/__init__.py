@@ -1,6 +1,6 @@
-"""What this service relies on inside vLLM, seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
+"""Holds what this service uses inside vLLM, seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
 
-A module for each process that needs it, so that none imports more of vLLM than it uses:
+It has several modules so that no process imports more of vLLM than it uses:
 
     engine_fork   the service, on CPU: engines as forks of a process that has imported vLLM
     client        the service: what AsyncLLM has no public method for

@@ -1,4 +1,4 @@
-"""What AsyncLLM has no public method for."""
+"""Asks the engine for what AsyncLLM has no public method for."""
 
 from vllm.v1.engine.async_llm import AsyncLLM
 

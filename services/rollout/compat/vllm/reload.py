@@ -1,7 +1,7 @@
-"""vLLM's layerwise reload of a live engine's weights, with what it leaves undone.
+"""Reloads a live engine's weights by vLLM's layerwise reload, and does what that leaves undone.
 
-Reason: vLLM has no public call that loads weights from memory into a running engine and keeps captured graphs valid;
-its own weight-transfer interface changes with every release. Seen with vLLM 0.26.0 (GPU) and 0.32.0 (CPU).
+Reason: vLLM's own weight transfer, which calls the same two functions, brings its own transport and has another
+interface in each release. Captured graphs stay valid either way. Seen with vLLM 0.26.0 (GPU) and 0.32.0 (CPU).
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def abort_reload(model: nn.Module) -> None:
 
 
 def not_plain(model: nn.Module) -> str:
-    """The first kind of layer that does not use its weights as they were loaded; empty if all do."""
+    """Returns the first kind of layer that does not use its weights as they were loaded; empty if all do."""
     for module in model.modules():
         method = type(getattr(module, "quant_method", None)).__name__
         if method not in (*_PLAIN_METHODS, "NoneType", "BaseKVCacheMethod"):

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, changed to send the tokens of a sample 32 at a time.
+"""Changes vLLM's scheduler to send the tokens of a sample 32 at a time.
 
 Reason: unchanged it sends each on its way for people who read along: serialized on the processor core that also
 schedules and launches, and taken apart by the service. Nobody reads along here. Schedulers can be set (`scheduler_cls`)

@@ -1,4 +1,4 @@
-"""What the trainer relies on inside Megatron-Core, seen with 0.16.1.
+"""Holds what the trainer uses inside Megatron-Core, seen with 0.16.1.
 
 Importing this package, before megatron itself, makes Megatron-Core run on CPU where there is no GPU.
 

@@ -1,4 +1,4 @@
-"""Megatron's sharded tensors as torch's distributed checkpoint wants them.
+"""Turns Megatron's sharded tensors into what torch's distributed checkpoint saves.
 
 Reason: Megatron's own strategy does this and the writing in one, and its writer forks processes, which outlive a
 trainer that is killed. Seen with Megatron-Core 0.16.1.
@@ -14,6 +14,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 def torch_tensors(tensors: dict[Any, Any]) -> Mapping[str, Any]:
-    """What torch is to save of nested dicts of sharded tensors: those that this rank writes, by their keys."""
+    """Returns those of nested dicts of sharded tensors that this rank writes, by their keys."""
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
     return mcore_to_pyt_state_dict(flat)

@@ -1,4 +1,4 @@
-"""How Megatron-Core and TransformerEngine cut a sequence for context parallelism.
+"""Cuts a sequence for context parallelism as Megatron-Core and TransformerEngine do.
 
 Reason: Megatron's rotary embedding of packed sequences (rope_utils.py) and TransformerEngine's attention expect it, and
 Megatron's own function for it (utils.get_batch_on_this_cp_rank) takes no packed sequences. Seen with Megatron-Core

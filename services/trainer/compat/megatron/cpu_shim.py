@@ -1,4 +1,4 @@
-"""Megatron-Core on CPU, over gloo, so that every layout is tested on any machine.
+"""Makes Megatron-Core run on CPU, over gloo, so that every layout is tested on any machine.
 
 Reason: Megatron-Core never asks which accelerator it is on: it writes `device="cuda"` and `torch.cuda.xxx()`. Seen with
 Megatron-Core 0.16.1 and torch 2.13.0.

@@ -1,4 +1,4 @@
-"""The globals of megatron.core.parallel_state.
+"""Reads and sets the globals of megatron.core.parallel_state.
 
 Reason: Megatron keeps the process groups of one model in private globals of a module, and roles with layouts of their
 own share a process. Seen with Megatron-Core 0.16.1.
@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 
 def current_groups() -> dict[str, Any]:
-    """A copy of all globals, for `set_groups`."""
+    """Returns a copy of all globals, for `set_groups`."""
     return {
         name: list(value) if isinstance(value, list) else value
         for name, value in vars(parallel_state).items()

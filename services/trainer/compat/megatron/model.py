@@ -1,4 +1,4 @@
-"""What a model's chunks are given that Megatron has no setting for, and what is taken from them at the end.
+"""Changes a model's chunks where Megatron has no setting for it, and takes them apart at the end.
 
 Seen with Megatron-Core 0.16.1, on GPU with TransformerEngine 2.12.0.
 """

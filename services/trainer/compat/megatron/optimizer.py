@@ -1,4 +1,4 @@
-"""The state inside Megatron's optimizers, in a checkpoint's shapes.
+"""Makes and sets the state inside Megatron's optimizers.
 
 Reason: Megatron loads a fully reshardable state only whole, and makes the hybrid optimizer's moments only by updating
 the weights. Seen with Megatron-Core 0.16.1, the hybrid optimizer on GPU only.
@@ -13,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def is_hybrid(part: Any) -> bool:
-    """Whether this is `optimizer_cpu_offload`'s: a share of the weights is updated by the processor."""
+    """Returns whether this is `optimizer_cpu_offload`'s: a share of the weights is updated by the processor."""
     return isinstance(part.optimizer, HybridDeviceOptimizer)
 
 
@@ -33,7 +33,7 @@ def allocate_hybrid(part: Any) -> None:
 
 
 def inner_optimizers(part: Any) -> list[torch.optim.Optimizer]:
-    """Those that count updates."""
+    """Returns those that count updates."""
     return part.optimizer.sub_optimizers if is_hybrid(part) else [part.optimizer]
 
 
