@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.common.batch import SAMPLE_SCHEMA
 from services.common.config.advantage import AdvantageConfig
-from services.coordinator.rl.advantages import ESTIMATORS, credit
+from services.coordinator.rl.advantages import ESTIMATORS, compute_advantages
 
 KINDS = sorted(ESTIMATORS)
 Row = dict[str, Any]
@@ -44,7 +44,7 @@ def table(rows: list[Row]) -> pa.Table:
 
 
 def credited(rows: list[Row], column: str = "advantages", **config: Any) -> list[list[float]]:
-    return credit(table(rows), AdvantageConfig(**config))[column].to_pylist()
+    return compute_advantages(table(rows), AdvantageConfig(**config))[column].to_pylist()
 
 
 def trained(rows: list[Row], lists: list[list[float]]) -> list[list[float]]:

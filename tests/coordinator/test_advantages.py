@@ -11,7 +11,7 @@ from services.common.config.advantage import AdvantageConfig
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.rl.advantages import credit
+from services.coordinator.rl.advantages import compute_advantages
 from tests.coordinator.advantages_lab import KINDS, credited, row, table
 
 YES, NO = True, False
@@ -179,16 +179,16 @@ def test_batch_without_a_trained_token_has_no_advantages(kind: str):
 
 def test_only_the_columns_of_credit_change():
     before = table([row(1, 2, values=[0, 1]), row(0, 1, values=[2])])
-    after = credit(before, AdvantageConfig(kind="gae"))
+    after = compute_advantages(before, AdvantageConfig(kind="gae"))
     assert after.schema.equals(SAMPLE_SCHEMA)
     assert [name for name in before.column_names if before[name] != after[name]] == ["advantages", "returns"]
-    without_critic = credit(before, AdvantageConfig())
+    without_critic = compute_advantages(before, AdvantageConfig())
     assert without_critic["returns"].null_count == 2
 
 
 def test_a_table_of_several_chunks_is_one_batch():
     parts = [table([row(reward, 2, loss_mask=mask)]) for reward, mask in ((1, [YES, NO]), (0, None), (2, None))]
-    assert credit(pa.concat_tables(parts), AdvantageConfig(kind="dr_grpo"))["advantages"].to_pylist() == [
+    assert compute_advantages(pa.concat_tables(parts), AdvantageConfig(kind="dr_grpo"))["advantages"].to_pylist() == [
         [0, 0],
         [-1, -1],
         [1, 1],

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.advantage import AdvantageConfig, KlConfig
-from services.coordinator.rl.advantages import credit
-from services.coordinator.rl.advantages.controller import coef_after, next_coef, record
+from services.coordinator.rl.advantages import compute_advantages
+from services.coordinator.rl.advantages.controller import coef_after, kl_record, next_coef
 from tests.coordinator.advantages_lab import KINDS, Row, batches, credited, flat, penalties, row, table
 
 SUM_OVER_SAMPLES = [kind for kind in KINDS if AdvantageConfig(kind=kind).needs_group]
@@ -46,16 +46,16 @@ def test_compared_samples_lose_the_sum_of_their_penalties(kind: str, rows: list[
     net = [row | {"reward": row["reward"] - sum(penalties(row, config))} for row in rows]
     if kind == "gpg" and estimate == "k3":  # whether two rewards are equal would hang on the last bit of exp
         return
-    advantages = credit(table(rows), config)["advantages"].to_pylist()
+    advantages = compute_advantages(table(rows), config)["advantages"].to_pylist()
     assert flat(advantages) == pytest.approx(flat(credited(net, kind=kind)), rel=1e-6, abs=1e-6)
 
 
 def test_coefficient_of_the_step_wins_over_the_configured_one():
     rows = [row(1, 1, ref_logprobs=[-3]), row(1, 1, ref_logprobs=[-1])]
     config = AdvantageConfig(kind="dr_grpo", kl={"coef": 0.5})
-    assert credit(table(rows), config)["advantages"].to_pylist() == [[-0.5], [0.5]]
-    assert credit(table(rows), config, kl_coef=0.25)["advantages"].to_pylist() == [[-0.25], [0.25]]
-    assert credit(table(rows), config, kl_coef=0.0)["advantages"].to_pylist() == [[0], [0]]
+    assert compute_advantages(table(rows), config)["advantages"].to_pylist() == [[-0.5], [0.5]]
+    assert compute_advantages(table(rows), config, kl_coef=0.25)["advantages"].to_pylist() == [[-0.25], [0.25]]
+    assert compute_advantages(table(rows), config, kl_coef=0.0)["advantages"].to_pylist() == [[0], [0]]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_coefficient_follows_the_kl(coef: float, measured: float, num_samples: i
 def test_record_measures_what_is_penalised(rows: list[Row], kind: str):
     penalised = AdvantageConfig(kl={"coef": 1.0, "kind": kind})
     total = sum(sum(penalties(row, penalised)) for row in rows)
-    assert record(table(rows), 0.3, penalised.kl) == {
+    assert kl_record(table(rows), 0.3, penalised.kl) == {
         "kl_coef": 0.3,
         "kl_per_sample": pytest.approx(total / len(rows), rel=1e-9, abs=1e-12),
         "num_samples": len(rows),
@@ -100,7 +100,7 @@ def test_resumed_run_goes_on_with_the_same_coefficient():
     config = KlConfig(coef=0.2, target=6.0, horizon=100)
     records = [None]
     for rows in steps:
-        records.append(record(table(rows), coef_after(records[-1], config), config))
+        records.append(kl_record(table(rows), coef_after(records[-1], config), config))
     coefs = [coef_after(before, config) for before in records]
     # 0.5 horizons each: errors 0.2 (clipped), -0.2 (clipped), 0.5 / 6, 0.2 (clipped)
     expected = [0.2, 0.2 * 1.1, 0.2 * 1.1 * 0.9]

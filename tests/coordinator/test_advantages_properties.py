@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.advantage import AdvantageConfig
-from services.coordinator.rl.advantages import credit
+from services.coordinator.rl.advantages import compute_advantages
 from tests.coordinator.advantages_lab import (
     KINDS,
     Row,
@@ -37,7 +37,7 @@ def assert_close(one: list[list[float]], other: list[list[float]], **tolerance: 
 @settings(quickly, max_examples=150)
 @given(batches, configs())
 def test_as_the_definitions_say(rows: list[Row], config: AdvantageConfig) -> None:
-    assert_close(credit(table(rows), config)["advantages"].to_pylist(), reference(rows, config))
+    assert_close(compute_advantages(table(rows), config)["advantages"].to_pylist(), reference(rows, config))
 
 
 @quickly
@@ -45,8 +45,8 @@ def test_as_the_definitions_say(rows: list[Row], config: AdvantageConfig) -> Non
 def test_order_of_samples_and_names_of_groups_do_not_matter(rows: list, config: Any, chance: Any, names: list) -> None:
     order = chance.sample(range(len(rows)), len(rows))
     renamed = [rows[index] | {"group": names[rows[index]["group"] // 3]} for index in order]
-    moved = credit(table(renamed), config)["advantages"].to_pylist()
-    before = credit(table(rows), config)["advantages"].to_pylist()
+    moved = compute_advantages(table(renamed), config)["advantages"].to_pylist()
+    before = compute_advantages(table(rows), config)["advantages"].to_pylist()
     assert_close(moved, [before[index] for index in order])
 
 
@@ -63,8 +63,8 @@ def test_tokens_that_are_masked_do_not_matter(rows: list[Row], config: Advantage
             for name in ("tokens", "logprobs", "ref_logprobs", "values")
         }
         bare.append(row | per_token | {"loss_mask": None})
-    before = credit(table(rows), config)["advantages"].to_pylist()
-    assert_close(credit(table(bare), config)["advantages"].to_pylist(), trained(rows, before))
+    before = compute_advantages(table(rows), config)["advantages"].to_pylist()
+    assert_close(compute_advantages(table(bare), config)["advantages"].to_pylist(), trained(rows, before))
     assert all(a == 0 for row, x in zip(rows, before, strict=True) for a, m in zip(x, mask(row), strict=True) if not m)
 
 

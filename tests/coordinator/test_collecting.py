@@ -12,7 +12,7 @@ from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
 from services.coordinator.data.groups import ScoredGroup, to_table
-from services.coordinator.rl.advantages import credit
+from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.collect import Draw
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
 
@@ -74,7 +74,7 @@ async def test_a_sample_without_a_score(policy: str, kept: int):
     rewards = {group.prompt.prompt_id: group.rewards.tolist() for group in groups}
     assert rewards["p4"] == [1, 1, 1]
     assert rewards.get("p3") == ([0, 1, 1] if policy == "zero" else None)
-    table = credit(to_table(groups), AdvantageConfig(kind="dr_grpo"))
+    table = compute_advantages(to_table(groups), AdvantageConfig(kind="dr_grpo"))
     assert table.num_rows == 3 * kept
     if policy == "zero":
         assert [row[0] for row in table["advantages"].to_pylist()[9:12]] == pytest.approx([-2 / 3, 1 / 3, 1 / 3])

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from services.common.config.advantage import AdvantageConfig
-from services.coordinator.rl.advantages import credit
+from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.metrics import batch_metrics
 from tests.coordinator.advantages_lab import row, table
 
@@ -80,7 +80,9 @@ def test_numbers_of_a_batch_without_a_trained_token_are_left_out():
 
 def test_metrics_of_credited_samples():
     rows = [row(reward, values=[0.5], ref_logprobs=[-1]) for reward in (1, 0)]
-    metrics = batch_metrics(credit(table(rows), AdvantageConfig(kind="gae", whiten="none", kl={"coef": 0.1})))
+    metrics = batch_metrics(
+        compute_advantages(table(rows), AdvantageConfig(kind="gae", whiten="none", kl={"coef": 0.1}))
+    )
     assert metrics["advantage/min"] == -0.5
     assert metrics["advantage/max"] == 0.5
     assert metrics["kl/token_mean"] == 0

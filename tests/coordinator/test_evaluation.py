@@ -24,9 +24,10 @@ from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config
 from services.coordinator.rl.evaluation import evaluate, pass_at_k
+from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
-from services.coordinator.runs.run import Phase, Run
+from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
@@ -122,9 +123,9 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
     }
     assert metrics == pytest.approx(expected, abs=1e-12)
     assert list(metrics) == list(expected)
-    (recorded,) = run._ledger.all(Kind.EVALUATED)
+    (recorded,) = run.record.ledger.all(Kind.EVALUATED)
     assert recorded == {"version": 4, **metrics}
-    (shown,) = run.evaluations()
+    (shown,) = run.record.evaluations()
     assert shown == recorded
     ordered = ["reward", "math", "pass@1", "pass@2", "pass@4", "tokens_mean", "truncated"]
     assert list(shown)[:8] == ["version", *(f"eval/easy/{metric}" for metric in ordered)]
@@ -144,7 +145,7 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
 
 def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tmp_path: Path, monkeypatch):
     seconds = itertools.count()
-    monkeypatch.setattr("services.coordinator.runs.run.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr("services.coordinator.runs.clock.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     told: list[dict[str, float]] = []
     reporter = Reporter()
     reporter.evaluation = lambda version, metrics: told.append(metrics)
@@ -158,7 +159,7 @@ def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tm
             next(seconds)
         assert told == [{"eval/test/reward": 0.5, "time/evaluating_s": 2}]
         # Of 0, 1, ... 8: the step began at 1, evaluating took 2 to 4, training 5 to 7.
-        assert run._times() == {"time/training_s": 2, "time/step_s": 5, "time/outside_share": 3 / 5}
+        assert run.clock.metrics() == {"time/training_s": 2, "time/step_s": 5, "time/outside_share": 3 / 5}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.coordinator.runs.outcome import Outcome, show
+from services.coordinator.observe.outcome import Outcome, show
 
 
 def test_a_number_that_only_one_of_the_evaluations_has_is_shown() -> None:

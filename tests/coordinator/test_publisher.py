@@ -39,6 +39,12 @@ class FakeTrainer:
 
 
 class FakeRun(SimpleNamespace):
+    """The run and its record in one."""
+
+    @property
+    def record(self) -> "FakeRun":
+        return self
+
     def next_epoch(self, num_replicas: int) -> int:
         self.epochs.append(num_replicas)
         return len(self.epochs)

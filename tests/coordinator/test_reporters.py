@@ -11,8 +11,8 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from rich.console import Console
 
 from services.coordinator.daemon.following import _runs_table
+from services.coordinator.observe.log_files import log_to
 from services.coordinator.observe.reporters import Terminal
-from services.coordinator.services.lifecycle import _log_to
 from tests.coordinator.fake_services import make_config
 
 STEP = {
@@ -104,7 +104,7 @@ def logging_to(console: Console, directory: Path) -> Iterator[None]:
     before = root.level, root.handlers[:]
     root.handlers.clear()  # or they would be closed
     try:
-        _log_to(make_config(runs_dir=directory), console)
+        log_to(make_config(runs_dir=directory), console)
         yield
     finally:
         for handler in root.handlers:

@@ -14,12 +14,15 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 from services.common.errors import InvalidInput, Unavailable
 from services.common.telemetry.otel import Otel
 from services.coordinator.data.groups import to_table
-from services.coordinator.observe.watchers import TARGETS, ServiceFlags, watchers
+from services.coordinator.observe.watchers import watchers
 from services.coordinator.rl.collect import Collector
+from services.coordinator.rl.metrics import step_metrics
+from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.resume import open_run
-from services.coordinator.runs.run import Phase, Run
+from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.reward import Reward
 from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.services.flags import TARGETS, ServiceFlags
 from tests.common.watched import Span, otlp_collector, reward_service, scrape, value
 from tests.coordinator.fake_services import TOKENIZER, FakeReplica, make_config, make_prompt, replicas
 from tests.support import free_port
@@ -64,7 +67,7 @@ async def steps(run: Run, collector: Collector, rollout: Rollout, num_steps: int
                 await replica.commit(stamp)
         with run.phase(Phase.GENERATING):
             groups = await collector.collect(PROMPTS, 2, run.config.rollout.sampling, stamp)
-        run.finish_step(version + 1, {}, to_table(groups))
+        run.finish_step(version + 1, step_metrics(run, {}, to_table(groups)))
 
 
 async def test_a_step_is_one_trace_over_all_processes(tmp_path: Path) -> None:

@@ -56,24 +56,24 @@ def open_again(tmp_path: Path) -> Iterator[Callable[[], Run]]:
 
 
 def recorded(run: Run, kind: Kind) -> list[str]:
-    return [Path(row["path"]).name for row in run._ledger.all(kind)]
+    return [Path(row["path"]).name for row in run.record.ledger.all(kind)]
 
 
 async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
-    await run.begin_checkpoint([trainer], 1)  # returns, though the save does not
-    second = asyncio.create_task(run.begin_checkpoint([trainer], 2))
+    await run.checkpoints.begin([trainer], 1)  # returns, though the save does not
+    second = asyncio.create_task(run.checkpoints.begin([trainer], 2))
     await asyncio.sleep(0)
-    run.check_checkpoint()
+    run.checkpoints.check()
     assert not second.done() and trainer.saving == [1] and recorded(run, Kind.SAVED) == []
     trainer.ends.put_nowait(None)
     await second
     assert recorded(run, Kind.SAVED) == ["step-000001"]
     trainer.ends.put_nowait(None)
     trainer.ends.put_nowait(None)
-    await run.begin_checkpoint([trainer], 3)
+    await run.checkpoints.begin([trainer], 3)
     assert recorded(run, Kind.DELETED) == []  # the third is not whole yet
-    await run.finish_checkpoint()
+    await run.checkpoints.finish()
     assert recorded(run, Kind.SAVED) == ["step-000001", "step-000002", "step-000003"]
     assert recorded(run, Kind.DELETED) == ["step-000001"]
     assert sorted(path.name for path in (run.config.run_dir / "checkpoints").iterdir()) == [
@@ -87,8 +87,8 @@ async def test_of_a_critic_the_newest_is_kept_and_saved_before_the_policy(open_a
     for version in (1, 2, 3):
         for model in (critic, trainer):
             model.ends.put_nowait(None)
-        await run.begin_checkpoint([critic, trainer], version)
-        await run.finish_checkpoint()
+        await run.checkpoints.begin([critic, trainer], version)
+        await run.checkpoints.finish()
     assert recorded(run, Kind.SAVED_CRITIC) == ["step-000001", "step-000002", "step-000003"]
     kept = {name: sorted(path.name for path in (run.config.run_dir / name).iterdir()) for name in DIRECTORIES}
     assert kept == {"critic_checkpoints": ["step-000003"], "checkpoints": ["step-000002", "step-000003"]}
@@ -96,9 +96,9 @@ async def test_of_a_critic_the_newest_is_kept_and_saved_before_the_policy(open_a
 
 async def test_neither_model_is_trained_before_the_policy_is_saved_too(open_again: Callable[[], Run]) -> None:
     run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
-    await run.begin_checkpoint([critic, trainer], 1)
-    stamp, parts = PolicyStamp(version=1, digest="d"), SimpleNamespace(trainer=trainer, critic=critic)
-    updating = asyncio.create_task(update(run, parts, None, stamp))
+    await run.checkpoints.begin([critic, trainer], 1)
+    stamp, context = PolicyStamp(version=1, digest="d"), SimpleNamespace(trainer=trainer, critic=critic)
+    updating = asyncio.create_task(update(run, context, None, stamp))
     critic.ends.put_nowait(None)
     while trainer.saving == []:
         await asyncio.sleep(0.01)
@@ -125,10 +125,10 @@ async def test_the_critics_last_checkpoint_outlives_a_save_that_fails(open_again
     for end in (None, InternalError("disk")):
         critic.ends.put_nowait(None)
         trainer.ends.put_nowait(end)
-    await run.begin_checkpoint([critic, trainer], 1)
+    await run.checkpoints.begin([critic, trainer], 1)
     with pytest.raises(InternalError):
-        await run.begin_checkpoint([critic, trainer], 2)
-        await run.finish_checkpoint()
+        await run.checkpoints.begin([critic, trainer], 2)
+        await run.checkpoints.finish()
     assert (run.config.run_dir / "critic_checkpoints" / "step-000001").is_dir()
 
 
@@ -136,38 +136,38 @@ async def test_an_export_of_another_version_is_kept_aside(open_again: Callable[[
     run = open_again()
     path = run.config.run_dir / "model"
     run.begin(3, [])
-    assert not run.set_aside_export(path)
+    assert not run.record.set_aside_export(path, run.version)
     path.mkdir()
-    run.record_export(path)
-    assert run.set_aside_export(path)
+    run.record.record_export(path, run.version)
+    assert run.record.set_aside_export(path, run.version)
     run.begin(6, [])
-    assert not run.set_aside_export(path)
+    assert not run.record.set_aside_export(path, run.version)
     assert [old.name.rpartition("-")[0] for old in path.parent.glob("model-*")] == ["model-3"]
 
 
 async def test_other_training_data_is_refused(open_again: Callable[[], Run]) -> None:
     run = open_again()
-    run.use("digest")
-    run._ledger.record(Kind.COLLECTED, 0, dataset="digest")
-    run.use("digest")
+    run.record.require_same_data("digest")
+    run.record.ledger.record(Kind.COLLECTED, 0, dataset="digest")
+    run.record.require_same_data("digest")
     with pytest.raises(PreconditionFailed, match=r"data\.train is not what"):
-        run.use("other")
+        run.record.require_same_data("other")
 
 
 async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
     trainer.ends.put_nowait(InternalError("disk"))
-    await run.begin_checkpoint([trainer], 1)
+    await run.checkpoints.begin([trainer], 1)
     with pytest.raises(InternalError, match="disk"):
-        await run.finish_checkpoint()
+        await run.checkpoints.finish()
     with pytest.raises(InternalError, match="disk"):
-        run.check_checkpoint()
+        run.checkpoints.check()
     assert recorded(run, Kind.SAVED) == []
 
 
 async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
-    await run.begin_checkpoint([trainer], 1)
+    await run.checkpoints.begin([trainer], 1)
     await asyncio.sleep(0)
     run.close()
     # The trainer goes on: the checkpoint is whole, but the ledger does not know it.
@@ -176,6 +176,6 @@ async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again:
     again, trainer = open_again(), FakeTrainer()
     assert again.resume_from == ""
     trainer.ends.put_nowait(None)
-    await again.begin_checkpoint([trainer], 1)
-    await again.finish_checkpoint()
+    await again.checkpoints.begin([trainer], 1)
+    await again.checkpoints.finish()
     assert recorded(again, Kind.SAVED) == ["step-000001"] and path.is_dir()

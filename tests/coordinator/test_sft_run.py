@@ -12,8 +12,9 @@ from services.common.config.sft import SftConfig
 from services.common.errors import PreconditionFailed
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Run
 from services.coordinator.sft.data import Example, SftDataset
-from services.coordinator.sft.loop import SftRun, evaluate
+from services.coordinator.sft.loop import evaluate, use_rows
 
 
 def example(index: int, num_tokens: int = 3) -> Example:
@@ -27,11 +28,11 @@ def dataset(*indices: int) -> SftDataset:
 
 
 @pytest.fixture
-def open_again(tmp_path: Path) -> Iterator[Callable[..., SftRun]]:
+def open_again(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Opens the run, also after it was closed."""
-    runs: list[SftRun] = []
+    runs: list[Run] = []
 
-    def opening(**changes: object) -> SftRun:
+    def opening(**changes: object) -> Run:
         if runs:
             runs[-1].close()
         config = SftConfig(
@@ -42,25 +43,25 @@ def open_again(tmp_path: Path) -> Iterator[Callable[..., SftRun]]:
             trainer={"num_ranks": 3, "max_tokens_per_microbatch": 10_000},
             **(changes or {"num_epochs": 2}),
         )
-        runs.append(SftRun(config, open_run(config)))
+        runs.append(Run(config, open_run(config)))
         return runs[-1]
 
     yield opening
     runs[-1].close()
 
 
-def test_its_length_is_given_in_epochs_or_steps(open_again: Callable[..., SftRun]) -> None:
+def test_its_length_is_given_in_epochs_or_steps(open_again: Callable[..., Run]) -> None:
     run = open_again()
-    run.use_rows(dataset(1, 2, 3, 4, 5))
+    use_rows(run, dataset(1, 2, 3, 4, 5))
     assert run.num_steps == 3  # 10 rows in batches of 4
 
 
-def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., SftRun]) -> None:
-    open_again(num_steps=7).use_rows(dataset(1, 2, 3, 4))
+def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., Run]) -> None:
+    use_rows(open_again(num_steps=7), dataset(1, 2, 3, 4))
     run = open_again(num_steps=9)
     with pytest.raises(PreconditionFailed, match=r"data\.train is not what .*run was begun with"):
-        run.use_rows(dataset(1, 2, 4, 3))
-    run.use_rows(dataset(1, 2, 3, 4))
+        use_rows(run, dataset(1, 2, 4, 3))
+    use_rows(run, dataset(1, 2, 3, 4))
     assert run.num_steps == 9
 
 
@@ -77,13 +78,13 @@ class FakeTrainer:
         return float(tokens[mask].sum()), int(mask.sum())
 
 
-async def test_every_held_out_row_counts_once_on_any_number_of_ranks(open_again: Callable[..., SftRun]) -> None:
+async def test_every_held_out_row_counts_once_on_any_number_of_ranks(open_again: Callable[..., Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
     # Five rows, four at once, three ranks: batches of 6 and 3.
     rows = [example(index, num_tokens) for index, num_tokens in ((1, 2), (2, 3), (3, 2), (4, 2), (5, 4))]
     await evaluate(run, {"a": rows}, trainer, 0)
     assert [batch.num_rows for batch in trainer.batches] == [6, 3]
-    (evaluated,) = run.evaluations()
+    (evaluated,) = run.record.evaluations()
     mean = (1 + 2 * 2 + 3 + 4 + 3 * 5) / 8
     assert evaluated["eval/a/nll"] == pytest.approx(mean, rel=1e-12)
     assert evaluated["eval/a/perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)

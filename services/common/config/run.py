@@ -124,7 +124,7 @@ class Config(Strict):
         return self.trainer.lora.rank > 0 and self.reference == ReferenceConfig()
 
     @property
-    def models_beside(self) -> tuple[str, ...]:
+    def auxiliary_roles(self) -> tuple[str, ...]:
         """Returns the sections of the other models that process each batch; the reference may be the policy's base."""
         return ("reference",) * self.needs_reference + ("critic",) * (self.critic is not None)
 

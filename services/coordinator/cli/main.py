@@ -47,7 +47,7 @@ def run(
     """Train. Services without an address are started on this host, or the coordinator's, and ended with the run."""
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
-    from services.coordinator.observe.frontend import OnTerminal
+    from services.coordinator.observe.frontend import TerminalFrontend
     from services.coordinator.rl.session import run_session, show_outcome
 
     settings = load(Config, config)
@@ -56,7 +56,7 @@ def run(
         run_there(coordinator, settings, given)
         return
     check_model(settings)
-    show_outcome(asyncio.run(run_session(settings, given, OnTerminal(_console))), _console)
+    show_outcome(asyncio.run(run_session(settings, given, TerminalFrontend(_console))), _console)
 
 
 @app.command()
@@ -65,11 +65,11 @@ def sft(config: _Configs, given: "Addresses") -> None:
     """Train supervised, on prompts and responses: the trainer alone, which is started here if it has no address."""
     from services.common.config.sft import SftConfig
     from services.coordinator.checks.plan import check_model
-    from services.coordinator.sft.session import sft_session, show_outcome
+    from services.coordinator.sft.session import run_session, show_outcome
 
     settings = load(SftConfig, config)
     check_model(settings)
-    show_outcome(asyncio.run(sft_session(settings, given, _console)), _console)
+    show_outcome(asyncio.run(run_session(settings, given, _console)), _console)
 
 
 @app.command("eval")
@@ -82,9 +82,11 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint or a model on the held-out sets of a run, whose own files are left as they are."""
     from services.common.config.run import Config
+    from services.coordinator.checks.plan import check_model
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation
 
     settings = eval_config(load(Config, config), checkpoint, out)
+    check_model(settings)
     show_evaluation(asyncio.run(eval_session(settings, given, _console)), _console)
 
 

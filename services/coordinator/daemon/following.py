@@ -13,9 +13,10 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.coordinator.daemon.client import Coordinator
 from services.coordinator.observe.columns import fitting
-from services.coordinator.observe.reporters import Terminal, in_order
+from services.coordinator.observe.outcome import Outcome
+from services.coordinator.observe.reporters import Terminal
 from services.coordinator.rl.session import show_outcome
-from services.coordinator.runs.outcome import Outcome
+from services.coordinator.runs.reporter import in_order
 from services.coordinator.services.launch import Addresses
 
 _MIN_DIRECTORY = 20  # columns below which a path is folded too often to be read

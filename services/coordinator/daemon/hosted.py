@@ -13,9 +13,9 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.coordinator.daemon.history import event_of, is_news, read_events
 from services.coordinator.daemon.run_logs import logging_to
-from services.coordinator.observe.reporters import Reporter
-from services.coordinator.rl.session import load_data, with_data
-from services.coordinator.runs.outcome import Outcome
+from services.coordinator.observe.outcome import Outcome
+from services.coordinator.rl.session import load_data, run_session
+from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import Addresses
 
@@ -121,7 +121,7 @@ class HostedRun(Reporter):
                 # Seconds for which the other runs would stand still: tokenizing, and what a reporter imports later on.
                 data = await asyncio.to_thread(load_data, self.config, self.given)
                 await asyncio.to_thread(import_module, "tensorboardX")
-                return await with_data(data, self.config, self.given, self)
+                return await run_session(self.config, self.given, self, data)
             except Exception as error:
                 log.error("run %s failed: %s", self.config.name, error, exc_info=not isinstance(error, LockstepError))
                 raise

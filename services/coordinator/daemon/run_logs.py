@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from services.common.config.run import Config
-from services.coordinator.services.lifecycle import log_file
+from services.coordinator.observe.log_files import log_file
 
 _log: ContextVar[logging.Handler | None] = ContextVar("log of the run", default=None)
 

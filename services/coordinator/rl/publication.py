@@ -60,7 +60,7 @@ class Publisher:
                 if list(self._members) != [(replica, replica.num_opens) for replica in living]:
                     await self._form_group(living)
                 stamp = await self._send(version)
-                self._run.record_published(stamp)
+                self._run.record.record_published(stamp)
                 return stamp
             except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
                 self._members = ()
@@ -72,7 +72,7 @@ class Publisher:
 
     async def _form_group(self, replicas: Sequence[Replica]) -> None:
         opened = self._trainer.opened
-        self._epoch = self._run.next_epoch(len(replicas))
+        self._epoch = self._run.record.next_epoch(len(replicas))
         group = weight_group(self._run, opened, self._epoch, sum(replica.num_workers for replica in replicas))
         joins, base_rank = [self._trainer.join(group)], opened.plan.num_senders
         for replica in replicas:

@@ -34,7 +34,7 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def credit(batch: pa.Table, config: AdvantageConfig, *, kl_coef: float | None = None) -> pa.Table:
+def compute_advantages(batch: pa.Table, config: AdvantageConfig, *, kl_coef: float | None = None) -> pa.Table:
     """`batch` (common.batch.SAMPLE_SCHEMA) with `advantages`, and with a critic `returns`, one for each token.
 
     They are 0 where loss_mask is false. Returns are advantages before whitening + values, the critic's targets.
@@ -60,4 +60,4 @@ def _with_column(batch: pa.Table, name: str, column: pa.Array) -> pa.Table:
     return batch.set_column(index, batch.schema.field(index), column)
 
 
-__all__ = ["ESTIMATORS", "credit"]
+__all__ = ["ESTIMATORS", "compute_advantages"]

@@ -7,9 +7,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from services.coordinator.runs.run import Phase, Run
-from services.coordinator.services.clients.trainer import Trainer
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -20,18 +17,6 @@ class Outcome:
     num_steps: int
     evaluations: list[dict[str, float]]
     export_path: Path | None
-
-
-async def finish(run: Run, trainer: Trainer) -> Outcome:
-    """Writes the final policy, if the run has come to its end and wants it."""
-    directory, export_path = run.config.run_dir, None
-    if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
-        export_path = (directory / "model").absolute()
-        if not run.set_aside_export(export_path):
-            with run.phase(Phase.CHECKPOINTING):
-                await trainer.export(str(export_path))
-            run.record_export(export_path)
-    return Outcome(directory, run.version, run.num_steps, run.evaluations(), export_path)
 
 
 def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number: str) -> None:
