@@ -1,7 +1,7 @@
-"""Connects this process to a weight group's store through its gate: torch's client cannot authenticate itself.
+"""Runs a proxy through which torch's TCPStore client, which cannot authenticate, connects to a weight group's store.
 
-The client connects to a port of loopback that is open to this process only; what connects there is connected to the
-gate, and each of these connections begins with a proof, by HMAC over a fresh nonce, that the secret is known.
+The client connects to a loopback port that accepts only this process. The proxy connects it to the gate of the store,
+and starts each of these connections by proving, with an HMAC over a fresh nonce, that it knows the secret.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ HELLO, ACCEPTED = b"\xfe", b"\xff"
 NONCE_BYTES = 32
 CHUNK_BYTES = 64 << 10
 _LOOPBACK = "127.0.0.1"
-# The gate answers at once or not at all.
+# The gate answers immediately or not at all.
 _TIMEOUT_S = 10.0
 
 
 def proof(secret: bytes, nonce: bytes) -> bytes:
-    """Returns the proof that the sender knows the secret: HMAC-SHA256 of the nonce."""
+    """Returns the HMAC that proves knowledge of `secret` for this `nonce`."""
     return hmac.digest(secret, nonce, "sha256")
 
 
@@ -32,7 +32,7 @@ def authenticate(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None
     """Checks that the gate accepts the secret.
 
     Raises:
-        OSError: The gate rejects it, or nothing listens there.
+        OSError: The gate rejects the secret or cannot be reached.
     """
     with socket.create_connection(gate, timeout_s) as connection:
         connection.sendall(HELLO)
@@ -43,7 +43,7 @@ def authenticate(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None
 
 
 class StoreProxy:
-    """Listens on `port` of loopback for connections of this process, and connects each to the gate. Close it."""
+    """Proxies connections that this process makes to the loopback port `port`. Call `close` when done."""
 
     def __init__(self, gate: tuple[str, int], secret: bytes):
         self._gate, self._secret = gate, secret
@@ -53,8 +53,8 @@ class StoreProxy:
         threading.Thread(target=self._run, args=(listener,), name="weight-store-proxy", daemon=True).start()
 
     def close(self) -> None:
-        """Accepts no new connections. Those that exist last until either end closes them."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it was done before
+        """Accepts no more connections. Open connections stay until either end closes them."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, because close was called before
             self._loop.call_soon_threadsafe(self._closing.set)
 
     def _run(self, listener: socket.socket) -> None:
@@ -78,9 +78,9 @@ class StoreProxy:
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = writer.get_extra_info("peername")[:2]
-        # Any other of loopback's addresses could have the port of one of this process's connections.
+        # The address matters too: another loopback address may use the same port as a connection of this process.
         if host != _LOOPBACK or not _is_of_this_process(port, self.port):
-            log.warning("another process connects to port %d, the weight group's of this one; refused", self.port)
+            log.warning("refused another process on port %d, which is for this process's weight group", self.port)
             return
         async with asyncio.timeout(_TIMEOUT_S):
             outer_reader, outer_writer = await asyncio.open_connection(*self._gate)
@@ -94,7 +94,7 @@ class StoreProxy:
 
 
 async def forward_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copies bytes from `reader` to `writer` until either end closes."""
+    """Forwards all data from `reader` to `writer` until either end closes."""
     with contextlib.closing(writer), contextlib.suppress(OSError):
         while data := await reader.read(CHUNK_BYTES):
             writer.write(data)
