@@ -1,4 +1,4 @@
-"""The page of all config keys: docs/configuration.md."""
+"""Generates the page of all config keys, docs/configuration.md."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from services.common.config.sft import SftConfig
 
 _HEAD = """# Configuration
 
-Every key of `lockstep run` and, after them, those that `lockstep sft` has apart. YAML files and `key=value` overrides
-are merged from left to right; an unknown key is an error that names the nearest known one. This page is written by
-`lockstep config --markdown`; `lockstep config` shows the same in a terminal.
+This page lists every key of `lockstep run`, then the keys that only `lockstep sft` has. YAML files and `key=value`
+overrides are merged from left to right; an unknown key is an error that names the nearest known one. `lockstep config
+--markdown` generates this page; `lockstep config` shows the same keys in a terminal.
 """
 
 
 def config_page() -> str:
-    """The page, as Markdown."""
+    """Returns the page as Markdown."""
     run = list(keys(Config))
     known = {(key.path, key.help) for key in run}
     supervised = [key for key in keys(SftConfig) if (key.path, key.help) not in known]
@@ -23,7 +23,7 @@ def config_page() -> str:
 
 
 def _sections(found: list[Key]) -> Iterator[str]:
-    """A table for each section of the tree, the keys of the root first."""
+    """Yields the lines of one table per top-level section; keys outside of any section come first."""
     sections: dict[str, list[Key]] = {"": []}
     for key in found:
         sections.setdefault(key.path.rpartition(".")[0].partition(".")[0], []).append(key)

@@ -84,7 +84,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             code, output = await first.end()
             assert code == 130
             assert f"run run on coordinator {at[1]}, in {tmp_path}/runs/run of its host" in output
-            assert f"detached; the run goes on\n  come back: lockstep watch run {' '.join(at)}" in output
+            assert f"detached; the run continues\n  reattach: lockstep watch run {' '.join(at)}" in output
 
             status, watch, log = [
                 await Command.start(tmp_path, *arguments, *at)
