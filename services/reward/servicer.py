@@ -14,7 +14,7 @@ from services.common.config.load import parse_json
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.server import service_info
-from services.common.tasks import to_the_end
+from services.common.tasks import shielded
 from services.common.telemetry.context import within
 from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun
@@ -58,7 +58,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 log.info("run %s opened: %s", request.run_id, self._run.scorer)
             return pb.OpenRunResponse(scorer=self._run.scorer)
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         """Ends the scorers of the run; nothing to do if it is not the open one."""
         async with self._changing:

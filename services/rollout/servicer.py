@@ -15,7 +15,7 @@ from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.server import service_info
 from services.common.stamps import require_stamp, show
-from services.common.tasks import gather, to_the_end
+from services.common.tasks import gather, shielded
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.engine import Engine
@@ -55,7 +55,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             max_samples=self._max_samples,
         )
 
-    @to_the_end
+    @shielded
     async def OpenRun(self, request: rollout_pb2.OpenRunRequest, context: Any) -> rollout_pb2.OpenRunResponse:
         config = parse_json(RolloutConfig, request.config_json)
         if self._counts:
@@ -72,7 +72,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 self._run, self._adapter_rank, self._max_samples = run, request.adapter_rank, config.max_samples
         return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Any) -> rollout_pb2.CloseRunResponse:
         async with self._changing:
             if request.run_id == self._run[0]:  # not a late close of a run that another has replaced

@@ -22,7 +22,7 @@ from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
 from services.common.rpc.server import service_info
 from services.common.stamps import require_stamp
-from services.common.tasks import to_the_end
+from services.common.tasks import shielded
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
@@ -85,7 +85,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         stamp = policy.stamp if policy else types_pb2.PolicyStamp()
         return pb.GetInfoResponse(info=info, stamp=stamp, num_ranks=self._ranks.num_ranks)
 
-    @to_the_end
+    @shielded
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         role = _role(request.role)
         config = parse_json(CONFIGS[role], request.config_json)
@@ -99,7 +99,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         answer.version, answer.last_batch_id = held.state.version, held.state.last_batch_id
         return answer
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         async with self._saving, self._changing:
             if request.run_id != self._run_id:
@@ -133,7 +133,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, samples = await receive(requests)
         return await self._train(header, samples, begin)
 
-    @to_the_end
+    @shielded
     async def _train(self, header: pb.TrainHeader, samples: pa.Table, begin: float) -> pb.TrainResponse:
         received_s = time.perf_counter() - begin
         role = _role(header.role, is_trained=True)
@@ -201,7 +201,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             cost=_most([answer.body["cost"] for answer in answers if answer.body]),
         )
 
-    @to_the_end
+    @shielded
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         role = _role(request.role, is_trained=True)
         async with self._saving:
@@ -218,7 +218,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             answer = answers[0].body or await asyncio.to_thread(self._saved)
         return pb.SaveCheckpointResponse(**answer)
 
-    @to_the_end
+    @shielded
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Any) -> pb.LoadCheckpointResponse:
         async with self._saving, self._changing:
             policy = self._held()
@@ -231,7 +231,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             policy.state, policy.digest = state, ""
         return pb.LoadCheckpointResponse(version=state.version)
 
-    @to_the_end
+    @shielded
     async def ExportHuggingFace(
         self, request: pb.ExportHuggingFaceRequest, context: Any
     ) -> pb.ExportHuggingFaceResponse:

@@ -48,7 +48,7 @@ _HANDLERS = {
 }
 
 
-class Answers(grpc.aio.ServerInterceptor):
+class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log.
 
     Every call is a span of `trace` and is counted in `metrics`; it belongs to what the caller's work belongs to. With
@@ -130,8 +130,8 @@ class Server:
         self, trace: Trace = NO_TRACE, tls: Credentials | None = None, registry: CollectorRegistry | None = None
     ) -> None:
         self._tls = tls
-        answers = Answers(trace, RpcMetrics(registry), by_role=tls is not None)
-        self._server = grpc.aio.server(interceptors=[answers], options=OPTIONS)
+        interceptor = StatusInterceptor(trace, RpcMetrics(registry), by_role=tls is not None)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []

@@ -109,7 +109,7 @@ def _publication(config: Config, model: Architecture) -> str:
     rank = config.trainer.lora.published_rank
     what = f"adapters of rank {rank}" if rank else "whole checkpoint"
     layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
-    # Where several ranks take turns in sending, a turn can end before its bucket is full.
+    # Where several ranks send, a slot can end before its bucket is full.
     least = "" if rank or layout.tp * layout.pp * layout.ep == 1 else "at least "
     return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {least}{buckets}"
 
