@@ -17,10 +17,10 @@ from lockstep.types.v1 import types_pb2
 from services.common import batch as batches
 from services.common.config.load import parse_json
 from services.common.config.trainer.section import TrainerConfig
-from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
-from services.common.rpc.server import service_info
+from services.common.rpc.server import OpenedRun, service_info
 from services.common.stamps import require_stamp
 from services.common.tasks import shielded
 from services.common.weights.libraries import accelerator_libraries
@@ -79,7 +79,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         state = "open" if self._roles else "idle"
         policy = self._roles.get(Role.POLICY)
-        run = (self._run_id, policy.asked if policy else "")
+        run = OpenedRun(self._run_id, policy.asked if policy else "")
         info = service_info("trainer", state, run=run, libraries=("torch", "transformers"))
         info.libraries.update(accelerator_libraries())
         stamp = policy.stamp if policy else types_pb2.PolicyStamp()
@@ -217,19 +217,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # An empty answer: the ranks have their copies and write them, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
         return pb.SaveCheckpointResponse(**answer)
-
-    @shielded
-    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Any) -> pb.LoadCheckpointResponse:
-        async with self._saving, self._changing:
-            policy = self._held()
-            state = await asyncio.to_thread(checkpoint.verify, Path(request.path))
-            try:
-                await self._ranks.call(Worker.load, path=request.path)
-            except InternalError:  # in the middle: nobody knows what is held
-                await self._close()
-                raise
-            policy.state, policy.digest = state, ""
-        return pb.LoadCheckpointResponse(version=state.version)
 
     @shielded
     async def ExportHuggingFace(

@@ -273,7 +273,7 @@ def mistake_all(lab: MegatronLab, directory: Path) -> None:
                 Role.CRITIC, layout.kind, critic_config(layout), str(path)
             )
         )
-        to_policy = refusal(lambda path=paths[Role.CRITIC]: lab.worker.load(path=str(path)))
+        to_policy = refusal(lambda path=paths[Role.CRITIC]: lab.backend.load(path / "state"))
         after = lab.weights()
         unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
         if lab.rank == 0:

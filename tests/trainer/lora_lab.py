@@ -93,7 +93,7 @@ def run(lab: MegatronLab, name: str, directory: Path) -> None:
             write(directory, f"{name}-{when}", tensors, {"logprobs": logprobs})
         write(directory, name, {}, {"updates": metrics, "reference": reference, **more})
     if name in LOADS:
-        lab.worker.load(path=str(directory / f"{LOADS[name]}-checkpoint"))
+        lab.backend.load(directory / f"{LOADS[name]}-checkpoint" / "state")
         tensors, _ = _state(lab)
         if lab.rank == 0:
             write(directory, f"{name}-loaded", tensors, {})

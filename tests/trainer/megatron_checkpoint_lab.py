@@ -142,7 +142,7 @@ def refuse_all(lab: MegatronLab, directory: Path) -> None:
             continue
         lab.open(LAYOUTS[loaded])
         before, generator = lab.weights(), torch.get_rng_state()
-        error = refusal(lambda path=str(directory / "checkpoints" / saved): lab.worker.load(path=path))
+        error = refusal(lambda path=directory / "checkpoints" / saved: lab.backend.load(path / "state"))
         after = lab.weights()
         unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
         unchanged = unchanged and torch.equal(generator, torch.get_rng_state())

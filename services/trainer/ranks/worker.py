@@ -223,12 +223,6 @@ class Worker:
         return self._saving.result()
 
     @rank_command
-    def load(self, *, path: str) -> None:
-        """Loads a checkpoint that rank 0 has verified."""
-        self._open().load(Path(path) / "state")
-        self._base_sums = None
-
-    @rank_command
     def export(self, *, path: str) -> Message:
         """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`.
 

@@ -49,8 +49,6 @@ class TrainerServiceStub:
     """Broadcasts the policy and hashes what is sent."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Writes a checkpoint that is either whole and verified or not there."""
-    LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
-    """Loads a checkpoint after verifying it."""
     ExportHuggingFace: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]
     """Writes the policy as a Hugging Face model directory."""
     SendTestBroadcast: _grpc.UnaryStreamMultiCallable[_trainer_pb2.SendTestBroadcastRequest, _trainer_pb2.SendTestBroadcastResponse]
@@ -79,8 +77,6 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Broadcasts the policy and hashes what is sent."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes a checkpoint that is either whole and verified or not there."""
-    LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
-    """Loads a checkpoint after verifying it."""
     ExportHuggingFace: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]  # type: ignore[assignment]
     """Writes the policy as a Hugging Face model directory."""
     SendTestBroadcast: _aio.UnaryStreamMultiCallable[_trainer_pb2.SendTestBroadcastRequest, _trainer_pb2.SendTestBroadcastResponse]  # type: ignore[assignment]
@@ -154,14 +150,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Writes a checkpoint that is either whole and verified or not there."""
-
-    @_abc_1.abstractmethod
-    def LoadCheckpoint(
-        self,
-        request: _trainer_pb2.LoadCheckpointRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_trainer_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_pb2.LoadCheckpointResponse]]:
-        """Loads a checkpoint after verifying it."""
 
     @_abc_1.abstractmethod
     def ExportHuggingFace(
