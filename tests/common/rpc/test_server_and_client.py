@@ -13,6 +13,7 @@ from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -154,7 +155,7 @@ async def test_error_of_a_stream_arrives_after_its_answers(rig: Rig) -> None:
     rig.rollout.error = PreconditionFailed("moved on", reason=Reason.STALE_STAMP)
     received = 0
     with pytest.raises(PreconditionFailed, match="moved on") as caught:
-        async for _ in rig.rollout_client.stream(RewardService.Generate, rollout_pb2.GenerateRequest(), timeout_s=10):
+        async for _ in rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=10):
             received += 1
     assert (received, caught.value.reason) == (2, Reason.STALE_STAMP)
 
@@ -170,7 +171,7 @@ async def test_deadline_ends_the_call_on_both_ends(rig: Rig) -> None:
 
 async def test_deadline_of_a_stream(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded):
-        async for _ in rig.rollout_client.stream(RewardService.Generate, rollout_pb2.GenerateRequest(), timeout_s=0.2):
+        async for _ in rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=0.2):
             pass
 
 
@@ -185,7 +186,7 @@ async def test_cancelled_call_is_cancelled_at_the_server(rig: Rig) -> None:
 
 
 async def test_closed_stream_is_closed_at_the_server(rig: Rig) -> None:
-    stream = rig.rollout_client.stream(RewardService.Generate, rollout_pb2.GenerateRequest(), timeout_s=60)
+    stream = rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=60)
     async with contextlib.aclosing(stream) as answers:
         await anext(answers)
     async with asyncio.timeout(5):

@@ -160,7 +160,7 @@ def test_the_command_refuses_before_anything_is_started(command, certificates, c
     assert "--trainer: 192.0.2.1:1 is not on this host" in refusal(*off)
     assert "no-such.yaml" in refusal(*off, "--insecure")
     assert "no-such.yaml" in refusal(*off, "--tls", certificates.of(Role.COORDINATOR))
-    assert "one or the other" in refusal("--insecure", "--tls", certificates.of(Role.COORDINATOR))
+    assert "exclude each other" in refusal("--insecure", "--tls", certificates.of(Role.COORDINATOR))
     assert "certificate is of the role trainer" in refusal("--tls", certificates.of(Role.TRAINER))
     assert "ca.pem" in refusal("--tls", certificates.root / "none")
     certificates.of(Role.COORDINATOR, name="torn").joinpath("key.pem").write_text("-----BEGIN")

@@ -123,7 +123,7 @@ async def test_what_cannot_be_started_is_refused_with_the_reason(here: Daemon, f
         here.runs.start(Config(**run_settings(here.directory, name="greedy")), Addresses(trainer="h:1"))
     assert (await here.run(fakes, name="modest")).state == STARTING
     here.runs.is_ending = True
-    with pytest.raises(Unavailable, match="this coordinator is ending"):
+    with pytest.raises(Unavailable, match="this coordinator is shutting down"):
         await here.run(fakes, name="late")
 
 

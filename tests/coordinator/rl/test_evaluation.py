@@ -209,7 +209,7 @@ async def test_an_evaluation_without_any_score_and_one_that_may_not_fail_are_err
         ({"num_samples": 2}, "num_samples 2 needs a temperature above 0"),
         ({"temperature": -1}, "greater than or equal to 0"),
         ({"temperature": float("inf")}, "finite"),
-        ({"temperature": 0.005}, "vLLM would sample at 0.01; give that or more, or 0"),
+        ({"temperature": 0.005}, "vLLM would sample at 0.01; set at least that, or 0"),
         ({"num_samples": 0}, "greater than or equal to 1"),
         ({"max_prompts": 0}, "greater than or equal to 1"),
         ({"pass_at": 1}, "Extra inputs"),

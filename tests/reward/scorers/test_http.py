@@ -61,9 +61,9 @@ async def test_a_group_is_one_request_with_every_field(open_run, make_item):
 
 GOOD = {"scores": [1, 1], "version": "lengths 1"}
 BROKEN = [
-    ([1, 1], "just scores and version"),
-    ({"scores": [1, 1]}, "just scores and version"),
-    (GOOD | {"more": 1}, "just scores and version"),
+    ([1, 1], "only the keys scores and version"),
+    ({"scores": [1, 1]}, "only the keys scores and version"),
+    (GOOD | {"more": 1}, "only the keys scores and version"),
     (GOOD | {"version": ""}, "printable"),
     (GOOD | {"version": "a\nb"}, "printable"),
     (GOOD | {"version": 1}, "printable"),
