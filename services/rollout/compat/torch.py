@@ -1,9 +1,9 @@
 """Hooks into every operator that torch runs. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,17 +19,23 @@ class OperatorWatch(TorchDispatchMode):
     walk through an operator's nested arguments.
     """
 
-    def see(self, func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def see(self, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Gets the operator and its tensors; subclasses define it."""
         raise NotImplementedError
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         self.see(func, _tensors((args, kwargs)), _tensors(result))
         return result
 
 
-def writes_input(func: Any) -> bool:
+def writes_input(func: OpOverload) -> bool:
     """Returns whether the operator changes one of its inputs.
 
     Reason: only its private schema says so.
@@ -37,5 +43,5 @@ def writes_input(func: Any) -> bool:
     return func._schema.is_mutable
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
