@@ -3,7 +3,8 @@
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -13,13 +14,20 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Runs all at once; the first failure cancels the rest and is raised."""
+    """Runs all at once and returns their results in order; the first failure cancels the rest and is raised."""
+    async with task_group() as group:
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    return [task.result() for task in tasks]
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Yields a TaskGroup; the first failure, in a task or in the block, is raised as it is, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+            yield group
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def shielded(method: Method) -> Method:

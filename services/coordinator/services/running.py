@@ -8,6 +8,7 @@ from rich.console import Console
 
 from services.common.config.run import Config
 from services.common.errors import Unavailable
+from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
 from services.coordinator.observe.watchers import watchers
@@ -60,16 +61,13 @@ async def unless_one_dies(fleet: Fleet) -> AsyncIterator[None]:
     Raises:
         Unavailable: SERVICE_DIED, with the end of the service's log.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(fleet.watch())
-            try:
-                yield
-            except Unavailable:
-                # A call noticed first. The service's own end, with its log, says more.
-                await asyncio.wait({watching}, timeout=_LAST_WORDS_S)
-                raise
-            finally:
-                watching.cancel()
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # the service's death comes before its consequences
+    async with task_group() as group:
+        watching = group.create_task(fleet.watch())
+        try:
+            yield
+        except Unavailable:
+            # A call noticed first. The service's own end, with its log, says more.
+            await asyncio.wait({watching}, timeout=_LAST_WORDS_S)
+            raise
+        finally:
+            watching.cancel()
