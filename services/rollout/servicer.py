@@ -20,6 +20,7 @@ from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.engine import Engine
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
+from services.rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:
             self._epoch, self._joined = epoch, False
             group, plan = request.group.SerializeToString(), request.plan.SerializeToString()
-            answers = await engine.workers("lockstep_join", group, plan, request.base_rank)
+            answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
             self._raise_errors(answers)
             self._joined = True
         return rollout_pb2.JoinWeightGroupResponse(plan_digest=answers[0]["plan_digest"])
@@ -132,7 +133,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:
             self._stamp = self._received = None
             await engine.pause()
-            answers = await engine.workers("lockstep_receive", request.version)
+            answers = await engine.call_workers(WeightReceiver.lockstep_receive, request.version)
             self._joined = not any("error" in answer for answer in answers)
             self._raise_errors(answers)
             digests = {answer["digest"] for answer in answers}

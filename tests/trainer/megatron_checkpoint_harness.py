@@ -206,7 +206,7 @@ def stage_all(harness: MegatronHarness, directory: Path) -> None:
             return staged
 
         with _instead(megatron_checkpoint, "stage", stage):
-            harness.backend.save(directory)
+            harness.backend.begin_save(directory)
     if harness.rank == 0:
         (directory / "staged.json").write_text(json.dumps(answers))
 

@@ -1,10 +1,11 @@
 """Defines the config section `advantage`: how the coordinator turns rewards into advantages."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.import_path import IMPORT_PATH
 
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
 _BATCH_WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"}
@@ -14,6 +15,8 @@ _READ_BY = {
     "gamma": {"gae", "reinforce_plus_plus", "per_turn"},
     "lam": {"gae"},
     "bootstrap_truncated": {"gae"},
+    "import_path": {"python"},
+    "kwargs": {"python"},
 }
 
 
@@ -53,6 +56,7 @@ class AdvantageConfig(Strict):
         "reinforce_plus_plus_baseline",
         "remax",
         "gae",
+        "python",
     ] = "grpo"
     """Advantage estimator; r is a sample's reward and mean and std are over its prompt group.
     grpo: (r - mean) / (std + eps), arXiv 2402.03300;
@@ -64,7 +68,8 @@ class AdvantageConfig(Strict):
     reinforce_plus_plus: return of each token, whitened, arXiv 2501.03262;
     reinforce_plus_plus_baseline: r - mean, whitened, arXiv 2501.03262;
     remax: return of each token - reward of the greedy completion, arXiv 2310.10505;
-    gae: generalized advantage estimation with a critic, arXiv 1506.02438.
+    gae: generalized advantage estimation with a critic, arXiv 1506.02438;
+    python: the function of `import_path`.
     """
     normalize_std: bool = True
     """Divide by the standard deviation of the group's rewards. Read by grpo; with false, grpo equals dr_grpo."""
@@ -80,13 +85,22 @@ class AdvantageConfig(Strict):
     whiten: Literal["auto", "none", "group", "batch"] = "auto"
     """Normalize the advantages to mean 0 and standard deviation 1 over the trained tokens of each group or of the whole
     batch. auto: batch for reinforce_plus_plus, reinforce_plus_plus_baseline and gae, none for all other kinds."""
+    import_path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
+    """Your estimator, as package.module:function, importable where the coordinator runs. Read by python. It is called
+    with the samples (services.coordinator.rl.advantages.samples.Samples), this section and `kwargs`; docs/algorithms.md
+    has an example."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Additional keyword arguments for the function of `import_path`."""
     kl: KlConfig = KlConfig()
     """KL penalty in the reward; trainer.loss.kl_coef is the KL penalty in the loss."""
 
     @model_validator(mode="after")
     def _keys_are_read(self) -> Self:
+        if self.kind == "python" and not self.import_path:
+            raise ValueError("kind python needs import_path: package.module:function")
         for key, kinds in _READ_BY.items():
-            if self.kind not in kinds and getattr(self, key) != type(self).model_fields[key].default:
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            if self.kind not in kinds and getattr(self, key) != default:
                 raise ValueError(f"{key} is not read by kind {self.kind}, only by {', '.join(sorted(kinds))}: unset it")
         return self
 

@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from lockstep.types.v1 import types_pb2
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from services.common.compat.torch import allreduce, broadcast, gloo_group, nccl_group
 from services.common.errors import Aborted, InvalidInput
 from services.common.rpc.network import route_to
 from services.common.weights.store import StoreAddress, StoreClient
@@ -127,9 +127,7 @@ class WeightGroup:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
         own = torch.tensor(values, dtype=torch.int64, device=self.device)
         smallest = torch.cat([own, ~own])  # the minimum of ~x is ~(the maximum of x)
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._wait(self._pg.allreduce([smallest], options))
+        self._wait(allreduce(self._pg, smallest, dist.ReduceOp.MIN))
         least, not_most = smallest.chunk(2)
         return torch.equal(least, ~not_most)
 
@@ -181,9 +179,7 @@ class WeightGroup:
     def _begin(self, parts: Sequence[torch.Tensor], sender: int) -> Transfer:
         if self._pg is None:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = sender, 0
-        return Transfer([(part, self._pg.broadcast([part], options)) for part in parts])
+        return Transfer([(part, broadcast(self._pg, part, sender)) for part in parts])
 
     def _unused(self, num_bytes: int) -> torch.Tensor:
         """Returns a buffer for relaying. NCCL's broadcasts share it, as they run one by one; gloo's run in parallel."""
@@ -195,18 +191,14 @@ class WeightGroup:
 
     def _make_backend(self, host: str, timeout: timedelta) -> dist.ProcessGroup:
         if self._backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [_gloo_device(host)]
-            options._timeout = timeout
-            return dist.ProcessGroupGloo(self._store, self.rank, self.world_size, options)
+            # The interface that reaches the store's host; loopback when everything is on one machine.
+            address = route_to(host).address
+            return gloo_group(self._store, self.rank, self.world_size, address=address, timeout=timeout)
         if self._backend == "nccl":
             torch.cuda.set_device(self.device)
-            options = dist.ProcessGroupNCCL.Options()
             # Our own deadline comes first; NCCL's watchdog, which ends the process, is the last resort.
-            options._timeout = max(timedelta(minutes=30), 10 * timeout)
-            pg = dist.ProcessGroupNCCL(self._store, self.rank, self.world_size, options)
-            pg.eager_connect_single_device(self.device)
-            return pg
+            last_resort = max(timedelta(minutes=30), 10 * timeout)
+            return nccl_group(self._store, self.rank, self.world_size, device=self.device, timeout=last_resort)
         raise InvalidInput(f"weight group backend {self._backend!r} is neither gloo nor nccl", field="backend")
 
     def _wait(self, work: dist.Work) -> None:
@@ -245,8 +237,3 @@ class WeightGroup:
 def _part_sizes(num_bytes: int) -> list[int]:
     """Returns the sizes of a broadcast's parts in bytes, which are the same on all members."""
     return [min(_PART_BYTES, num_bytes - begin) for begin in range(0, max(num_bytes, 1), _PART_BYTES)]
-
-
-def _gloo_device(store_host: str) -> object:
-    """The interface that reaches the store's host; loopback when everything is on one machine."""
-    return dist.ProcessGroupGloo.create_device(hostname=route_to(store_host).address)

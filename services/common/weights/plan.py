@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from lockstep.types.v1 import types_pb2
 
+from services.common.compat.torch import copy_all
 from services.common.errors import InternalError, InvalidInput
 
 # Every tensor starts at a multiple of this in its bucket, so that views of any dtype are aligned.
@@ -192,7 +193,7 @@ def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: 
         num_bytes += slot.num_bytes
         if num_bytes > _COPY_BYTES or slot is bucket.slots[-1]:
             with torch.no_grad():
-                torch._foreach_copy_(views, tensors)
+                copy_all(views, tensors)
             views, tensors, num_bytes = [], [], 0
     return flat
 

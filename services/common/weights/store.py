@@ -18,7 +18,16 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from services.common.errors import InvalidInput
-from services.common.weights.passage import CHUNK_BYTES, KNOCK, NONCE_BYTES, WELCOME, Passage, knock, proof, pump
+from services.common.weights.store_proxy import (
+    ACCEPTED,
+    CHUNK_BYTES,
+    HELLO,
+    NONCE_BYTES,
+    StoreProxy,
+    authenticate,
+    forward_bytes,
+    proof,
+)
 
 log = logging.getLogger(__name__)
 
@@ -99,21 +108,21 @@ class ServedStore:
             self._admitted.discard(connection)
 
     async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if await reader.read(1) != KNOCK:
+        if await reader.read(1) != HELLO:
             return False
         nonce = secrets.token_bytes(NONCE_BYTES)
         writer.write(nonce)
         given = await reader.readexactly(NONCE_BYTES)
         if not hmac.compare_digest(given, proof(self.address.secret, nonce)):
             return False
-        writer.write(WELCOME)
+        writer.write(ACCEPTED)
         return True
 
     async def _let_through(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection(_LOOPBACK, self._inside_port)
         with contextlib.closing(inner_writer):
             inner_writer.write(first)
-            await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+            await asyncio.gather(forward_bytes(reader, inner_writer), forward_bytes(inner_reader, writer))
 
 
 class StoreClient(dist.TCPStore):
@@ -126,15 +135,15 @@ class StoreClient(dist.TCPStore):
 
     def __init__(self, address: StoreAddress, timeout_s: float):
         outside = (address.host, address.port)
-        knock(outside, address.secret, timeout_s)
-        self._passage = Passage(outside, address.secret)
+        authenticate(outside, address.secret, timeout_s)
+        self._proxy = StoreProxy(outside, address.secret)
         timeout = timedelta(seconds=timeout_s)
         try:
-            super().__init__(_LOOPBACK, self._passage.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            super().__init__(_LOOPBACK, self._proxy.port, is_master=False, wait_for_workers=False, timeout=timeout)
         except BaseException:
             self.leave()
             raise
 
     def leave(self) -> None:
         """Makes no more connections. Open connections stay until they are closed."""
-        self._passage.close()
+        self._proxy.close()

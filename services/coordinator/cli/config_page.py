@@ -1,4 +1,4 @@
-"""The page of all config keys: docs/configuration.md."""
+"""Generates the page of all config keys, docs/configuration.md."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ prints the same in a terminal.
 
 
 def config_page() -> str:
-    """The page, as Markdown."""
+    """Returns the page as Markdown."""
     run = list(keys(Config))
     known = {(key.path, key.help) for key in run}
     supervised = [key for key in keys(SftConfig) if (key.path, key.help) not in known]
@@ -25,7 +25,7 @@ def config_page() -> str:
 
 
 def _sections(found: list[Key]) -> Iterator[str]:
-    """A table for each section of the tree, the keys of the root first."""
+    """Yields the lines of one table per top-level section; keys outside of any section come first."""
     sections: dict[str, list[Key]] = {"": []}
     for key in found:
         sections.setdefault(key.path.rpartition(".")[0].partition(".")[0], []).append(key)

@@ -1,4 +1,4 @@
-"""One run of the daemon: its task, its state for those who ask, its events for those who watch."""
+"""One run hosted by the daemon: its task, its state and the events that watchers read."""
 
 import asyncio
 import logging
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class HostedRun(Reporter):
-    """The frontend of a session in this process, and its reporter once the loop begins.
+    """Frontend of a session in this process, and its reporter once the training loop starts.
 
-    Watchers read a list that only grows, each at its own pace: none of them is waited for.
+    Each watcher reads an append-only list of events at its own pace, so a slow watcher never delays the run.
     """
 
     console = None
@@ -42,7 +42,7 @@ class HostedRun(Reporter):
         self._session = asyncio.create_task(self._live(), name=f"run {config.name}")
 
     async def end(self) -> None:
-        """Waits for the end, however that comes: `state` says so. Never raises."""
+        """Waits until the run has finished, stopped or failed, and sets `state` accordingly. Never raises."""
         await asyncio.wait([self._session])
         if self._session.cancelled():
             self.state.state = pb.RUN_STATE_STOPPED
@@ -59,7 +59,7 @@ class HostedRun(Reporter):
         self._tell()
 
     def stop(self, *, now: bool) -> None:
-        """Ends it after the step in progress; at once if `now`, or if it makes no steps yet."""
+        """Stops the run after the current step, or immediately if `now` is set or the loop has not started."""
         self.state.state = pb.RUN_STATE_STOPPING
         self._tell()
         if self._run is not None:
@@ -68,7 +68,7 @@ class HostedRun(Reporter):
             self._session.cancel()
 
     async def watch(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:
-        """All events beyond version `after`, and the newest state when it has changed, until the run ends."""
+        """Yields all events after version `after`, and the state whenever it has changed, until the run ends."""
         sent, index = pb.Run(), 0
         while True:
             changed = self._changed
@@ -118,7 +118,8 @@ class HostedRun(Reporter):
     async def _live(self) -> Outcome:
         with logging_to(self.config):
             try:
-                # Seconds for which the other runs would stand still: tokenizing, and what a reporter imports later on.
+                # Tokenizing and the import that a reporter makes later take seconds; in threads they do not block the
+                # event loop, and so the other runs.
                 data = await asyncio.to_thread(load_data, self.config, self.given)
                 await asyncio.to_thread(import_module, "tensorboardX")
                 return await run_session(self.config, self.given, self, data)
@@ -128,7 +129,7 @@ class HostedRun(Reporter):
 
 
 def with_state(event: pb.WatchRunResponse, run: pb.Run) -> pb.WatchRunResponse:
-    """`event`, with the state of its run."""
+    """Returns a copy of `event` with the state of its run."""
     answer = pb.WatchRunResponse(run=run)
     answer.MergeFrom(event)
     return answer

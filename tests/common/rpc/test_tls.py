@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common.config.run import Config
@@ -51,7 +52,7 @@ def mtls(directory: Path) -> Transport:
 async def score(address: str, transport: Transport, *, timeout_s: float = 30.0) -> pb.ScoreResponse:
     client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
     try:
-        return await client.call("Score", pb.ScoreRequest(), timeout_s=timeout_s, wait_for_ready=True)
+        return await client.call(RewardService.Score, pb.ScoreRequest(), timeout_s=timeout_s, wait_for_ready=True)
     finally:
         await client.close()
 
@@ -159,7 +160,7 @@ def test_the_command_refuses_before_anything_is_started(command, certificates, c
     assert "--trainer: 192.0.2.1:1 is not on this host" in refusal(*off)
     assert "no-such.yaml" in refusal(*off, "--insecure")
     assert "no-such.yaml" in refusal(*off, "--tls", certificates.of(Role.COORDINATOR))
-    assert "one or the other" in refusal("--insecure", "--tls", certificates.of(Role.COORDINATOR))
+    assert "exclude each other" in refusal("--insecure", "--tls", certificates.of(Role.COORDINATOR))
     assert "certificate is for the role trainer" in refusal("--tls", certificates.of(Role.TRAINER))
     assert "ca.pem" in refusal("--tls", certificates.root / "none")
     certificates.of(Role.COORDINATOR, name="torn").joinpath("key.pem").write_text("-----BEGIN")

@@ -67,7 +67,7 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("rollout-cuda.txt", "trainer-cuda.txt"):  # one of them is installed
         (tmp_path / name).write_text(f"numpy=={version('numpy') if name[0] == 't' else '0.0.1'}\n")
     assert host.check_packages(sorted(tmp_path.glob("*-cuda.txt"))).verdict is OK
-    assert_fails(host.check_packages([]), WARN, "nothing to compare", "lock")
+    assert_fails(host.check_packages([]), WARN, "no lock file to compare", "lock")
     some = [one for one in host.distributions() if one.name.lower() not in ("grpcio", "pyarrow")]
     monkeypatch.setattr(host, "distributions", lambda: some)
     assert_fails(host.check_packages([lock]), FAIL, "missing: grpcio, pyarrow", "make setup")
@@ -86,7 +86,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fails(host.check_gpus(config, none, ["0", "1"]), FAIL, "2", "need 3")
     assert host.check_gpus(config, Addresses(trainer="a:1"), ["0", "1"]).verdict is OK
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert host.check_gpus(None, none, ["5"]).found == "1, by CUDA_VISIBLE_DEVICES=5"
+    assert host.check_gpus(None, none, ["5"]).found == "1 (CUDA_VISIBLE_DEVICES=5)"
 
 
 def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_fails(host.check_shared_memory(tmp_path / "none"), FAIL, "not there", "tmpfs")
+    assert_fails(host.check_shared_memory(tmp_path / "none"), FAIL, "not mounted", "tmpfs")
     for free, verdict in ((2 * GIB, OK), (GIB // 2, WARN), (GIB // 32, FAIL)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(total=2 * GIB, free=free))
         finding = host.check_shared_memory(tmp_path)
@@ -117,7 +117,7 @@ def test_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
-        assert_fails(host.check_ports(1, local), FAIL, "is free", "end what listens")
+        assert_fails(host.check_ports(1, local), FAIL, "is free", "stop the processes that listen")
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ async def test_services(reward: str) -> None:
     wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
     assert_fails(wrong, FAIL, f"{reward} is not a trainer service", "swapped")
     assert_fails(lost, FAIL, nobody, "start it")
-    assert_fails(untried, WARN, f"not tried without trainer {reward}, rollout {nobody}", "above")
+    assert_fails(untried, WARN, f"not tried: no answer from trainer {reward}, rollout {nobody}", "above")
 
 
 async def test_service_that_wants_certificates(tmp_path: Path) -> None:

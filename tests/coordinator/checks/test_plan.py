@@ -187,7 +187,7 @@ def test_dtypes_and_places_of_optimizer_state(
 
 def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:
     config, model = make(dense, megatron={"optimizer_config_kwargs": AWARE | {"exp_avg_dtype": "bfloat16"}})
-    with pytest.raises(InvalidInput, match="exp_avg_dtype: 'bfloat16' is none of fp32, fp16, bf16, fp8"):
+    with pytest.raises(InvalidInput, match="exp_avg_dtype: 'bfloat16' is not one of fp32, fp16, bf16, fp8"):
         stage_memory(config, model, 0)
 
 

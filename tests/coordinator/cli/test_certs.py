@@ -45,7 +45,7 @@ def days(certificate: x509.Certificate) -> float:
 
 
 def test_an_authority_and_what_it_issues(certs) -> None:
-    assert "certs/ca/ca-key.pem here, and safe" in certs("init")
+    assert "certs/ca/ca-key.pem secret and on this host" in certs("init")
     said = certs("issue", "trainer", "--host", "t.example", "--host", "10.0.0.7", "--host", "fd00::7", "--out", "t")
     assert said.startswith("t: trainer at 10.0.0.7, fd00::7, t.example, until ")
     ca, leaf = load(Path("certs/ca/ca.pem")), load(Path("t/cert.pem"))
@@ -124,7 +124,7 @@ def test_no_certificate_outlives_its_authority(certs) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["issue", "boss", "--host", "h", "--out", "x"], ["'boss' is no role", "coordinator, rollout, trainer"]),
+        (["issue", "boss", "--host", "h", "--out", "x"], ["unknown role 'boss'", "coordinator, rollout, trainer"]),
         (["issue", "reward", "--out", "x"], ["--host", "the reward service is called"]),
         (["issue", "reward", "--host", "h:50051", "--out", "x"], ["'h:50051'", "without port"]),
         (["issue", "reward", "--host", "https://h", "--out", "x"], ["'https://h'", "scheme"]),

@@ -50,7 +50,7 @@ def test_keys_of_a_section(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("prefix", "advice"),
     [
-        ("trainer.optm", r"trainer\.optm: no key begins with it; did you mean trainer\.optim\?"),
+        ("trainer.optm", r"no key begins with trainer\.optm; did you mean trainer\.optim\?"),
         ("lr", r"did you mean trainer\.optim\.lr\?"),
         ("zzzz", "`lockstep config` lists every key"),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
+from lockstep.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer as CoordinatorService
 
 from services.common.rpc.client import Client
 from tests.coordinator.daemon.harness import Fakes, fake_services, run_settings
@@ -57,7 +58,9 @@ async def served(directory: Path, address: str) -> AsyncIterator[Command]:
     daemon = await Command.start(directory, "coordinator", "serve", "--listen", address)
     client = Client(address, coordinator_pb2_grpc.CoordinatorServiceStub)
     try:
-        info = await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=_TIMEOUT_S, wait_for_ready=True)
+        info = await client.call(
+            CoordinatorService.GetInfo, pb.GetInfoRequest(), timeout_s=_TIMEOUT_S, wait_for_ready=True
+        )
         assert (info.info.service, info.runs_dir) == ("coordinator", str(directory / "runs"))
         yield daemon
     finally:
@@ -83,8 +86,8 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             first.process.send_signal(signal.SIGINT)
             code, output = await first.end()
             assert code == 130
-            assert f"run run on coordinator {at[1]}, in {tmp_path}/runs/run of its host" in output
-            assert f"detached; the run goes on\n  come back: lockstep watch run {' '.join(at)}" in output
+            assert f"run run on coordinator {at[1]}, in {tmp_path}/runs/run on its host" in output
+            assert f"detached; the run continues\n  reattach: lockstep watch run {' '.join(at)}" in output
 
             status, watch, log = [
                 await Command.start(tmp_path, *arguments, *at)
@@ -95,7 +98,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             await watch.until("2.000")
             await log.until("run run-")
             daemon.process.terminate()
-            await daemon.until("ending after the steps in progress of 1 runs")
+            await daemon.until("stopping 1 runs after their current steps")
             fakes.trainer.permits.release()
             assert (await daemon.end())[0] == 0
             for command, said in ((watch, "run run was stopped"), (log, "opening trainer")):

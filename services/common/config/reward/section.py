@@ -10,6 +10,7 @@ from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.model import ModelConfig
 from services.common.config.reward.remote import HttpConfig, JudgeConfig
 from services.common.config.reward.scorer import ITEM_FIELDS, BaseScorerConfig
+from services.common.import_path import IMPORT_PATH
 
 
 class ExactConfig(BaseScorerConfig):
@@ -80,7 +81,7 @@ class PythonConfig(BaseScorerConfig):
 
     kind: Literal["python"] = "python"
     """Call your own function, sync or async, which must be importable on the reward service."""
-    path: str = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+    path: str = Field(pattern=IMPORT_PATH)
     """Function to call, as package.module:function. It gets the keyword arguments prompt, answer, extra, completion,
     num_tokens and finish_reason, and returns a number."""
     kwargs: dict[str, Any] = Field(default_factory=dict)

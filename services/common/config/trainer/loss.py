@@ -1,12 +1,13 @@
 """Defines the config of the policy's and the critic's losses."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.import_path import IMPORT_PATH
 
-LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft"]
+LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft", "python"]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -139,6 +140,8 @@ _KINDS_OF = {
     "clip_cov": ("clip_cov",),
     "kl_cov": ("kl_cov",),
     "dppo": ("dppo",),
+    "import_path": ("python",),
+    "kwargs": ("python",),
 }
 
 
@@ -168,6 +171,11 @@ class LossConfig(MeanConfig):
     """Used by kind kl_cov."""
     dppo: DppoConfig = DppoConfig()
     """Used by kind dppo."""
+    import_path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
+    """Your loss, as package.module:function, importable on every trainer rank. Read by python. It is called with the
+    tokens (services.trainer.losses.terms.Tokens), this section and `kwargs`; docs/algorithms.md has an example."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Additional keyword arguments for the function of `import_path`."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL penalty against the reference model in the loss; 0 turns it off and needs no reference
     model."""
@@ -186,8 +194,11 @@ class LossConfig(MeanConfig):
 
     @model_validator(mode="after")
     def _settings_are_of_the_kind(self) -> Self:
+        if self.kind == "python" and not self.import_path:
+            raise ValueError("kind python needs import_path: package.module:function")
         for name, kinds in _KINDS_OF.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if self.kind not in kinds and getattr(self, name) != default:
                 raise ValueError(f"{name} is not read by kind {self.kind}: leave it out, or set kind to {kinds[0]}")
         return self
 

@@ -15,7 +15,7 @@ import psutil
 
 log = logging.getLogger(__name__)
 
-KNOCK, WELCOME = b"\xfe", b"\xff"
+HELLO, ACCEPTED = b"\xfe", b"\xff"
 NONCE_BYTES = 32
 CHUNK_BYTES = 64 << 10
 _LOOPBACK = "127.0.0.1"
@@ -28,21 +28,21 @@ def proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, nonce, "sha256")
 
 
-def knock(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None:
+def authenticate(gate: tuple[str, int], secret: bytes, timeout_s: float) -> None:
     """Checks that the gate accepts the secret.
 
     Raises:
         OSError: The gate rejects the secret or cannot be reached.
     """
     with socket.create_connection(gate, timeout_s) as connection:
-        connection.sendall(KNOCK)
+        connection.sendall(HELLO)
         answers = connection.makefile("rb")
         connection.sendall(proof(secret, answers.read(NONCE_BYTES)))
-        if answers.read(1) != WELCOME:
+        if answers.read(1) != ACCEPTED:
             raise ConnectionRefusedError("it does not accept the secret of this group")
 
 
-class Passage:
+class StoreProxy:
     """Proxies connections that this process makes to the loopback port `port`. Call `close` when done."""
 
     def __init__(self, gate: tuple[str, int], secret: bytes):
@@ -50,7 +50,7 @@ class Passage:
         listener = socket.create_server((_LOOPBACK, 0))
         self.port = listener.getsockname()[1]
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
-        threading.Thread(target=self._run, args=(listener,), name="weight-store-passage", daemon=True).start()
+        threading.Thread(target=self._run, args=(listener,), name="weight-store-proxy", daemon=True).start()
 
     def close(self) -> None:
         """Accepts no more connections. Open connections stay until either end closes them."""
@@ -84,16 +84,16 @@ class Passage:
             return
         async with asyncio.timeout(_TIMEOUT_S):
             outer_reader, outer_writer = await asyncio.open_connection(*self._gate)
-            with contextlib.ExitStack() as unless_welcome:
-                unless_welcome.callback(outer_writer.close)
-                outer_writer.write(KNOCK)
+            with contextlib.ExitStack() as unless_accepted:
+                unless_accepted.callback(outer_writer.close)
+                outer_writer.write(HELLO)
                 outer_writer.write(proof(self._secret, await outer_reader.readexactly(NONCE_BYTES)))
                 await outer_reader.readexactly(1)
-                unless_welcome.pop_all()
-        await asyncio.gather(pump(reader, outer_writer), pump(outer_reader, writer))
+                unless_accepted.pop_all()
+        await asyncio.gather(forward_bytes(reader, outer_writer), forward_bytes(outer_reader, writer))
 
 
-async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def forward_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Forwards all data from `reader` to `writer` until either end closes."""
     with contextlib.closing(writer), contextlib.suppress(OSError):
         while data := await reader.read(CHUNK_BYTES):
