@@ -1,4 +1,4 @@
-"""Structured concurrency, with the failure that happened instead of a group of one."""
+"""Runs tasks with structured concurrency, raising the first failure itself instead of an exception group."""
 
 import asyncio
 import functools
@@ -13,7 +13,7 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Runs all at once; the first failure cancels the rest and is raised."""
+    """Runs all coroutines concurrently and returns their results. The first failure cancels the rest and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -23,7 +23,7 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
 
 
 def to_the_end(method: Method) -> Method:
-    """Goes on when the caller gives up: what the call began must be recorded before the next call."""
+    """Lets the method finish if its caller is canceled, so that its effects are recorded before the next call."""
 
     @functools.wraps(method)
     async def call(*args: Any) -> Any:
@@ -33,6 +33,6 @@ def to_the_end(method: Method) -> Method:
 
 
 def backoff_s(num_retries: int) -> float:
-    """Pause before a retry of a remote: doubles each time; the random half keeps many callers from coming together."""
-    doublings = min(num_retries, 10)  # far beyond the limit, and small enough for a float
+    """Returns the pause before a retry. It doubles with each retry; a random factor spreads out concurrent callers."""
+    doublings = min(num_retries, 10)  # well above the limit, and small enough not to overflow a float
     return min(_FIRST_BACKOFF_S * 2**doublings, _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
