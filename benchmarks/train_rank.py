@@ -1,7 +1,7 @@
 """Runs the cases of DIRECTORY/plan.json one after the other, on all ranks.
 
-Run `torchrun -m benchmarks.train_rank DIRECTORY`. Rank 0 appends to DIRECTORY/results.jsonl when a case starts and after
-each of its measurements.
+Run `torchrun -m benchmarks.train_rank DIRECTORY`. Rank 0 appends to DIRECTORY/results.jsonl when a case starts and
+after each of its measurements.
 """
 
 import functools

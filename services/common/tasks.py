@@ -22,7 +22,7 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
     return [task.result() for task in tasks]
 
 
-def to_the_end(method: Method) -> Method:
+def shielded(method: Method) -> Method:
     """Lets the method finish if its caller is canceled, so that its effects are recorded before the next call."""
 
     @functools.wraps(method)

@@ -13,8 +13,8 @@ from lockstep.types.v1 import types_pb2
 from services.common.config.load import parse_json
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.rpc.server import service_info
-from services.common.tasks import to_the_end
+from services.common.rpc.server import NO_RUN, OpenedRun, service_info
+from services.common.tasks import shielded
 from services.common.telemetry.context import within
 from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun
@@ -32,7 +32,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, metrics: RewardMetrics | None = None) -> None:
         self._metrics = metrics or RewardMetrics()
         self._run: ScoringRun | None = None
-        self._opened = ("", "")  # run id, digest of the config section
+        self._opened = NO_RUN
         self._changing = asyncio.Lock()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
@@ -52,7 +52,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         if not request.run_id:
             raise InvalidInput("run_id: must not be empty", field="run_id")
         config = parse_json(RewardConfig, request.config_json)
-        opened = (request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
+        opened = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
             if self._run is None or opened != self._opened:
                 await self._close()
@@ -60,11 +60,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 log.info("run %s opened: %s", request.run_id, self._run.scorer)
             return pb.OpenRunResponse(scorer=self._run.scorer)
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         """Closes the scorers of the run; does nothing if it is not the open run."""
         async with self._changing:
-            if request.run_id == self._opened[0]:
+            if request.run_id == self._opened.run_id:
                 await self._close()
         return pb.CloseRunResponse()
 
@@ -77,7 +77,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """
         if self._run is None:
             raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
-        if request.run_id != (opened := self._opened[0]):
+        if request.run_id != (opened := self._opened.run_id):
             message = (
                 f"run {opened} opened its scorers on this service after run {request.run_id}: give each run its own "
                 "reward service and start the earlier run again; it resumes"
@@ -99,7 +99,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             await self._close()
 
     async def _close(self) -> None:
-        run, self._run, self._opened = self._run, None, ("", "")
+        run, self._run, self._opened = self._run, None, NO_RUN
         if run:
             await run.close()
 

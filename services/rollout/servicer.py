@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
-from services.common.rpc.server import service_info
+from services.common.rpc.server import NO_RUN, OpenedRun, service_info
 from services.common.stamps import require_stamp, show
-from services.common.tasks import gather, to_the_end
+from services.common.tasks import gather, shielded
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.engine import Engine
@@ -34,7 +34,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Creates the servicer without an engine. With `counts`, vLLM's own metrics are on, such as KV cache use."""
         self._fail, self._metrics, self._counts = fail, RolloutMetrics(registry, self._state), counts
         self._engine: Engine | None = None
-        self._run: tuple[str, str] = ("", "")  # run id, digest of the config section
+        self._run = NO_RUN
         self._adapter_rank = 0
         self._max_samples = 0
         self._stamp: PolicyStamp | None = None
@@ -55,12 +55,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             max_samples=self._max_samples,
         )
 
-    @to_the_end
+    @shielded
     async def OpenRun(self, request: rollout_pb2.OpenRunRequest, context: Any) -> rollout_pb2.OpenRunResponse:
         config = parse_json(RolloutConfig, request.config_json)
         if self._counts:
             config = with_statistics(config)
-        run = (request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
+        run = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
             if self._engine and (self._run, self._adapter_rank) != (run, request.adapter_rank):
                 await self._close()
@@ -72,10 +72,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 self._run, self._adapter_rank, self._max_samples = run, request.adapter_rank, config.max_samples
         return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Any) -> rollout_pb2.CloseRunResponse:
         async with self._changing:
-            if request.run_id == self._run[0]:  # ignore a late close of a run that was replaced by another
+            if request.run_id == self._run.run_id:  # ignore a late close of a replaced run
                 await self._close()
         return rollout_pb2.CloseRunResponse()
 
@@ -177,7 +177,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:
             if self._engine is not None:
                 raise PreconditionFailed(
-                    f"run {self._run[0]} is open on this replica and a test broadcast would disturb it; end it first"
+                    f"run {self._run.run_id} is open on this replica and a test broadcast would disturb it; "
+                    "end it first"
                 )
             return rollout_pb2.ReceiveTestBroadcastResponse(outcome=await take_part(request.group, request.rank))
 
@@ -189,7 +190,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _close(self) -> None:
         engine, self._engine = self._engine, None
         self._stamp = self._received = None
-        self._joined, self._epoch, self._run = False, -1, ("", "")
+        self._joined, self._epoch, self._run = False, -1, NO_RUN
         if engine:
             await engine.close()
 

@@ -17,12 +17,12 @@ from lockstep.types.v1 import types_pb2
 from services.common import batch as batches
 from services.common.config.load import parse_json
 from services.common.config.trainer.section import TrainerConfig
-from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
-from services.common.rpc.server import service_info
+from services.common.rpc.server import OpenedRun, service_info
 from services.common.stamps import require_stamp
-from services.common.tasks import to_the_end
+from services.common.tasks import shielded
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
@@ -79,13 +79,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         state = "open" if self._roles else "idle"
         policy = self._roles.get(Role.POLICY)
-        run = (self._run_id, policy.asked if policy else "")
+        run = OpenedRun(self._run_id, policy.asked if policy else "")
         info = service_info("trainer", state, run=run, libraries=("torch", "transformers"))
         info.libraries.update(accelerator_libraries())
         stamp = policy.stamp if policy else types_pb2.PolicyStamp()
         return pb.GetInfoResponse(info=info, stamp=stamp, num_ranks=self._ranks.num_ranks)
 
-    @to_the_end
+    @shielded
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         role = _role(request.role)
         config = parse_json(CONFIGS[role], request.config_json)
@@ -99,7 +99,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         answer.version, answer.last_batch_id = held.state.version, held.state.last_batch_id
         return answer
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         async with self._saving, self._changing:
             if request.run_id != self._run_id:
@@ -133,7 +133,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, samples = await receive(requests)
         return await self._train(header, samples, begin)
 
-    @to_the_end
+    @shielded
     async def _train(self, header: pb.TrainHeader, samples: pa.Table, begin: float) -> pb.TrainResponse:
         received_s = time.perf_counter() - begin
         role = _role(header.role, is_trained=True)
@@ -201,7 +201,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             cost=_most([answer.body["cost"] for answer in answers if answer.body]),
         )
 
-    @to_the_end
+    @shielded
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         role = _role(request.role, is_trained=True)
         async with self._saving:
@@ -218,20 +218,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             answer = answers[0].body or await asyncio.to_thread(self._saved)
         return pb.SaveCheckpointResponse(**answer)
 
-    @to_the_end
-    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Any) -> pb.LoadCheckpointResponse:
-        async with self._saving, self._changing:
-            policy = self._held()
-            state = await asyncio.to_thread(checkpoint.verify, Path(request.path))
-            try:
-                await self._ranks.call(Worker.load, path=request.path)
-            except InternalError:  # in the middle: nobody knows what is held
-                await self._close()
-                raise
-            policy.state, policy.digest = state, ""
-        return pb.LoadCheckpointResponse(version=state.version)
-
-    @to_the_end
+    @shielded
     async def ExportHuggingFace(
         self, request: pb.ExportHuggingFaceRequest, context: Any
     ) -> pb.ExportHuggingFaceResponse:

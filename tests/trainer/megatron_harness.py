@@ -36,7 +36,7 @@ from tests.trainer.fsdp_harness import BASE, FULL_LOSS, TEMPERATURE, samples, wr
 SMALL = {"max_tokens_per_microbatch": 64}
 # On-policy, the surrogate alone is a mean of advantages and cancels to almost 0; the entropy makes the loss of size 1.
 LOSS = {"entropy_coef": 0.5}
-# Of a tiny model's weights, so that senders take turns.
+# Of a tiny model's weights, so that several ranks send.
 _SLOT_BYTES = 1 << 14
 TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}

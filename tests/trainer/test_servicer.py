@@ -337,7 +337,6 @@ async def test_no_run_no_answer(deployment: Deployment) -> None:
         deployment.join(),
         deployment.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=1)),
         deployment.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path="/nowhere")),
-        deployment.call(TrainerService.LoadCheckpoint, pb.LoadCheckpointRequest(path="/nowhere")),
         deployment.call(TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest(path="/nowhere")),
     ):
         with pytest.raises(PreconditionFailed) as caught:

@@ -18,12 +18,9 @@ async def test_checkpoint_restores_version_batch_and_weights(trainer: Deployment
     assert len(saved.manifest_digest) == 64
     await trainer.train(trainer.batch(seed=1), batch_id="second")
     next_stamp = await trainer.publish()
-    loaded = await trainer.call(TrainerService.LoadCheckpoint, pb.LoadCheckpointRequest(path=str(tmp_path / "c")))
-    assert loaded.version == 1
-    assert await trainer.held() == PolicyStamp(version=1)  # not published by this process since
-    assert await trainer.publish() == stamp
     opened = await trainer.open(checkpoint=str(tmp_path / "c"))
     assert (opened.version, opened.last_batch_id) == (1, "first")
+    assert await trainer.held() == PolicyStamp(version=1)  # not published by this process since
     assert await trainer.publish() == stamp
     # A resumed batch that was applied before is answered from the checkpoint.
     version_0 = PolicyStamp(version=0, digest="f" * 32)
@@ -41,14 +38,10 @@ async def test_corrupt_checkpoint_is_never_loaded(trainer: Deployment, tmp_path:
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     before = trainer.stamp
-    for call in (
-        trainer.call(TrainerService.LoadCheckpoint, pb.LoadCheckpointRequest(path=str(path))),
-        trainer.open(checkpoint=str(path)),
-    ):
-        with pytest.raises(DataLoss, match="distcp"):
-            await call
+    with pytest.raises(DataLoss, match="distcp"):
+        await trainer.open(checkpoint=str(path))
     with pytest.raises(NotFound):
-        await trainer.call(TrainerService.LoadCheckpoint, pb.LoadCheckpointRequest(path=str(tmp_path / "none")))
+        await trainer.open(checkpoint=str(tmp_path / "none"))
     # The run goes on with the weights that it held.
     assert await trainer.held() == before
     assert await trainer.publish() == before

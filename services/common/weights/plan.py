@@ -26,7 +26,7 @@ _NOTHING = ("nothing", torch.empty(0))
 
 
 @dataclass(frozen=True)
-class Slot:
+class Place:
     """Describes the place of one tensor in its bucket."""
 
     name: str
@@ -46,7 +46,7 @@ class Bucket:
 
     start: int
     num_bytes: int
-    slots: tuple[Slot, ...]
+    places: tuple[Place, ...]
     sender: int
 
 
@@ -56,24 +56,24 @@ class Plan:
     def __init__(self, message: types_pb2.WeightPlan):
         self.message = message
         self.num_senders = message.num_senders
-        self.rounds = tuple(tuple(itertools.chain(*parts)) for parts in take_together(_turns(message)))
+        self.rounds = tuple(tuple(itertools.chain(*parts)) for parts in take_together(_slots(message)))
         self.buckets = tuple(itertools.chain(*self.rounds))
-        self.num_bytes = sum(slot.num_bytes for bucket in self.buckets for slot in bucket.slots)
+        self.num_bytes = sum(place.num_bytes for bucket in self.buckets for place in bucket.places)
         self.num_base_buckets = len(self.buckets)
         if self.has_adapter:
-            lengths = itertools.accumulate(len(bucket.slots) for bucket in self.buckets)
+            lengths = itertools.accumulate(len(bucket.places) for bucket in self.buckets)
             self.num_base_buckets = sum(length <= message.num_base_tensors for length in lengths)
 
     @classmethod
-    def of(cls, tensors: NamedTensors, *, bucket_bytes: int, turns: Sequence[tuple[int, int]] = ()) -> "Plan":
+    def of(cls, tensors: NamedTensors, *, bucket_bytes: int, slots: Sequence[tuple[int, int]] = ()) -> "Plan":
         """Plans the publication of `tensors`, which may be meta tensors, in their order.
 
-        `turns` lists pairs of a sender and the number of consecutive tensors that it sends.
+        `slots` lists pairs of a sender and the number of consecutive tensors that it sends.
         """
         message = types_pb2.WeightPlan(tensors=_specs(tensors), bucket_bytes=bucket_bytes)
-        message.num_senders = 1 + max((sender for sender, _ in turns), default=0)
-        for sender, num_tensors in turns:
-            message.turns.add(sender=sender, num_tensors=num_tensors)
+        message.num_senders = 1 + max((sender for sender, _ in slots), default=0)
+        for sender, num_tensors in slots:
+            message.slots.add(sender=sender, num_tensors=num_tensors)
         return cls(message)
 
     @classmethod
@@ -104,7 +104,7 @@ class Plan:
     def num_bytes_sent(self, *, skips_base: bool) -> int:
         """Returns the total size in bytes of the tensors that a publication sends."""
         buckets = self.buckets[self.first_bucket(skips_base=skips_base) :]
-        return sum(slot.num_bytes for bucket in buckets for slot in bucket.slots)
+        return sum(place.num_bytes for bucket in buckets for place in bucket.places)
 
     @cached_property
     def digest(self) -> str:
@@ -116,11 +116,11 @@ class Plan:
         return hasher.hexdigest()
 
 
-def take_together(turns: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
-    """Groups turns into rounds: consecutive turns of different senders, which can gather at the same time."""
+def take_together(slots: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
+    """Groups slots into rounds: consecutive slots of different senders, which can gather at the same time."""
     senders: set[int] = set()
     together: list[T] = []
-    for sender, held in turns:
+    for sender, held in slots:
         if sender in senders:
             yield together
             senders, together = set(), []
@@ -169,29 +169,29 @@ def pack_rounds(
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a view of `flat` (uint8 [num_bytes]) for each tensor of the bucket, with its name."""
-    typed = {dtype: flat.view(dtype) for dtype in {slot.dtype for slot in bucket.slots}}
+    typed = {dtype: flat.view(dtype) for dtype in {place.dtype for place in bucket.places}}
     begin = flat.storage_offset()
-    for slot in bucket.slots:
+    for place in bucket.places:
         # One call instead of three (a slice and two views), because a large mixture of experts has 20,000 tensors.
-        place = (begin + slot.offset) // slot.dtype.itemsize
-        yield slot.name, typed[slot.dtype].as_strided(slot.shape, slot.stride, place)
+        start = (begin + place.offset) // place.dtype.itemsize
+        yield place.name, typed[place.dtype].as_strided(place.shape, place.stride, start)
 
 
 def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    if len(bucket.slots) == 1:
-        tensor = _checked(bucket.slots[0], *next(source, _NOTHING))
+    if len(bucket.places) == 1:
+        tensor = _checked(bucket.places[0], *next(source, _NOTHING))
         if tensor.device == device and _is_flat(tensor):
             return tensor.detach().view(-1).view(torch.uint8)
-        source = iter([(bucket.slots[0].name, tensor)])
+        source = iter([(bucket.places[0].name, tensor)])
     flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
     views: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
     num_bytes = 0
-    for slot, (_, view) in zip(bucket.slots, unpack(bucket, flat), strict=True):
+    for place, (_, view) in zip(bucket.places, unpack(bucket, flat), strict=True):
         views.append(view)
-        tensors.append(_checked(slot, *next(source, _NOTHING)))
-        num_bytes += slot.num_bytes
-        if num_bytes > _COPY_BYTES or slot is bucket.slots[-1]:
+        tensors.append(_checked(place, *next(source, _NOTHING)))
+        num_bytes += place.num_bytes
+        if num_bytes > _COPY_BYTES or place is bucket.places[-1]:
             with torch.no_grad():
                 copy_all(views, tensors)
             views, tensors, num_bytes = [], [], 0
@@ -204,11 +204,11 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not any(size % ALIGN_BYTES for size in sizes)
 
 
-def _checked(slot: Slot, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` if it matches the plan's slot; raises InternalError otherwise."""
-    if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
+def _checked(place: Place, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` if it matches the plan at this place; raises InternalError otherwise."""
+    if (name, tensor.dtype, tuple(tensor.shape)) != (place.name, place.dtype, place.shape):
         raise InternalError(
-            f"export order changed: the plan has {slot.name} {slot.dtype} {slot.shape}, "
+            f"export order changed: the plan has {place.name} {place.dtype} {place.shape}, "
             f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
         )
     return tensor
@@ -226,8 +226,8 @@ def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:
     ]
 
 
-def _turns(message: types_pb2.WeightPlan) -> Iterator[tuple[int, list[Bucket]]]:
-    """Yields each turn's sender and buckets. If there is only one sender, each bucket is a turn."""
+def _slots(message: types_pb2.WeightPlan) -> Iterator[tuple[int, list[Bucket]]]:
+    """Yields each slot's sender and buckets. If there is only one sender, each bucket is a slot."""
     specs, start = iter(message.tensors), 0
     for sender, num_tensors in _parts(message):
         buckets = list(_cut(itertools.islice(specs, num_tensors), message.bucket_bytes, start, sender))
@@ -238,19 +238,19 @@ def _turns(message: types_pb2.WeightPlan) -> Iterator[tuple[int, list[Bucket]]]:
 def _parts(message: types_pb2.WeightPlan) -> list[tuple[int, int]]:
     """Returns each part's sender and number of tensors. Adapters are a part of their own, so they start a bucket."""
     base = message.num_base_tensors if message.adapter_config_json else 0
-    parts = [(turn.sender, turn.num_tensors) for turn in message.turns]
+    parts = [(slot.sender, slot.num_tensors) for slot in message.slots]
     parts = parts or [(0, base), (0, len(message.tensors) - base)]
     if any(sender >= message.num_senders for sender, _ in parts):
         raise InvalidInput(
-            f"plan: a turn names a sender that is not one of the {message.num_senders} senders", field="plan"
+            f"plan: a slot names a sender that is not one of the {message.num_senders} senders", field="plan"
         )
     if sum(num_tensors for _, num_tensors in parts) != len(message.tensors):
-        raise InvalidInput(f"plan: the turns do not add up to its {len(message.tensors)} tensors", field="plan")
+        raise InvalidInput(f"plan: the slots do not add up to its {len(message.tensors)} tensors", field="plan")
     return parts
 
 
 def _cut(specs: Iterable[types_pb2.TensorSpec], bucket_bytes: int, start: int, sender: int) -> Iterator[Bucket]:
-    slots: list[Slot] = []
+    places: list[Place] = []
     offset = 0
     for spec in specs:
         dtype = getattr(torch, spec.dtype, None)
@@ -258,11 +258,11 @@ def _cut(specs: Iterable[types_pb2.TensorSpec], bucket_bytes: int, start: int, s
             raise InvalidInput(f"plan: {spec.name} has unknown dtype {spec.dtype!r}", field="plan")
         shape = tuple(spec.shape)
         num_bytes = math.prod(shape) * dtype.itemsize
-        if slots and offset + num_bytes > bucket_bytes:
-            yield Bucket(start, offset, tuple(slots), sender)
-            start, offset, slots = start + offset, 0, []
-        stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
-        slots.append(Slot(spec.name, dtype, shape, stride, offset, num_bytes))
+        if places and offset + num_bytes > bucket_bytes:
+            yield Bucket(start, offset, tuple(places), sender)
+            start, offset, places = start + offset, 0, []
+        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        places.append(Place(spec.name, dtype, shape, stride, offset, num_bytes))
         offset += num_bytes + -num_bytes % ALIGN_BYTES
-    if slots:
-        yield Bucket(start, offset, tuple(slots), sender)
+    if places:
+        yield Bucket(start, offset, tuple(places), sender)

@@ -58,8 +58,8 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
     alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # no other model is opened
     # What watches the run may be at work at the same time.
-    alone["observability"] = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
-    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone})
+    quiet = {"observability": config.observability.model_copy(update={"metrics_address": "", "trackers": ()})}
+    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone, **quiet})
 
 
 def _run_of(checkpoint: Path, config: Config) -> Path:

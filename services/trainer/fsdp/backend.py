@@ -30,7 +30,7 @@ class FsdpBackend(Backend):
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         kind = ValueModel if role is Role.CRITIC else LogprobModel
         kept = dtype if role is Role.REFERENCE else torch.float32
-        self._model = build(kind, model_path, config, self._mesh, (kept, dtype))
+        self._model = build(kind, model_path, config, self._mesh, weight_dtype=kept, compute_dtype=dtype)
         if role is Role.REFERENCE:
             self._model.requires_grad_(False)
         else:

@@ -223,12 +223,6 @@ class Worker:
         return self._saving.result()
 
     @rank_command
-    def load(self, *, path: str) -> None:
-        """Loads a checkpoint that rank 0 has verified."""
-        self._open().load(Path(path) / "state")
-        self._base_sums = None
-
-    @rank_command
     def export(self, *, path: str) -> Message:
         """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`.
 
@@ -255,7 +249,7 @@ class Worker:
             slots = backend.sender_slots(bucket_bytes) if isinstance(backend, SeveralSenders) else []
             self._members = sorted({0, *(rank for rank, _ in slots)})
             numbered = [(self._members.index(rank), num_tensors) for rank, num_tensors in slots]
-            return Plan.of(base, bucket_bytes=bucket_bytes, turns=numbered)
+            return Plan.of(base, bucket_bytes=bucket_bytes, slots=numbered)
         self._members = [0]
         adapter = self._adapters().adapter_specs()
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))

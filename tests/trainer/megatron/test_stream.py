@@ -143,7 +143,7 @@ class Rank:
         slots = self.stream.slots(bucket_bytes)
         members = sorted({0, *(rank for rank, _ in slots)})
         numbered = [(members.index(rank), num_tensors) for rank, num_tensors in slots]
-        return Plan.of(self.stream.specs(), bucket_bytes=bucket_bytes, turns=numbered), members
+        return Plan.of(self.stream.specs(), bucket_bytes=bucket_bytes, slots=numbered), members
 
 
 def part(layout: Layout, index: int) -> Part:

@@ -16,11 +16,10 @@ from torch.distributed import DistError
 from torch.distributed.checkpoint import CheckpointException
 
 from services.common import batch as batches
-from services.common.errors import Aborted, DeadlineExceeded, InternalError, LockstepError, PreconditionFailed, Reason
+from services.common.errors import Aborted, DeadlineExceeded, InternalError, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
-from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.support import make_batch
@@ -41,7 +40,6 @@ class FakeWorker:
         self.writers = threading.Event()
         self.write_error: Exception | None = None
         self.crash_error: BaseException = ZeroDivisionError("boom")
-        self.load_error: LockstepError | None = None
 
     @rank_command
     def echo(self, *, value: Any, own: Any = None, frames: list[bytes] = ()) -> Message:
@@ -72,10 +70,6 @@ class FakeWorker:
     @rank_command
     def answer_with_no_json(self) -> Message:
         return Message({"value": object()})
-
-    @rank_command
-    def load(self, **_: Any) -> None:
-        raise self.load_error
 
     @rank_command
     def open(self, **_: Any) -> Message:
@@ -371,24 +365,6 @@ async def test_failed_background_save_is_its_error_and_the_trainer_goes_on(servi
     assert (await service.train(timeout_s=10)).version == 1
     rank_0.write_error = None
     await service.save(tmp_path / "a")
-    assert not service.crew.failures
-
-
-@pytest.mark.parametrize(
-    ("error", "state"), [(InternalError("half of it was read"), "idle"), (PreconditionFailed("of other names"), "open")]
-)
-async def test_a_run_is_closed_whose_weights_nobody_knows(
-    service: Service, tmp_path: Path, error: LockstepError, state: str
-) -> None:
-    checkpoint.begin(tmp_path / "a")
-    checkpoint.finish(tmp_path / "a", checkpoint.TrainState(3, "b", {}))
-    for worker in service.crew.workers:
-        worker.load_error = error
-    with pytest.raises(type(error), match=error.message):
-        request = pb.LoadCheckpointRequest(path=str(tmp_path / "a"))
-        await service.client.call(TrainerService.LoadCheckpoint, request, timeout_s=10)
-    info = await service.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=10)
-    assert info.info.state == state
     assert not service.crew.failures
 
 

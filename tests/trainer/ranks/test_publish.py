@@ -15,7 +15,7 @@ from services.trainer.ranks.worker import Worker
 from tests.common.weights.group_harness import CPU, join_all, message, receive
 
 WEIGHTS = [("a", torch.zeros(4)), ("b", torch.ones(4))]
-PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 10, turns=[(0, 1), (1, 1)])
+PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 10, slots=[(0, 1), (1, 1)])
 
 
 class Backend:

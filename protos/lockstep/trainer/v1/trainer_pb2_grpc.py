@@ -75,11 +75,6 @@ class TrainerServiceStub(object):
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
-        self.LoadCheckpoint = channel.unary_unary(
-                '/lockstep.trainer.v1.TrainerService/LoadCheckpoint',
-                request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
-                response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointResponse.FromString,
-                _registered_method=True)
         self.ExportHuggingFace = channel.unary_unary(
                 '/lockstep.trainer.v1.TrainerService/ExportHuggingFace',
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.SerializeToString,
@@ -153,13 +148,6 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LoadCheckpoint(self, request, context):
-        """Verifies and loads a checkpoint.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ExportHuggingFace(self, request, context):
         """Writes the policy as a Hugging Face model directory.
         """
@@ -217,11 +205,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
-            ),
-            'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadCheckpoint,
-                    request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.FromString,
-                    response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointResponse.SerializeToString,
             ),
             'ExportHuggingFace': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportHuggingFace,
@@ -451,33 +434,6 @@ class TrainerService(object):
             '/lockstep.trainer.v1.TrainerService/SaveCheckpoint',
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadCheckpoint(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/lockstep.trainer.v1.TrainerService/LoadCheckpoint',
-            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
-            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,
