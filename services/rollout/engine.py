@@ -168,7 +168,7 @@ class Engine:
     ) -> list[Answer]:
         """Calls a method of every worker, such as `WeightReceiver.lockstep_join`; returns their answers.
 
-        It notices if the engine dies meanwhile: vLLM's answer would never come.
+        It also detects the engine's death, after which vLLM's answer would never come.
 
         Raises:
             Unavailable: The engine died.

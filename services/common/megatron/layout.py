@@ -2,7 +2,8 @@
 
 It does not import torch, so that rules are checked before anything starts: those about sizes alone with the config, and
 those about the model's shape when its config.json is available. Every error names the rule and the nearest legal
-values. """
+values.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
