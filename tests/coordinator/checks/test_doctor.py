@@ -61,7 +61,7 @@ def test_python() -> None:
 def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "cpu.txt"
     lock.write_text("# all\nnumpy==0.0.1 \\\n    --hash=sha256:1\nnot-installed==1.0\n")
-    assert_fails(host.check_packages([lock]), WARN, "numpy", "what cpu.txt names")
+    assert_fails(host.check_packages([lock]), WARN, "numpy", "tested versions from cpu.txt")
     lock.write_text("not-installed==1.0\n")
     assert host.check_packages([lock]).verdict is OK
     for name in ("rollout-cuda.txt", "trainer-cuda.txt"):  # one of them is installed

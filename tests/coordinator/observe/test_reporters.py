@@ -113,7 +113,7 @@ def logging_to(console: Console, directory: Path) -> Iterator[None]:
 
 
 def test_a_warning_is_one_line_where_there_is_no_terminal(tmp_path: Path):
-    message = "replica 127.0.0.1:5 is out: " + "gone " * 40 + "[for good]"
+    message = "lost replica 127.0.0.1:5: " + "gone " * 40 + "[for good]"
     lines = {}
     for is_terminal in (False, True):
         console = make_console(80, 24, is_terminal=is_terminal)

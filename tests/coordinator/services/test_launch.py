@@ -26,10 +26,10 @@ async def test_the_error_says_whether_the_same_command_goes_on(
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
         (reward,) = fleet._children
         os.kill(reward.process.pid, signal.SIGKILL)
-        with pytest.raises(Unavailable, match="reward ended with exit code -9") as caught:
+        with pytest.raises(Unavailable, match="reward exited with code -9") as caught:
             await fleet.watch()
     assert caught.value.reason is Reason.SERVICE_DIED
-    assert ("the same command goes on from the newest checkpoint" in caught.value.message) is goes_on
+    assert ("run the same command again to resume from the newest checkpoint" in caught.value.message) is goes_on
     assert str(config.run_dir / "logs" / "reward.log") in caught.value.message
 
 

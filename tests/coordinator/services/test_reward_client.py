@@ -73,5 +73,5 @@ async def test_a_service_may_come_back_with_the_same_scorers_only(monkeypatch: p
             assert await rewards(reward) == [1.0]
         monkeypatch.setattr(ExactScorer, "version", "2")
         async with serving(address):
-            with pytest.raises(PreconditionFailed, match="scores by exact 2 x 1, but this run opened exact 1 x 1"):
+            with pytest.raises(PreconditionFailed, match="has scorers exact 2 x 1, but this run opened exact 1 x 1"):
                 await rewards(reward)

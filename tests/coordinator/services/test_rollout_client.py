@@ -166,7 +166,7 @@ async def test_a_replica_that_refuses_the_run_is_asked_once(kind: type[LockstepE
         async with asyncio.timeout(10):
             await asyncio.gather(*rollout._reviving.values())
         assert strict.failures_left == 99
-        assert f"replica {strict.address} stays out: no" in caplog.text
+        assert f"cannot reopen replica {strict.address}: no" in caplog.text
         assert (await generate(rollout, 0)).index == 0
 
 
@@ -176,7 +176,7 @@ async def test_a_group_whose_replica_takes_too_long_goes_to_another():
         assert (await generate(rollout, 0)).index == 0
         assert (other.answered, rollout.num_redispatched) == (["p0"], 1)
         other.error["Generate"] = slow.error["Generate"]
-        with pytest.raises(Unavailable, match=f"replica {other.address} is out: no answer in 3600 s") as raised:
+        with pytest.raises(Unavailable, match=f"lost replica {other.address}: no answer in 3600 s") as raised:
             await generate(rollout, 1)
         assert raised.value.reason is Reason.NO_REPLICA
 

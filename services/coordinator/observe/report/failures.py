@@ -12,7 +12,7 @@ from services.coordinator.observe.report.curves import Row
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* \w (?:\w+ )?services\.\S+: (.*)")
 _CALL = re.compile(r"/lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text>.*)")
 _SCORER = re.compile(r"prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)")
-_REPLICA = re.compile(r"replica (?P<where>\S+) is out: (?P<text>.*)")
+_REPLICA = re.compile(r"lost replica (?P<where>\S+): (?P<text>.*)")
 _DROPPED = "sampling/dropped_"
 _MAX_TEXT = 400
 
