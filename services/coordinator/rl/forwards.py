@@ -1,4 +1,4 @@
-"""What the reference and the critic say of samples, asked for while other groups still generate."""
+"""Runs the forward passes of the reference and the critic while other groups are still being generated."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from services.coordinator.services.clients.trainer import Model
 
 
 class Forwards:
-    """All models that must see a batch before it is trained on."""
+    """Adds the outputs of the reference and the critic to groups, before they are trained on."""
 
     def __init__(self, models: Sequence[Model], config: Config):
-        # A reference that is the policy's base has the policy's ranks.
+        # A reference that is the policy's base model runs on the policy's ranks and has no settings of its own.
         settings = [config.models.get(model.name, config.trainer) for model in models]
         self._queues = [_Queue(model, samples_at_once(own)) for model, own in zip(models, settings, strict=True)]
 
     async def add(self, group: ScoredGroup) -> ScoredGroup:
-        """The group with their columns."""
+        """Returns the group with one more column per model."""
         if not self._queues:
             return group
         samples = to_table([group])
@@ -32,7 +32,7 @@ class Forwards:
 
 
 class _Queue:
-    """One model at a time computes all that has come in since it last began."""
+    """Batches the forward passes of one model: each call takes all samples that arrived during the previous call."""
 
     def __init__(self, model: Model, min_samples: int):
         self.model, self._min_samples = model, min_samples
@@ -53,7 +53,7 @@ class _Queue:
     async def _compute(self) -> None:
         taken = {answer: samples for answer, samples in self._waiting.items() if not answer.done()}
         table = pa.concat_tables(taken.values())
-        # Every rank needs a sample: some are computed twice.
+        # Every rank needs at least one sample, so too small a table is repeated.
         repeats = -(-self._min_samples // table.num_rows)
         rows = await self.model.forward(pa.concat_tables([table] * repeats))
         begin = 0

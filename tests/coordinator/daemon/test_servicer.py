@@ -231,5 +231,5 @@ async def test_logs_of_one_service_as_they_are_written(here: Daemon, fakes: Fake
     whole = [data async for data in here.coordinator.read_log("run", "", follow=False)]
     assert b"".join(whole) == (logs / "coordinator.log").read_bytes() != b""
     for service in ("../../other/logs/trainer", "/etc/hostname", "passwords", "reward"):
-        with pytest.raises(NotFound, match=r"has no log of .*; there are: coordinator, trainer"):
+        with pytest.raises(NotFound, match=r"has no log of .*; it has coordinator, trainer"):
             _ = [data async for data in here.coordinator.read_log("run", service, follow=True)]

@@ -239,7 +239,7 @@ def run_yaml(tmp_path: Path) -> str:
         (["evaluation.sets.zzz.temperature=1", "data.eval=[]"], ["evaluation.sets.zzz: data.eval has no set"]),
         (["evaluation.sets.aime.max_tokens=1101"], ["set aime = 1201", "rollout.max_model_len = 1200"]),
         (["evaluation.max_tokens=2000"], ["set gsm8k-test = 2100", "at least 2100"]),
-        (["evaluation.eval_freq=1", "data.eval=[]"], ["evaluation.eval_freq", "data.eval names no file"]),
+        (["evaluation.eval_freq=1", "data.eval=[]"], ["evaluation.eval_freq", "data.eval is empty"]),
         (["evaluation.sets.aime.num_samples=4"], ["evaluation.sets.aime: num_samples 4", "command line"]),
     ],
 )
@@ -305,14 +305,14 @@ class TestEvalConfig:
         assert start.checkpoint == ""
 
     def test_refusals(self, config: Config, run_dir: Path, tmp_path: Path):
-        with pytest.raises(InvalidInput, match=r"is a whole run: .* it has checkpoints/step-000002"):
+        with pytest.raises(InvalidInput, match=r"is a run's directory: .* it has checkpoints/step-000002"):
             eval_config(config, run_dir, None)
         with pytest.raises(NotFound, match=r"has neither manifest\.json nor config\.json"):
             eval_config(config, run_dir / "checkpoints", None)
-        with pytest.raises(NotFound, match="nowhere is no directory"):
+        with pytest.raises(NotFound, match="nowhere is not a directory"):
             eval_config(config, tmp_path / "nowhere", None)
         with pytest.raises(InvalidInput, match=r"--out: .*run exists and is not an empty directory"):
             eval_config(config, run_dir / "model", run_dir)
         nothing = config.model_copy(update={"data": config.data.model_copy(update={"eval": {}})})
-        with pytest.raises(InvalidInput, match=r"data\.eval names no file"):
+        with pytest.raises(InvalidInput, match=r"data\.eval is empty"):
             eval_config(nothing, run_dir / "model", None)
