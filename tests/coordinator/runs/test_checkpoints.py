@@ -150,7 +150,7 @@ async def test_other_training_data_is_refused(open_again: Callable[[], Run]) -> 
     run.record.require_same_data("digest")
     run.record.ledger.record(Kind.COLLECTED, 0, dataset="digest")
     run.record.require_same_data("digest")
-    with pytest.raises(PreconditionFailed, match=r"data\.train is not what"):
+    with pytest.raises(PreconditionFailed, match=r"data\.train differs from what"):
         run.record.require_same_data("other")
 
 

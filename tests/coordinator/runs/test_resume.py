@@ -98,7 +98,7 @@ def test_a_checkpoint_that_was_deleted_and_saved_again_is_there(tmp_path: Path):
 
 def test_never_does_not_touch_what_is_there(tmp_path: Path):
     begin(tmp_path)
-    with pytest.raises(InvalidInput, match="holds a run already"):
+    with pytest.raises(InvalidInput, match="already holds a run"):
         begin(tmp_path, "never")
 
 
@@ -135,7 +135,7 @@ def test_a_lost_or_changed_checkpoint_is_never_a_fresh_start(tmp_path: Path, res
     with pytest.raises(DataLoss, match="not the file that was saved"):
         begin(tmp_path, resume)
     manifest.unlink()
-    with pytest.raises(DataLoss, match="is gone"):
+    with pytest.raises(DataLoss, match="is missing"):
         begin(tmp_path, resume)
 
 

@@ -198,7 +198,7 @@ def test_several_end_tokens(tmp_path: Path, characters: Callable, load: Callable
     rows = [{"prompt": "2+2=", "response": "4"}]
     with pytest.raises(InvalidInput, match=r"data.end_token is not set .* one of <pad>, <eos>"):
         load(characters(), rows)
-    with pytest.raises(InvalidInput, match=r"data.end_token '4' ends no sample"):
+    with pytest.raises(InvalidInput, match=r"data.end_token '4' is not an end token"):
         load(characters(), rows, end_token="4")
     assert parts(load(characters(), rows, end_token="<pad>"))[1] == [6, 0]
     # A template says itself which one it is.

@@ -59,7 +59,7 @@ def test_its_length_is_given_in_epochs_or_steps(open_again: Callable[..., Run]) 
 def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., Run]) -> None:
     use_rows(open_again(num_steps=7), dataset(1, 2, 3, 4))
     run = open_again(num_steps=9)
-    with pytest.raises(PreconditionFailed, match=r"data\.train is not what .*run was begun with"):
+    with pytest.raises(PreconditionFailed, match=r"data\.train differs from what .*run was started with"):
         use_rows(run, dataset(1, 2, 4, 3))
     use_rows(run, dataset(1, 2, 3, 4))
     assert run.num_steps == 9

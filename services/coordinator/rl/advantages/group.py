@@ -10,7 +10,7 @@ from services.coordinator.rl.advantages.samples import Samples
 
 
 def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Subtracts each group's mean (groups are 0, 1, ... without gaps); exactly 0 if all numbers of a group are equal."""
+    """Subtracts the mean of each group (0, 1, ... without gaps); exactly 0 if all numbers of a group are equal."""
     _, first = np.unique(groups, return_index=True)
     relative = numbers - numbers[first][groups]
     return relative - _mean(relative, groups, np.ones(len(groups)))
