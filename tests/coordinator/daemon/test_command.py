@@ -101,7 +101,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             for command, said in ((watch, "run run was stopped"), (log, "opening trainer")):
                 code, output = await command.end()
                 assert code == 0 and said in output, output
-        assert "Stopped: 2 of 3 steps done. The same command goes on." in watch.output
+        assert "Stopped: 2 of 3 steps done. Run the same command again to resume." in watch.output
         fakes.trainer.let_go()
         async with served(tmp_path, at[1]):
             code, output = await (await run(tmp_path, at, fakes)).end()

@@ -175,7 +175,7 @@ def test_the_loop_does_not_wait_for_mlflow(
     with opened(tmp_path, {"kind": "mlflow"}) as run:
         mlflow.gate.clear()
         report(run, 1, 2)  # returns, though the server does not
-    assert "MLflow does not answer for 0.1 s" in caplog.text
+    assert "MLflow did not answer for 0.1 s" in caplog.text
     mlflow.gate.set()
 
 
