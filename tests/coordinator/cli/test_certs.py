@@ -85,7 +85,7 @@ def test_nothing_is_overwritten(certs) -> None:
     options = ("issue", "reward", "--host", "h", "--ca", "ca", "--out", "r")
     certs(*options)
     before = {path: path.read_bytes() for path in Path().rglob("*.pem")}
-    assert "ca/ca.pem exists and is not overwritten" in certs("init", "ca", code=2)
+    assert "ca/ca.pem already exists" in certs("init", "ca", code=2)
     assert "lockstep certs renew" in certs(*options, code=2)
     Path("half").mkdir()
     (Path("half") / "key.pem").write_text("mine")
@@ -110,7 +110,7 @@ def test_renewal_keeps_role_and_names_and_changes_key_and_date(certs) -> None:
     certs("renew", "r")
     read_identity(Path("r"))
     certs("init", "other")
-    assert "r/ca.pem is not of the authority in other" in certs("renew", "r", "--ca", "other", code=2)
+    assert "r/ca.pem does not belong to the authority in other" in certs("renew", "r", "--ca", "other", code=2)
 
 
 def test_no_certificate_outlives_its_authority(certs) -> None:
@@ -125,12 +125,12 @@ def test_no_certificate_outlives_its_authority(certs) -> None:
     ("arguments", "words"),
     [
         (["issue", "boss", "--host", "h", "--out", "x"], ["unknown role 'boss'", "coordinator, rollout, trainer"]),
-        (["issue", "reward", "--out", "x"], ["--host", "the reward service is called"]),
-        (["issue", "reward", "--host", "h:50051", "--out", "x"], ["'h:50051'", "without port"]),
+        (["issue", "reward", "--out", "x"], ["--host", "to reach the reward service"]),
+        (["issue", "reward", "--host", "h:50051", "--out", "x"], ["'h:50051'", "omit the scheme and the port"]),
         (["issue", "reward", "--host", "https://h", "--out", "x"], ["'https://h'", "scheme"]),
         (["issue", "reward", "--host", "", "--out", "x"], ["''", "DNS name"]),
         (["issue", "reward", "--host", "h", "--out", "x", "--ca", "none"], ["--ca none", "lockstep certs init"]),
-        (["issue", "reward", "--host", "h", "--out", "file/x"], ["file/x", "cannot be written"]),
+        (["issue", "reward", "--host", "h", "--out", "file/x"], ["file/x", "cannot write"]),
         (["renew", "none"], ["none/ca.pem", "No such file"]),
         (["renew", "torn"], ["key.pem is not the key of cert.pem"]),
     ],

@@ -179,7 +179,7 @@ def test_bad_rows(run, tmp_path):
     assert message.startswith(f"{source} has 8 of 9 rows that are bad: {source} line 2: not JSON")
     assert f"{source} line 3: answer does not end with #### and the result" in message
     assert f"{source} line 5: question is null, not text" in message
-    assert message.endswith("; and 3 more. Mend them, or drop them with --bad-rows drop")
+    assert message.endswith("; and 3 more. Fix them, or drop them with --bad-rows drop")
     assert not (tmp_path / "out").exists()
 
     output = run("gsm8k", *options, "--bad-rows", "drop")
@@ -207,7 +207,7 @@ def test_bad_files(tmp_path, name, content, message):
 
 
 def test_missing_sources(tmp_path):
-    with pytest.raises(NotFound, match="none/x/y does not exist, and is not the id of a dataset on the hub"):
+    with pytest.raises(NotFound, match="none/x/y does not exist and is not the id of a dataset on the Hub"):
         convert(GSM8K, str(tmp_path / "none" / "x" / "y"), tmp_path, ConversionOptions())
     (tmp_path / "readme.md").touch()
     with pytest.raises(NotFound, match=r"has no file main/train-\*\.parquet or .* for gsm8k; it holds readme\.md"):
@@ -318,10 +318,13 @@ def test_from_the_hub(hub, tmp_path):
 
 def test_no_such_dataset_on_the_hub(hub, tmp_path):
     out = convert_from_hub(hub, "openai/gsm9k", tmp_path).stdout
-    assert out == "NotFound openai/gsm9k is no path here and no dataset that the Hugging Face hub shows you\n"
+    assert (
+        out
+        == "NotFound openai/gsm9k does not exist here, and you cannot see a dataset of this id on the Hugging Face Hub\n"
+    )
 
 
 def test_hub_out_of_reach(tmp_path):
     out = convert_from_hub("http://127.0.0.1:9", "openai/gsm8k", tmp_path).stdout
-    assert out.startswith("Unavailable openai/gsm8k is no path here, and the Hugging Face hub cannot be reached (")
+    assert out.startswith("Unavailable openai/gsm8k does not exist here, and the Hugging Face Hub is unreachable (")
     assert out.endswith("): give --source a local copy\n") and out.count("\n") == 1

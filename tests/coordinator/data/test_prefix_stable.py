@@ -99,14 +99,14 @@ def test_a_tokenizer_will_do(tokenizer):
 
 def test_stripped_thinking_is_found():
     message = refused(STRIPS_THINKING, THINKING)
-    assert "message 1 is written otherwise once messages follow: after " in message
-    assert r"<|im_start|>assistant\n' comes first '<think>\nEasy." in message
-    assert "then 'Paris<|im_end|>" in message
+    assert "message 1 changes when messages follow: after " in message
+    assert r"<|im_start|>assistant\n', expected '<think>\nEasy." in message
+    assert "but got 'Paris<|im_end|>" in message
     assert "data.chat_template" in message
     # Even where nothing was thought: the turn had an empty block while it was the last.
     message = refused(STRIPS_THINKING, PLAIN)
-    assert r"comes first '<think>\n\n</think>\n\n 2\n" in message
-    assert "message 1 is written otherwise" in message
+    assert r"expected '<think>\n\n</think>\n\n 2\n" in message
+    assert "message 1 changes when messages follow" in message
 
 
 def test_one_answer_with_thinking_is_stable():
@@ -119,22 +119,22 @@ def test_one_answer_with_thinking_is_stable():
 def test_a_prompt_without_thinking_begins_only_such_an_answer():
     check(STRIPS_THINKING, PLAIN[:2], enable_thinking=False)
     message = refused(STRIPS_THINKING, THINKING[:2], enable_thinking=False)
-    assert "the prompt for message 1 is not how that message begins" in message
-    assert r"comes first '\n</think>\n\n', then 'Easy." in message
+    assert "message 1 does not begin with its prompt" in message
+    assert r"expected '\n</think>\n\n' but got 'Easy." in message
     assert "data.chat_template_kwargs" in message
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (LATE_END, ["the prompt for message 1 is", "comes first '</s>assistant:', then '\\nassistant:  2"]),
-        (WRONG_HEADER, ["the prompt for message 3 is", "comes first ' ', then '3\\n'"]),
+        (LATE_END, ["message 1 does not begin with its prompt", "expected '</s>assistant:' but got '\\nassistant:  2"]),
+        (WRONG_HEADER, ["message 3 does not begin with its prompt", "expected ' ' but got '3\\n'"]),
         # One that counts: the beginning depends on how many messages there are.
-        ("{{ messages | length }}" + LLAMA3, ["the prompt for message 1 is", "after '' comes first '1<s>"]),
+        ("{{ messages | length }}" + LLAMA3, ["message 1 does not begin with its prompt", "after '', expected '1<s>"]),
         # The header is that of the last message: right for one turn, wrong for those before it.
         (
             CHATML.replace("message['role']", "messages[-1]['role']"),
-            ["the prompt for message 1 is", "'user", "'assist"],
+            ["message 1 does not begin with its prompt", "'user", "'assist"],
         ),
     ],
 )

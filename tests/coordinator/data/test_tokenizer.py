@@ -186,7 +186,7 @@ def test_where_the_template_comes_from(make_model, tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     directory = make_model(None, tokenizer_config=config | {"chat_template": named})
     assert Tokenizer.load(directory).render(chat) == "default"
-    with pytest.raises(InvalidInput, match=r"chat templates \['tool_use'\] and no default"):
+    with pytest.raises(InvalidInput, match=r"chat templates \['tool_use'\] but no default"):
         Tokenizer.load(make_model(None, tokenizer_config=config | {"chat_template": named[:1]}))
     assert Tokenizer.load(make_model("file", tokenizer_config=config)).render(chat) == "file"
     (tmp_path / "own.jinja").write_text("own")

@@ -142,13 +142,13 @@ BAD_ROWS = {
     "null response": ({"prompt": "1", "response": None}, "the response is null"),
     "empty response": ({"prompt": "1", "response": " "}, "the response is empty"),
     "empty prompt": ({"prompt": "", "response": "1"}, "the prompt is empty"),
-    "end token": ({"prompt": "1", "response": "1<eos>2"}, "answer 0 holds 2 end tokens"),
+    "end token": ({"prompt": "1", "response": "1<eos>2"}, "answer 0 has 2 end tokens"),
     "null conversation": ({"m": None}, "the conversation is null"),
     "no messages": ({"m": []}, "the conversation is empty"),
-    "no answer": ({"m": [user("1")]}, "no message is the assistant's"),
-    "no question": ({"m": TWO_TURNS[1:]}, "it begins with the assistant's message"),
+    "no answer": ({"m": [user("1")]}, "it has no message of the assistant"),
+    "no question": ({"m": TWO_TURNS[1:]}, "it begins with a message of the assistant"),
     "no content": ({"m": [user("1"), {"role": "assistant", "content": None}]}, "message 1 has no content"),
-    "empty answer": ({"m": [user("1"), assistant(" ")]}, "message 1, the assistant's, is empty"),
+    "empty answer": ({"m": [user("1"), assistant(" ")]}, "the assistant's message 1 is empty"),
 }
 
 
@@ -171,7 +171,7 @@ def test_bad_rows(characters: Callable, load: Callable, caplog: Any, name: str) 
 def test_what_the_template_refuses_is_a_bad_row(characters: Callable, load: Callable) -> None:
     tokenizer = characters("{{ raise_exception('no tools') if messages[0].role == 'tool' }}" + TEMPLATE)
     rows = [{"m": TWO_TURNS}, {"m": [{"role": "tool", "content": "1"}, *TWO_TURNS]}]
-    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad: .*row 1: the chat template refuses .*no tools"):
+    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad: .*row 1: the chat template rejects .*no tools"):
         load(tokenizer, rows, messages_column="m")
     assert len(load(tokenizer, rows, messages_column="m", bad_rows="drop")) == 1
 
