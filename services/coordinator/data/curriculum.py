@@ -61,7 +61,7 @@ def plain_order(data: PromptDataset, *, seed: int, step: int) -> Iterator[Prompt
 def by_success_rate(
     prompts: Iterator[Prompt], rates: Mapping[str, float], config: CurriculumConfig
 ) -> Iterator[Prompt]:
-    """Yields first the prompts with a rate in low..high or none, then the others, nearest to that band first.
+    """Yields prompts with a rate in low..high or with no rate first, then the others, nearest to that band first.
 
     Args:
         prompts: Prompts; their order is kept among equals.

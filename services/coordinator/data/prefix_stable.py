@@ -60,6 +60,7 @@ def _require_prefix(text: str, longer: str, problem: str, fix: str) -> None:
     before = text[max(0, same - _NUM_SHOWN) : same]
     first, then = text[same : same + _NUM_SHOWN], longer[same : same + _NUM_SHOWN]
     raise InvalidInput(
-        f"the chat template is not prefix-stable: {problem}: after {before!r}, expected {first!r} but got {then!r}. {fix}",
+        f"the chat template is not prefix-stable: {problem}: after {before!r}, expected {first!r} but got {then!r}. "
+        f"{fix}",
         field="data.chat_template",
     )
