@@ -37,7 +37,8 @@ lint: setup
 	$(BIN)/lint-imports
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
+	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=protos $(PROTOS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.dataplane

@@ -125,13 +125,15 @@ def test_common_and_the_services_import_only_what_they_may() -> None:
 
 def test_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
     protos = sorted((ROOT / "protos").rglob("*.proto"))
-    out = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    out = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python", "mypy_grpc")]
+    plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
     command = [
         sys.executable,
         "-m",
         "grpc_tools.protoc",
         "-I",
         "protos",
+        f"--plugin=protoc-gen-mypy_grpc={plugin}",
         *out,
         *(str(p.relative_to(ROOT)) for p in protos),
     ]
@@ -142,5 +144,5 @@ def test_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
         for file in (ROOT / "protos").rglob("*_pb2*.py*")
         if file.suffix in (".py", ".pyi")
     }
-    assert len(generated) == 3 * len(protos)
+    assert len(generated) == 4 * len(protos)
     assert generated == committed

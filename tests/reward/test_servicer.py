@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
@@ -39,7 +40,7 @@ async def client():
 
 async def open_run(client: Client, config: dict, run_id: str = "r") -> pb.OpenRunResponse:
     request = pb.OpenRunRequest(run_id=run_id, config_json=json.dumps(config))
-    return await client.call("OpenRun", request, timeout_s=60)
+    return await client.call(RewardService.OpenRun, request, timeout_s=60)
 
 
 async def score(client: Client, *texts: str, answer: str = "5", **fields: object) -> pb.ScoreResponse:
@@ -47,7 +48,7 @@ async def score(client: Client, *texts: str, answer: str = "5", **fields: object
     candidates = [pb.Candidate(text=text, num_tokens=3, finish_reason=stop) for text in texts]
     defaults = {"run_id": "r", "prompt_id": "p", "prompt": "?", "answer": answer, "candidates": candidates}
     request = pb.ScoreRequest(**{**defaults, **fields})
-    return await client.call("Score", request, timeout_s=60)
+    return await client.call(RewardService.Score, request, timeout_s=60)
 
 
 async def test_a_group_with_right_wrong_and_endless_samples(client):
@@ -71,7 +72,7 @@ async def test_every_failure_reason_has_its_word_on_the_wire():
 
 async def test_state_follows_the_run(client):
     async def info() -> types_pb2.ServiceInfo:
-        return (await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)).info
+        return (await client.call(RewardService.GetInfo, pb.GetInfoRequest(), timeout_s=10)).info
 
     before = await info()
     assert (before.service, before.state, before.run_id, before.config_digest) == ("reward", "idle", "", "")
@@ -87,10 +88,12 @@ async def test_state_follows_the_run(client):
     assert (await open_run(client, gsm8k)).scorer == "gsm8k 1 x 1"
     assert (await info()).config_digest != during.config_digest
     assert (await open_run(client, exact, "other")).scorer == "exact 1 x 1"
-    await client.call("CloseRun", pb.CloseRunRequest(run_id="r"), timeout_s=10)  # late, of a run that was replaced
+    await client.call(
+        RewardService.CloseRun, pb.CloseRunRequest(run_id="r"), timeout_s=10
+    )  # late, of a run that was replaced
     assert (await info()).run_id == "other"
     for _ in range(2):
-        await client.call("CloseRun", pb.CloseRunRequest(run_id="other"), timeout_s=10)
+        await client.call(RewardService.CloseRun, pb.CloseRunRequest(run_id="other"), timeout_s=10)
     assert ((await info()).state, (await info()).run_id) == ("idle", "")
 
 
@@ -123,7 +126,7 @@ async def test_a_deadline_of_the_caller_kills_the_work(client, children, gone):
     candidate = pb.Candidate(text=HANG, finish_reason=types_pb2.FINISH_REASON_STOP)
     request = pb.ScoreRequest(run_id="r", answer="5", candidates=[candidate])
     with pytest.raises(TimeoutError):
-        await client.call("Score", request, timeout_s=0.5)
+        await client.call(RewardService.Score, request, timeout_s=0.5)
     assert await gone(workers, within_s=2)
     assert (await score(client, r"\boxed{5}")).scores[0].components["math"] == 1.0
 

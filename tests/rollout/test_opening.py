@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 
 from services.common.errors import DeadlineExceeded
 from services.common.rpc.client import Client
@@ -38,15 +39,17 @@ async def test_an_engine_whose_caller_gave_up_is_the_next_callers(monkeypatch: p
     client = Client(f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}", rollout_pb2_grpc.RolloutServiceStub)
     request = pb.OpenRunRequest(run_id="r", config_json="{}")
     with pytest.raises(DeadlineExceeded):
-        await client.call("OpenRun", request, timeout_s=0.5)
-    again = asyncio.create_task(client.call("OpenRun", request, timeout_s=10))
-    await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)  # the server has read what came before
+        await client.call(RolloutService.OpenRun, request, timeout_s=0.5)
+    again = asyncio.create_task(client.call(RolloutService.OpenRun, request, timeout_s=10))
+    await client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=10)  # the server has read what came before
     gate.set()
     assert (await again).num_workers == 1
     assert events == ["started"]
-    await client.call("CloseRun", pb.CloseRunRequest(run_id="another"), timeout_s=10)  # late, of another run
+    await client.call(
+        RolloutService.CloseRun, pb.CloseRunRequest(run_id="another"), timeout_s=10
+    )  # late, of another run
     assert events == ["started"]
-    await client.call("CloseRun", pb.CloseRunRequest(run_id="r"), timeout_s=10)
+    await client.call(RolloutService.CloseRun, pb.CloseRunRequest(run_id="r"), timeout_s=10)
     assert events == ["started", "closed"]
     await client.close()
     await server.grpc.stop(None)

@@ -273,7 +273,7 @@ def mistake_all(harness: MegatronHarness, directory: Path) -> None:
                 Role.CRITIC, layout.kind, critic_config(layout), str(path)
             )
         )
-        to_policy = refusal(lambda path=paths[Role.CRITIC]: harness.worker.load(path=str(path)))
+        to_policy = refusal(lambda path=paths[Role.CRITIC]: harness.backend.load(path / "state"))
         after = harness.weights()
         unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
         if harness.rank == 0:

@@ -93,7 +93,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
             write(directory, f"{name}-{when}", tensors, {"logprobs": logprobs})
         write(directory, name, {}, {"updates": metrics, "reference": reference, **more})
     if name in LOADS:
-        harness.worker.load(path=str(directory / f"{LOADS[name]}-checkpoint"))
+        harness.backend.load(directory / f"{LOADS[name]}-checkpoint" / "state")
         tensors, _ = _state(harness)
         if harness.rank == 0:
             write(directory, f"{name}-loaded", tensors, {})

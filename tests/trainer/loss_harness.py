@@ -46,6 +46,12 @@ LOSSES: dict[str, dict[str, Any]] = {
         "old_logprobs": "engine",
         "entropy_coef": 0.05,
     },
+    "python": {
+        "kind": "python",
+        "import_path": "tests.user_functions:soft_clip",
+        "kwargs": {"temperature": 2.0},
+        "aggregation": "seq_mean_token_mean",
+    },
     "cispo": {
         "kind": "cispo",
         "cispo": {"max_ratio": 1.02},

@@ -142,7 +142,7 @@ def refuse_all(harness: MegatronHarness, directory: Path) -> None:
             continue
         harness.open(LAYOUTS[loaded])
         before, generator = harness.weights(), torch.get_rng_state()
-        error = refusal(lambda path=str(directory / "checkpoints" / saved): harness.worker.load(path=path))
+        error = refusal(lambda path=directory / "checkpoints" / saved: harness.backend.load(path / "state"))
         after = harness.weights()
         unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
         unchanged = unchanged and torch.equal(generator, torch.get_rng_state())
@@ -206,7 +206,7 @@ def stage_all(harness: MegatronHarness, directory: Path) -> None:
             return staged
 
         with _instead(megatron_checkpoint, "stage", stage):
-            harness.backend.save(directory)
+            harness.backend.begin_save(directory)
     if harness.rank == 0:
         (directory / "staged.json").write_text(json.dumps(answers))
 

@@ -36,8 +36,8 @@ from tests.trainer.fsdp_harness import BASE, FULL_LOSS, TEMPERATURE, samples, wr
 SMALL = {"max_tokens_per_microbatch": 64}
 # On-policy, the surrogate alone is a mean of advantages and cancels to almost 0; the entropy makes the loss of size 1.
 LOSS = {"entropy_coef": 0.5}
-# Of a tiny model's weights, so that senders take turns.
-_TURN_BYTES = 1 << 14
+# Of a tiny model's weights, so that several ranks send.
+_SLOT_BYTES = 1 << 14
 TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
@@ -45,7 +45,7 @@ EP = {"expert_model_parallel_size": 2}
 VPP = {"virtual_pipeline_model_parallel_size": 2}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 UNPACKED = {"packed_sequences": False}
-# Buckets of a few matrices, so that there are several whose turns overlap.
+# Buckets of a few matrices, so that there are several whose slots overlap.
 OVERLAP = {"ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10000}}
 AUX = {
     "moe": {"load_balancing_type": "aux_loss", "aux_loss_coeff": 0.1},
@@ -235,9 +235,9 @@ class MegatronHarness:
 
     def published(self) -> list[tuple[int, str, str]]:
         """Rank, name and content of what every rank has to send."""
-        if not self.backend.weight_turns(_TURN_BYTES):
+        if not self.backend.sender_slots(_SLOT_BYTES):
             return [(0, name, content(tensor)) for name, tensor in self.backend.weights()]
-        rounds = self.backend.sent_weights(_TURN_BYTES)
+        rounds = self.backend.sent_weights(_SLOT_BYTES)
         own = [(name, content(tensor)) for tensors in rounds for name, tensor in tensors]
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, own)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -277,12 +278,14 @@ async def test_malformed_streams_are_refused(trainer: Deployment) -> None:
         (messages(pb.TrainRequest, header, [frames[0][: len(frames[0]) // 2]]), "frame"),
     ):
         with pytest.raises(InvalidInput) as caught:
-            await trainer.call("Train", requests)
+            await trainer.call(TrainerService.Train, requests)
         assert caught.value.metadata["field"] == field
     for temperature in (0.0, -1.0, float("nan"), float("inf")):
         assert (await refused(trainer, frames, temperature=temperature)).metadata["field"] == "temperature"
     with pytest.raises(InvalidInput, match="batch_id"):
-        await trainer.call("Train", messages(pb.TrainRequest, pb.TrainHeader(expected_stamp=trainer.stamp), frames))
+        await trainer.call(
+            TrainerService.Train, messages(pb.TrainRequest, pb.TrainHeader(expected_stamp=trainer.stamp), frames)
+        )
 
 
 async def test_epochs_only_grow(trainer: Deployment) -> None:
@@ -302,11 +305,11 @@ async def test_sending_needs_the_joined_epoch_and_the_held_version(trainer: Depl
         (trainer.epoch, 1, Reason.STALE_STAMP),
     ):
         with pytest.raises(PreconditionFailed) as caught:
-            await trainer.call("SendWeights", pb.SendWeightsRequest(epoch=epoch, version=version))
+            await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=epoch, version=version))
         assert caught.value.reason is reason
     await trainer.open()
     with pytest.raises(PreconditionFailed) as caught:
-        await trainer.call("SendWeights", pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
+        await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
     assert caught.value.reason is Reason.NOT_JOINED
 
 
@@ -314,28 +317,27 @@ async def test_absent_member_aborts_the_epoch_and_the_next_one_works(trainer: De
     with pytest.raises(Aborted, match="join"):
         await trainer.join(world_size=2, timeout_s=0.5)
     with pytest.raises(LockstepError) as caught:
-        await trainer.call("SendWeights", pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
+        await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
     assert caught.value.reason in (Reason.NOT_JOINED, Reason.EPOCH_ABORTED)
     before = trainer.stamp
     assert await trainer.publish() == before
 
 
 async def test_no_run_no_answer(deployment: Deployment) -> None:
-    run_id = (await deployment.call("GetInfo", pb.GetInfoRequest())).info.run_id
-    await deployment.call("CloseRun", pb.CloseRunRequest(run_id="another"))
-    assert (await deployment.call("GetInfo", pb.GetInfoRequest())).info.run_id == run_id
-    await deployment.call("CloseRun", pb.CloseRunRequest(run_id=run_id))
-    info = (await deployment.call("GetInfo", pb.GetInfoRequest())).info
+    run_id = (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info.run_id
+    await deployment.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id="another"))
+    assert (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info.run_id == run_id
+    await deployment.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id=run_id))
+    info = (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info
     assert (info.service, info.state, info.run_id) == ("trainer", "idle", "")
     batch = deployment.batch(PolicyStamp(version=0, digest=OTHER_DIGEST))
     for call in (
         deployment.train(batch, stamp=PolicyStamp(version=0, digest=OTHER_DIGEST)),
         deployment.forward(batch),
         deployment.join(),
-        deployment.call("SendWeights", pb.SendWeightsRequest(epoch=1)),
-        deployment.call("SaveCheckpoint", pb.SaveCheckpointRequest(path="/nowhere")),
-        deployment.call("LoadCheckpoint", pb.LoadCheckpointRequest(path="/nowhere")),
-        deployment.call("ExportHuggingFace", pb.ExportHuggingFaceRequest(path="/nowhere")),
+        deployment.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=1)),
+        deployment.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path="/nowhere")),
+        deployment.call(TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest(path="/nowhere")),
     ):
         with pytest.raises(PreconditionFailed) as caught:
             await call
@@ -349,14 +351,14 @@ async def test_opening_the_same_run_again_keeps_what_it_holds(trainer: Deploymen
         model_path=str(trainer.models / "untied"),
         bucket_bytes=1 << 16,
     )
-    trainer.opened = await trainer.call("OpenRun", request)
+    trainer.opened = await trainer.call(TrainerService.OpenRun, request)
     await trainer.publish()
     batch = trainer.batch()
     off = changed(batch, "logprobs", (await trainer.forward(batch))["logprobs"].to_pylist())
     await trainer.train(off, batch_id="first")
-    again = await trainer.call("OpenRun", request)
+    again = await trainer.call(TrainerService.OpenRun, request)
     assert (again.version, again.last_batch_id) == (1, "first")
-    info = await trainer.call("GetInfo", pb.GetInfoRequest())
+    info = await trainer.call(TrainerService.GetInfo, pb.GetInfoRequest())
     assert (info.info.state, info.info.run_id, info.num_ranks) == ("open", "again", 2)
 
 
@@ -378,7 +380,7 @@ async def test_bad_model_directory_is_refused(trainer: Deployment, tmp_path: Pat
             weights.unlink()
     request = pb.OpenRunRequest(run_id="bad", config_json="{}", model_path=str(tmp_path / "bad"), bucket_bytes=1 << 16)
     with pytest.raises(LockstepError) as caught:
-        await trainer.call("OpenRun", request)
+        await trainer.call(TrainerService.OpenRun, request)
     expected = NotFound if kind in ("missing", "no config") else InvalidInput
     assert (type(caught.value), caught.value.metadata["field"]) == (expected, "model")
     await trainer.open()  # the deployment is as good as before
@@ -387,5 +389,5 @@ async def test_bad_model_directory_is_refused(trainer: Deployment, tmp_path: Pat
 async def test_config_that_does_not_fit_is_refused(trainer: Deployment) -> None:
     for text in ('{"strategi": "fsdp"}', '{"optim": {"lr": -1}}', "[]", "no json", ""):
         with pytest.raises(InvalidInput) as caught:
-            await trainer.call("OpenRun", pb.OpenRunRequest(run_id="bad", config_json=text))
+            await trainer.call(TrainerService.OpenRun, pb.OpenRunRequest(run_id="bad", config_json=text))
         assert caught.value.reason is Reason.INVALID_CONFIG

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.trainer.roles import CriticSettings
@@ -94,7 +95,9 @@ async def test_service_names_the_role_that_is_not_open(trainer: Deployment, tmp_
     for call in (
         trainer.forward(trainer.batch(), pb.ROLE_CRITIC),
         trainer.train(batch_of(trainer), **CRITIC),
-        trainer.call("SaveCheckpoint", pb.SaveCheckpointRequest(path=str(tmp_path / "c"), role=pb.ROLE_CRITIC)),
+        trainer.call(
+            TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(tmp_path / "c"), role=pb.ROLE_CRITIC)
+        ),
     ):
         error = await refused(call)
         assert (type(error), error.metadata["field"]) == (InvalidInput, "role")
@@ -105,7 +108,7 @@ async def test_service_saves_and_resumes_the_critic(both: Deployment, tmp_path: 
     await both.train(batch_of(both), **CRITIC, batch_id="b1")
     values, paths = await said(both), {role: tmp_path / str(role) for role in (pb.ROLE_POLICY, pb.ROLE_CRITIC)}
     for role, path in paths.items():
-        await both.call("SaveCheckpoint", pb.SaveCheckpointRequest(path=str(path), role=role))
+        await both.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path), role=role))
     other = SETTINGS.model_copy(update={"num_minibatches": 2})  # opened anew, not found open
     opened = await both.open_role(pb.ROLE_CRITIC, other, checkpoint=str(paths[pb.ROLE_CRITIC]))
     assert (opened.version, opened.last_batch_id) == (1, "b1")
@@ -130,7 +133,7 @@ async def test_service_closes_all_roles_with_the_run(both: Deployment) -> None:
     assert not (await said(both)).any()
     error = await refused(both.forward(both.batch()))
     assert (type(error), error.metadata["field"]) == (InvalidInput, "role")
-    await both.call("CloseRun", pb.CloseRunRequest(run_id=both.run_id))
+    await both.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id=both.run_id))
     assert (await refused(said(both))).reason is Reason.RUN_NOT_OPEN
 
 
@@ -139,7 +142,7 @@ async def test_service_trains_no_reference_and_knows_no_other_role(trainer: Depl
     for role in (pb.ROLE_REFERENCE, 9):
         for call in (
             trainer.train(trainer.batch(), role=role),
-            trainer.call("SaveCheckpoint", pb.SaveCheckpointRequest(path=str(tmp_path / "r"), role=role)),
+            trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(tmp_path / "r"), role=role)),
         ):
             error = await refused(call)
             assert (type(error), error.metadata["field"]) == (InvalidInput, "role")

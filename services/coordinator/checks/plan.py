@@ -109,7 +109,7 @@ def _publication(config: Config, model: Architecture) -> str:
     rank = config.trainer.lora.published_rank
     what = f"adapters of rank {rank}" if rank else "whole checkpoint"
     layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
-    # If several ranks send, a rank's last bucket may not be full, so there can be more buckets.
+    # A slot can end before its bucket is full, so there can be more buckets if several ranks send.
     least = "" if rank or layout.tp * layout.pp * layout.ep == 1 else "at least "
     return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {least}{buckets}"
 

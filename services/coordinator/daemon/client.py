@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
+from lockstep.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer as CoordinatorService
 
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, Unavailable
 from services.common.rpc.address import require_secure
-from services.common.rpc.client import Client
+from services.common.rpc.client import Answer, Client, Method, Request
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.services.launch import Addresses
 
@@ -48,19 +49,19 @@ class Coordinator:
         names = pb.ServiceAddresses.DESCRIPTOR.fields_by_name
         addresses = pb.ServiceAddresses(**{name: getattr(given, name) for name in names})
         request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=addresses)
-        return (await self._call("StartRun", request)).run
+        return (await self._call(CoordinatorService.StartRun, request)).run
 
     async def get(self, name: str) -> pb.Run:
         """Returns the state of a run."""
-        return (await self._call("GetRun", pb.GetRunRequest(name=name))).run
+        return (await self._call(CoordinatorService.GetRun, pb.GetRunRequest(name=name))).run
 
     async def all(self) -> list[pb.Run]:
         """Returns the state of all runs."""
-        return list((await self._call("ListRuns", pb.ListRunsRequest())).runs)
+        return list((await self._call(CoordinatorService.ListRuns, pb.ListRunsRequest())).runs)
 
     async def stop(self, name: str, *, now: bool) -> pb.Run:
         """Asks a run to stop. Returns without waiting for its end."""
-        return (await self._call("StopRun", pb.StopRunRequest(name=name, now=now))).run
+        return (await self._call(CoordinatorService.StopRun, pb.StopRunRequest(name=name, now=now))).run
 
     async def watch(self, name: str) -> AsyncIterator[pb.WatchRunResponse]:
         """Yields each event of a run once, from its first step to its end. Reconnects if the connection breaks."""
@@ -69,7 +70,7 @@ class Coordinator:
         while True:
             request = pb.WatchRunRequest(name=name, after_version=step)
             try:
-                async for answer in self._client.stream("WatchRun", request, timeout_s=_STREAM_S):
+                async for answer in self._client.stream(CoordinatorService.WatchRun, request, timeout_s=_STREAM_S):
                     event = answer.WhichOneof("event")
                     if event == "evaluation" and answer.evaluation.version <= evaluated:
                         continue
@@ -87,14 +88,14 @@ class Coordinator:
         while True:
             request = pb.ReadLogRequest(name=name, service=service, offset=offset, follow=follow)
             try:
-                async for part in self._client.stream("ReadLog", request, timeout_s=_STREAM_S):
+                async for part in self._client.stream(CoordinatorService.ReadLog, request, timeout_s=_STREAM_S):
                     offset = part.next_offset
                     yield part.data
                 return
             except (Unavailable, DeadlineExceeded) as error:
                 await self._come_back(name, error)
 
-    async def _call(self, method: str, request: object) -> object:
+    async def _call(self, method: Method[Request, Answer], request: Request) -> Answer:
         return await self._client.call(method, request, timeout_s=_CALL_S)
 
     async def _come_back(self, name: str, error: LockstepError) -> None:
@@ -106,7 +107,7 @@ class Coordinator:
         log.info("%s; waiting for the coordinator to come back", error.message)
         request = pb.GetRunRequest(name=name)
         try:
-            await self._client.call("GetRun", request, timeout_s=_COME_BACK_S, wait_for_ready=True)
+            await self._client.call(CoordinatorService.GetRun, request, timeout_s=_COME_BACK_S, wait_for_ready=True)
         except (Unavailable, DeadlineExceeded) as timeout:
             raise Unavailable(
                 f"lost the coordinator at {self.address}, and it did not come back within {_COME_BACK_S:g} s"

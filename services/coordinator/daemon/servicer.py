@@ -12,7 +12,7 @@ from lockstep.coordinator.v1 import coordinator_pb2_grpc
 from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.rpc.address import require_secure
-from services.common.rpc.server import service_info
+from services.common.rpc.server import NO_RUN, service_info
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.checks.plan import check_model
 from services.coordinator.daemon.history import is_news, read_events
@@ -32,7 +32,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         state = "ending" if self._runs.is_ending else "serving"
-        info = service_info("coordinator", state, run=("", ""), libraries=("grpcio", "pyarrow"))
+        info = service_info("coordinator", state, run=NO_RUN, libraries=("grpcio", "pyarrow"))
         return pb.GetInfoResponse(info=info, runs_dir=str(self._runs.directory), num_running=len(self._runs.running))
 
     async def StartRun(self, request: pb.StartRunRequest, context: Any) -> pb.StartRunResponse:

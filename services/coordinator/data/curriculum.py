@@ -39,7 +39,7 @@ def require_enough(num_prompts: int, config: Config) -> None:
     if over_sampling.at_once(per_step) > num_prompts:
         raise InvalidInput(
             f"data.prompts_per_step {per_step} x selection.over_sampling.factor {over_sampling.factor:g} = "
-            f"{over_sampling.at_once(per_step)} prompts at once, but data.train has {num_prompts}; lower one of the two",
+            f"{over_sampling.at_once(per_step)} prompts at once, but data.train has {num_prompts}; lower one",
             field="selection.over_sampling.factor",
         )
 

@@ -60,8 +60,8 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
     alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # opens no other model
     # The run may be in progress, with its metrics port and trackers in use.
-    alone["observability"] = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
-    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone})
+    quiet = {"observability": config.observability.model_copy(update={"metrics_address": "", "trackers": ()})}
+    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone, **quiet})
 
 
 def _run_of(checkpoint: Path, config: Config) -> Path:

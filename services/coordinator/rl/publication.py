@@ -87,12 +87,13 @@ class Publisher:
         self._members = [(replica, replica.num_opens) for replica in replicas]
 
     async def _send(self, version: int) -> PolicyStamp:
-        stamp, *digests = await gather(
+        stamp, *received = await gather(
             [
                 self._trainer.send(self._epoch, version),
                 *(replica.receive(self._epoch, version) for replica, _ in self._members),
             ]
         )
+        digests = [replicas.digest for replicas in received]
         if set(digests) != {stamp.digest}:
             raise PreconditionFailed(f"sent {stamp.digest}, received {digests}", reason=Reason.DIGEST_MISMATCH)
         await gather(replica.commit(stamp) for replica, _ in self._members)

@@ -13,6 +13,7 @@ from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
+from services.coordinator.rl.advantages.python import require_importable
 from services.coordinator.rl.collect import Collector
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.loop import train
@@ -55,6 +56,7 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
     Raises:
         LockstepError: The first failure of any part.
     """
+    require_importable(config.advantage)
     data = data or load_data(config, given)
     with recorded_run(config, frontend.console) as run:
         async with running_services(run, given) as addresses:

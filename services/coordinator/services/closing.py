@@ -3,12 +3,19 @@
 import logging
 from typing import Any
 
-from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
-from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from google.protobuf.message import Message
+from lockstep.reward.v1 import reward_pb2
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceStub
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
+from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 
 from services.common.errors import LockstepError
-from services.common.rpc.client import Client
+from services.common.rpc.client import Client, Method
 from services.common.tasks import gather
 from services.coordinator.observe.outcome import Outcome
 from services.coordinator.runs.clock import Phase
@@ -38,23 +45,24 @@ async def close_run(run: Run, addresses: Addresses) -> None:
     """
     id_of = {"run_id": run.run_id}
     trainers = {addresses.trainer, addresses.reference, addresses.critic}
-    requests: list[tuple[str, type, Any]] = [
-        (addresses.reward, reward_pb2_grpc.RewardServiceStub, reward_pb2.CloseRunRequest(**id_of)),
-        *((at, trainer_pb2_grpc.TrainerServiceStub, trainer_pb2.CloseRunRequest(**id_of)) for at in trainers),
-        *((at, rollout_pb2_grpc.RolloutServiceStub, rollout_pb2.CloseRunRequest(**id_of)) for at in addresses.rollout),
-    ]
-    clients = [
-        (Client(at, stub, addresses.transport), request)
-        for at, stub, request in requests
+    kinds = (
+        ([addresses.reward], RewardServiceStub, RewardService.CloseRun, reward_pb2.CloseRunRequest(**id_of)),
+        (trainers, TrainerServiceStub, TrainerService.CloseRun, trainer_pb2.CloseRunRequest(**id_of)),
+        (addresses.rollout, RolloutServiceStub, RolloutService.CloseRun, rollout_pb2.CloseRunRequest(**id_of)),
+    )
+    given = [
+        (Client(at, stub, addresses.transport), method, request)
+        for all_at, stub, method, request in kinds
+        for at in all_at
         if at and at not in addresses.started
     ]
-    await gather(_close(client, request, run.config.timeouts.info_s) for client, request in clients)
+    await gather(_close(run, client, method, request) for client, method, request in given)
 
 
-async def _close(client: Client, request: Any, timeout_s: float) -> None:
+async def _close(run: Run, client: Client, method: Method[Any, Message], request: Any) -> None:
     try:
-        await client.call("CloseRun", request, timeout_s=timeout_s)
+        await client.call(method, request, timeout_s=run.config.timeouts.info_s)
     except LockstepError as error:
-        log.warning("run %s may still be open at %s: %s", request.run_id, client.address, error.message)
+        log.warning("run %s may still be open at %s: %s", run.run_id, client.address, error.message)
     finally:
         await client.close()

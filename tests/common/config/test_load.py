@@ -209,7 +209,7 @@ CROSS_FIELD = {
     ),
     "the engine samples at what is trained at": (
         ["rollout.sampling.temperature=0.0099"],
-        ["rollout.sampling.temperature", "vLLM would sample at 0.01; give that or more"],
+        ["rollout.sampling.temperature", "vLLM would sample at 0.01; set at least that"],
         ["rollout.sampling.temperature=0.01"],
     ),
     "a temperature is finite": (

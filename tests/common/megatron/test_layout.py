@@ -256,18 +256,18 @@ IN_CONFIG = {
     ),
     "long samples spread evenly over rounds of an interleaved pipeline": (
         {"num_ranks": 8, "megatron": {PP: 4, VPP: 2}, "max_tokens_per_microbatch": 39},
-        ["does not divide by trainer.num_ranks 8 (data-parallel size 2", "x PP 4, interleaved", "at least 40"],
+        ["is not divisible by trainer.num_ranks 8 (data-parallel size 2", "x PP 4, interleaved", "at least 40"],
         {"num_ranks": 8, "megatron": {PP: 4, VPP: 2}, "max_tokens_per_microbatch": 40},
     ),
     "long samples spread evenly, padded": (
         # The longest has 20 tokens, 24 when padded to a multiple of TP x 2 x CP = 8.
         {"num_ranks": 12, "megatron": {TP: 2, CP: 2}, "max_tokens_per_microbatch": 40},
-        ["does not divide by trainer.num_ranks 12", "data-parallel size 3", "at least 48"],
+        ["is not divisible by trainer.num_ranks 12", "data-parallel size 3", "at least 48"],
         {"num_ranks": 12, "megatron": {TP: 2, CP: 2}, "max_tokens_per_microbatch": 48},
     ),
     "long samples spread evenly, reference": (
         {"num_ranks": 3, "megatron": {CP: 3}, "reference": {"megatron": {}}, "max_tokens_per_microbatch": 36},
-        ["does not divide by reference.num_ranks 3,", "at least 40"],
+        ["is not divisible by reference.num_ranks 3,", "at least 40"],
         {"num_ranks": 3, "megatron": {CP: 3}, "reference": {"megatron": {CP: 3}}, "max_tokens_per_microbatch": 36},
     ),
 }

@@ -11,8 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import (
@@ -90,7 +93,7 @@ class Rig:
         self.rollout_client = Client(self.address, rollout_pb2_grpc.RolloutServiceStub)
 
     async def score(self, prompt: str = "") -> pb.ScoreResponse:
-        return await self.client.call("Score", pb.ScoreRequest(prompt=prompt), timeout_s=10)
+        return await self.client.call(RewardService.Score, pb.ScoreRequest(prompt=prompt), timeout_s=10)
 
     async def error_of(self, error: BaseException) -> LockstepError:
         self.reward.error = error
@@ -152,14 +155,14 @@ async def test_error_of_a_stream_arrives_after_its_answers(rig: Rig) -> None:
     rig.rollout.error = PreconditionFailed("moved on", reason=Reason.STALE_STAMP)
     received = 0
     with pytest.raises(PreconditionFailed, match="moved on") as caught:
-        async for _ in rig.rollout_client.stream("Generate", rollout_pb2.GenerateRequest(), timeout_s=10):
+        async for _ in rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=10):
             received += 1
     assert (received, caught.value.reason) == (2, Reason.STALE_STAMP)
 
 
 async def test_deadline_ends_the_call_on_both_ends(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded) as caught:
-        await rig.client.call("OpenRun", pb.OpenRunRequest(), timeout_s=0.2)
+        await rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=0.2)
     assert caught.value.reason is Reason.DEADLINE
     assert rig.address in caught.value.message
     async with asyncio.timeout(5):
@@ -168,12 +171,12 @@ async def test_deadline_ends_the_call_on_both_ends(rig: Rig) -> None:
 
 async def test_deadline_of_a_stream(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded):
-        async for _ in rig.rollout_client.stream("Generate", rollout_pb2.GenerateRequest(), timeout_s=0.2):
+        async for _ in rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=0.2):
             pass
 
 
 async def test_cancelled_call_is_cancelled_at_the_server(rig: Rig) -> None:
-    call = asyncio.create_task(rig.client.call("OpenRun", pb.OpenRunRequest(), timeout_s=60))
+    call = asyncio.create_task(rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=60))
     await rig.reward.entered.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -183,7 +186,7 @@ async def test_cancelled_call_is_cancelled_at_the_server(rig: Rig) -> None:
 
 
 async def test_closed_stream_is_closed_at_the_server(rig: Rig) -> None:
-    stream = rig.rollout_client.stream("Generate", rollout_pb2.GenerateRequest(), timeout_s=60)
+    stream = rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=60)
     async with contextlib.aclosing(stream) as answers:
         await anext(answers)
     async with asyncio.timeout(5):
@@ -193,13 +196,13 @@ async def test_closed_stream_is_closed_at_the_server(rig: Rig) -> None:
 async def test_server_that_is_not_there_is_unavailable() -> None:
     client = Client(f"127.0.0.1:{free_port()}", reward_pb2_grpc.RewardServiceStub)
     with pytest.raises(Unavailable) as caught:
-        await client.call("Score", pb.ScoreRequest(), timeout_s=10)
+        await client.call(RewardService.Score, pb.ScoreRequest(), timeout_s=10)
     assert caught.value.reason is Reason.UNREACHABLE
     await client.close()
 
 
 async def test_server_that_goes_away_in_a_call_is_unavailable(rig: Rig) -> None:
-    call = asyncio.create_task(rig.client.call("OpenRun", pb.OpenRunRequest(), timeout_s=60))
+    call = asyncio.create_task(rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=60))
     await rig.reward.entered.wait()
     await rig.server.grpc.stop(None)
     with pytest.raises(Unavailable):
@@ -212,7 +215,7 @@ async def test_server_that_nobody_can_reach_is_unavailable_once_waited_for(
     monkeypatch.setattr("services.common.rpc.channel._PATIENCE_S", 0.0)
     client = Client(f"127.0.0.1:{free_port()}", reward_pb2_grpc.RewardServiceStub)
     with pytest.raises(Unavailable, match=r"no connection within 2 s: Connection refused") as caught:
-        await client.call("Score", pb.ScoreRequest(), timeout_s=2, wait_for_ready=True)
+        await client.call(RewardService.Score, pb.ScoreRequest(), timeout_s=2, wait_for_ready=True)
     assert caught.value.reason is Reason.UNREACHABLE
     assert client.address in caught.value.message
     waiting = f"Score at {client.address}: no connection yet, waiting up to 2 s: Connection refused"
@@ -222,16 +225,18 @@ async def test_server_that_nobody_can_reach_is_unavailable_once_waited_for(
 
 async def test_server_that_was_there_but_is_slow_is_not_unavailable(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded):
-        await rig.client.call("OpenRun", pb.OpenRunRequest(), timeout_s=0.5, wait_for_ready=True)
+        await rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=0.5, wait_for_ready=True)
 
 
 async def test_address_of_another_service_is_named(rig: Rig) -> None:
     client = Client(rig.address, trainer_pb2_grpc.TrainerServiceStub)
     for wait_for_ready in (False, True):
         with pytest.raises(InvalidInput, match=f"{rig.address} is not the address of a trainer service.* OpenRun"):
-            await client.call("OpenRun", trainer_pb2.OpenRunRequest(), timeout_s=10, wait_for_ready=wait_for_ready)
+            await client.call(
+                TrainerService.OpenRun, trainer_pb2.OpenRunRequest(), timeout_s=10, wait_for_ready=wait_for_ready
+            )
     with pytest.raises(InvalidInput, match="a trainer service"):
-        async for _ in client.stream("Forward", iter([]), timeout_s=10):
+        async for _ in client.stream(TrainerService.Forward, iter([]), timeout_s=10):
             pass
     await client.close()
 

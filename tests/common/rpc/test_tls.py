@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common.config.run import Config
@@ -51,7 +52,7 @@ def mtls(directory: Path) -> Transport:
 async def score(address: str, transport: Transport, *, timeout_s: float = 30.0) -> pb.ScoreResponse:
     client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
     try:
-        return await client.call("Score", pb.ScoreRequest(), timeout_s=timeout_s, wait_for_ready=True)
+        return await client.call(RewardService.Score, pb.ScoreRequest(), timeout_s=timeout_s, wait_for_ready=True)
     finally:
         await client.close()
 

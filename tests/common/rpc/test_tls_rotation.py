@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 
 from services.common.errors import InvalidInput, Unauthenticated
 from services.common.rpc.client import Client
@@ -69,7 +70,7 @@ class Deployment:
 
 
 async def info(client: Client, **options: bool) -> None:
-    await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10, **options)
+    await client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=10, **options)
 
 
 async def test_no_call_fails_while_certificates_are_renewed_and_expire(tmp_path) -> None:
@@ -91,7 +92,7 @@ async def test_no_call_fails_while_certificates_are_renewed_and_expire(tmp_path)
             counts["new"] += 1
             await asyncio.sleep(0.01)
 
-    stream = kept.stream("Generate", pb.GenerateRequest(), timeout_s=30)
+    stream = kept.stream(RolloutService.Generate, pb.GenerateRequest(), timeout_s=30)
     assert (await anext(stream)).prompt_id == "before"
     (before,) = await _callers(deployment, kept)
     expiry = asyncio.create_task(deployment.until_the_first_expire())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP
 
 from services.common.errors import InvalidInput
@@ -108,12 +109,12 @@ async def test_lines_of_a_service_are_about_the_callers_work(service: Service) -
     scorers = '{"scorers": [{"kind": "python", "path": "number:score"}], "num_workers": 1}'
     candidates = [pb.Candidate(text=text, finish_reason=FINISH_REASON_STOP) for text in ("1", "x")]
     with within(run="r-1"):
-        await client.call("OpenRun", pb.OpenRunRequest(run_id="r-1", config_json=scorers), timeout_s=60)
+        await client.call(RewardService.OpenRun, pb.OpenRunRequest(run_id="r-1", config_json=scorers), timeout_s=60)
         with within(step=5, group="p7"):
             request = pb.ScoreRequest(run_id="r-1", prompt_id="p7", candidates=candidates)
-            await client.call("Score", request, timeout_s=60)
+            await client.call(RewardService.Score, request, timeout_s=60)
         with pytest.raises(InvalidInput), within(step=6):
-            await client.call("Score", pb.ScoreRequest(run_id="r-1"), timeout_s=60)
+            await client.call(RewardService.Score, pb.ScoreRequest(run_id="r-1"), timeout_s=60)
     await client.close()
     lines = [json.loads(line) for line in service.end()]
     told = [{name: line.get(name) for name in ("run", "step", "group", "sample")} for line in lines]

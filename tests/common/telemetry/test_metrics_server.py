@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP
 from prometheus_client import CollectorRegistry
 
@@ -35,10 +36,10 @@ async def test_a_reward_service_says_what_it_has_done(service: Service) -> None:
     candidates = [pb.Candidate(text=text, finish_reason=FINISH_REASON_STOP) for text in ("1", "2", "x")]
     request = pb.ScoreRequest(run_id="r", prompt_id="p", answer="1", candidates=candidates)
     with pytest.raises(PreconditionFailed):
-        await client.call("Score", request, timeout_s=30)
-    await client.call("OpenRun", pb.OpenRunRequest(run_id="r", config_json=scorers), timeout_s=60)
+        await client.call(RewardService.Score, request, timeout_s=30)
+    await client.call(RewardService.OpenRun, pb.OpenRunRequest(run_id="r", config_json=scorers), timeout_s=60)
     for _ in range(2):
-        await client.call("Score", request, timeout_s=60)
+        await client.call(RewardService.Score, request, timeout_s=60)
     await client.close()
 
     metrics = await asyncio.to_thread(scrape, page)

@@ -100,10 +100,10 @@ def test_every_member_gets_what_was_sent(store, pool, next_epoch) -> None:
     assert send(first, PLAN, changed, version=8).digest == received[0].result()[0] != publication.digest
 
 
-def turns() -> tuple[Plan, list[list[list[tuple[str, torch.Tensor]]]]]:
-    """A plan of two senders, who take turns, and what each of them has in each round."""
+def two_senders() -> tuple[Plan, list[list[list[tuple[str, torch.Tensor]]]]]:
+    """A plan of two senders, whose slots alternate, and what each of them has in each round."""
     a, b, c, d, e, f, g = weights = some_weights()
-    plan = Plan.of(weights, bucket_bytes=1 << 20, turns=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
+    plan = Plan.of(weights, bucket_bytes=1 << 20, slots=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
     return plan, [[[a, b], [e], [g]], [[c, d], [f], []]]
 
 
@@ -124,7 +124,7 @@ def test_what_is_sent_may_be_freed_when_all_was_asked_for(store, pool, next_epoc
 
 def test_what_several_send_is_as_if_one_had_sent_it(store, pool, next_epoch, monkeypatch) -> None:
     monkeypatch.setattr(group_module, "_PART_BYTES", 1000)  # no multiple of what is sent
-    plan, parts = turns()
+    plan, parts = two_senders()
     assert [bucket.sender for bucket in plan.buckets] == [0, 1, 0, 1, 0]
     *senders, first, second = form(pool, store, next_epoch(), 4)
     for version in (1, 2):
@@ -140,7 +140,7 @@ def test_what_several_send_is_as_if_one_had_sent_it(store, pool, next_epoch, mon
 
 
 def test_a_sender_that_gives_up_ends_it_for_all(store, pool, next_epoch) -> None:
-    plan, parts = turns()
+    plan, parts = two_senders()
     *senders, first, second = form(pool, store, next_epoch(), 4, timeout_s=20.0)
     others = [pool.submit(receive, group, plan, 1) for group in (first, second)]
     others.append(pool.submit(send, senders[0], plan, parts[0], version=1))

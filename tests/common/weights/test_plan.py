@@ -41,19 +41,19 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 @given(weights=weights(), bucket_bytes=st.integers(1, 600))
 def test_buckets_hold_every_tensor_once_aligned_and_in_order(weights, bucket_bytes: int) -> None:
     plan = Plan.of(weights, bucket_bytes=bucket_bytes)
-    slots = [slot for bucket in plan.buckets for slot in bucket.slots]
-    assert [(s.name, s.dtype, s.shape) for s in slots] == [(n, t.dtype, tuple(t.shape)) for n, t in weights]
+    places = [place for bucket in plan.buckets for place in bucket.places]
+    assert [(s.name, s.dtype, s.shape) for s in places] == [(n, t.dtype, tuple(t.shape)) for n, t in weights]
     assert plan.num_bytes == sum(tensor.nbytes for _, tensor in weights)
     start = 0
     for bucket in plan.buckets:
         assert bucket.start == start
         assert bucket.num_bytes % ALIGN_BYTES == 0
-        assert bucket.num_bytes <= bucket_bytes + ALIGN_BYTES or len(bucket.slots) == 1
+        assert bucket.num_bytes <= bucket_bytes + ALIGN_BYTES or len(bucket.places) == 1
         ends = [0]
-        for slot in bucket.slots:
-            assert slot.offset % ALIGN_BYTES == 0
-            assert ends[-1] <= slot.offset < ends[-1] + ALIGN_BYTES
-            ends.append(slot.offset + slot.num_bytes)
+        for place in bucket.places:
+            assert place.offset % ALIGN_BYTES == 0
+            assert ends[-1] <= place.offset < ends[-1] + ALIGN_BYTES
+            ends.append(place.offset + place.num_bytes)
         assert ends[-1] <= bucket.num_bytes
         start += bucket.num_bytes
     # The other end cuts the message that it got, not these tensors.
@@ -85,7 +85,7 @@ def test_an_adapter_begins_with_a_bucket_of_its_own_and_completes_the_digest_of_
     plan = Plan.with_adapter(base, adapter, adapter_config_json="{}", bucket_bytes=bucket_bytes)
     plan = Plan(WeightPlan.FromString(plan.message.SerializeToString()))
     assert plan.has_adapter
-    names = [[slot.name for slot in bucket.slots] for bucket in plan.buckets]
+    names = [[place.name for place in bucket.places] for bucket in plan.buckets]
     assert [*itertools.chain(*names[: plan.num_base_buckets])] == [name for name, _ in base]
     assert [*itertools.chain(*names[plan.num_base_buckets :])] == [name for name, _ in adapter]
     base_bytes, adapter_bytes = (sum(tensor.nbytes for _, tensor in part) for part in (base, adapter))
@@ -213,7 +213,7 @@ def test_export_that_is_not_the_plan_is_an_error(sent: list[tuple[str, torch.Ten
 
 def test_rounds_of_several_senders() -> None:
     a, b, c, d = weights = [(name, torch.full([4], index)) for index, name in enumerate("abcd")]
-    plan = Plan.of(weights, bucket_bytes=1 << 20, turns=[(0, 1), (1, 2), (0, 1)])
+    plan = Plan.of(weights, bucket_bytes=1 << 20, slots=[(0, 1), (1, 2), (0, 1)])
     assert plan.num_senders == 2
     assert [[bucket.sender for bucket in buckets] for buckets in plan.rounds] == [[0, 1], [0]]
     flats = [flat for _, flat in pack_rounds(plan, [[a], [d]], CPU, sender=0)]
@@ -229,7 +229,7 @@ def test_rounds_of_several_senders() -> None:
 
 def test_a_turn_of_nothing_but_empty_tensors() -> None:
     empty, whole = ("empty", torch.zeros(0)), ("whole", torch.ones(4))
-    plan = Plan.of([empty, whole], bucket_bytes=1 << 20, turns=[(0, 1), (1, 1)])
+    plan = Plan.of([empty, whole], bucket_bytes=1 << 20, slots=[(0, 1), (1, 1)])
     none, (_, own) = pack_rounds(plan, [[whole]], CPU, sender=1)
     assert none[1] is None
     assert torch.equal(own.view(torch.float32), whole[1])
@@ -238,7 +238,7 @@ def test_a_turn_of_nothing_but_empty_tensors() -> None:
 
 def test_a_round_is_taken_before_any_of_it_is_given_out() -> None:
     weights = [(name, torch.zeros(4)) for name in "abc"]
-    plan = Plan.of(weights, bucket_bytes=1 << 20, turns=[(0, 1), (1, 1), (0, 1)])
+    plan = Plan.of(weights, bucket_bytes=1 << 20, slots=[(0, 1), (1, 1), (0, 1)])
     taken = []
 
     def gather(number: int, own: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
@@ -250,13 +250,13 @@ def test_a_round_is_taken_before_any_of_it_is_given_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turns", "problem"), [([(2, 1)], "2 senders"), ([(1, 2)], "1 tensors"), ([(1, 0)], "1 tensors")]
+    ("slots", "problem"), [([(2, 1)], "2 senders"), ([(1, 2)], "1 tensors"), ([(1, 0)], "1 tensors")]
 )
-def test_plan_with_other_turns_than_tensors_or_senders_is_refused(turns: list[tuple[int, int]], problem: str) -> None:
+def test_plan_with_other_turns_than_tensors_or_senders_is_refused(slots: list[tuple[int, int]], problem: str) -> None:
     spec = TensorSpec(name="w", dtype="float32", shape=[1])
     message = WeightPlan(tensors=[spec], bucket_bytes=64, num_senders=2)
-    for sender, num_tensors in turns:
-        message.turns.add(sender=sender, num_tensors=num_tensors)
+    for sender, num_tensors in slots:
+        message.slots.add(sender=sender, num_tensors=num_tensors)
     with pytest.raises(InvalidInput, match=problem):
         Plan(message)
 

@@ -171,7 +171,7 @@ def test_a_member_that_the_store_fails_leaves_no_thread(store, monkeypatch: pyte
     before = set(threading.enumerate())
     with pytest.raises(Aborted, match="cannot be reached: failed to send") as caught:
         WeightGroup(group, rank=1, device=torch.device("cpu"))
-    del caught  # its traceback holds the client, whose connection the passage sees to the end
+    del caught  # its traceback holds the client, whose connection the proxy sees to the end
     gc.collect()
     for thread in set(threading.enumerate()) - before:
         thread.join(5)

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
+from lockstep.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer as CoordinatorService
 
 from services.common.rpc.client import Client
 from tests.coordinator.daemon.harness import Fakes, fake_services, run_settings
@@ -57,7 +58,9 @@ async def served(directory: Path, address: str) -> AsyncIterator[Command]:
     daemon = await Command.start(directory, "coordinator", "serve", "--listen", address)
     client = Client(address, coordinator_pb2_grpc.CoordinatorServiceStub)
     try:
-        info = await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=_TIMEOUT_S, wait_for_ready=True)
+        info = await client.call(
+            CoordinatorService.GetInfo, pb.GetInfoRequest(), timeout_s=_TIMEOUT_S, wait_for_ready=True
+        )
         assert (info.info.service, info.runs_dir) == ("coordinator", str(directory / "runs"))
         yield daemon
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
+from lockstep.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer as CoordinatorService
 from rich.console import Console
 
 from services.common.config.run import Config
@@ -108,7 +109,9 @@ async def test_what_cannot_be_started_is_refused_with_the_reason(here: Daemon, f
     with pytest.raises(InvalidInput, match=r"addresses\.trainer: 'nowhere' is not HOST:PORT"):
         await here.coordinator.start(Config(**run_settings(here.directory)), Addresses(trainer="nowhere"))
     with pytest.raises(InvalidInput, match="num_stepz: unknown key; did you mean num_steps"):
-        await here.client.call("StartRun", pb.StartRunRequest(config_json='{"num_stepz": 1}'), timeout_s=10)
+        await here.client.call(
+            CoordinatorService.StartRun, pb.StartRunRequest(config_json='{"num_stepz": 1}'), timeout_s=10
+        )
     for method in ("get", "stop"):
         with pytest.raises(NotFound, match=r"there is no run \.\./runs/run"):
             await getattr(here.coordinator, method)("../runs/run", **({"now": False} if method == "stop" else {}))

@@ -310,9 +310,9 @@ class TestConfig:
         ("keys", "message"),
         [
             ({"train": []}, "at least 1 item"),
-            ({"eval": ["x/a.parquet", "y/x/a.parquet"]}, "two files would have the same name"),
+            ({"eval": ["x/a.parquet", "y/x/a.parquet"]}, "two files would get the same name"),
             *(
-                ({"eval": {name: "x.parquet"}}, "is no name")
+                ({"eval": {name: "x.parquet"}}, "is not a valid name")
                 for name in ("a/b", "../../outside", "", ".a", "a b", "a\n")
             ),
             ({"eval": "数/据.parquet"}, r"as in \{held-out: 数/据.parquet\}"),

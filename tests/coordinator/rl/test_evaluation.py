@@ -209,7 +209,7 @@ async def test_an_evaluation_without_any_score_and_one_that_may_not_fail_are_err
         ({"num_samples": 2}, "num_samples 2 needs a temperature above 0"),
         ({"temperature": -1}, "greater than or equal to 0"),
         ({"temperature": float("inf")}, "finite"),
-        ({"temperature": 0.005}, "vLLM would sample at 0.01; give that or more, or 0"),
+        ({"temperature": 0.005}, "vLLM would sample at 0.01; set at least that, or 0"),
         ({"num_samples": 0}, "greater than or equal to 1"),
         ({"max_prompts": 0}, "greater than or equal to 1"),
         ({"pass_at": 1}, "Extra inputs"),
@@ -239,7 +239,7 @@ def run_yaml(tmp_path: Path) -> str:
         (["evaluation.sets.zzz.temperature=1", "data.eval=[]"], ["evaluation.sets.zzz: data.eval has no set"]),
         (["evaluation.sets.aime.max_tokens=1101"], ["set aime = 1201", "rollout.max_model_len = 1200"]),
         (["evaluation.max_tokens=2000"], ["set gsm8k-test = 2100", "at least 2100"]),
-        (["evaluation.eval_freq=1", "data.eval=[]"], ["evaluation.eval_freq", "data.eval is empty"]),
+        (["evaluation.eval_freq=1", "data.eval=[]"], ["evaluation.eval_freq", "data.eval names no file"]),
         (["evaluation.sets.aime.num_samples=4"], ["evaluation.sets.aime: num_samples 4", "command line"]),
     ],
 )

@@ -59,7 +59,7 @@ async def test_a_run_never_takes_the_scores_of_another():
         assert await rewards(ours) == [-0.5]
         await theirs.open("theirs")
         assert await rewards(theirs) == [-0.25]
-        with pytest.raises(PreconditionFailed, match="run theirs opened its scorers here after run ours") as raised:
+        with pytest.raises(PreconditionFailed, match="run theirs opened its scorers on this service after") as raised:
             await rewards(ours)
         assert raised.value.reason is Reason.SCORER_CHANGED
 

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import InvalidInput
@@ -60,9 +61,9 @@ async def test_a_group_is_one_request_with_every_field(open_run, make_item):
 
 GOOD = {"scores": [1, 1], "version": "lengths 1"}
 BROKEN = [
-    ([1, 1], "just scores and version"),
-    ({"scores": [1, 1]}, "just scores and version"),
-    (GOOD | {"more": 1}, "just scores and version"),
+    ([1, 1], "only the keys scores and version"),
+    ({"scores": [1, 1]}, "only the keys scores and version"),
+    (GOOD | {"more": 1}, "only the keys scores and version"),
     (GOOD | {"version": ""}, "printable"),
     (GOOD | {"version": "a\nb"}, "printable"),
     (GOOD | {"version": 1}, "printable"),
@@ -167,11 +168,11 @@ async def test_through_the_real_service(tmp_path):
         async with served(lengths) as end:
             config = {"scorers": [http(end.url), {"kind": "exact", "weight": 0.5}]}
             request = pb.OpenRunRequest(run_id="r", config_json=json.dumps(config))
-            opened = await client.call("OpenRun", request, timeout_s=20)
+            opened = await client.call(RewardService.OpenRun, request, timeout_s=20)
             stop = types_pb2.FINISH_REASON_STOP
             candidates = [pb.Candidate(text=text, num_tokens=1, finish_reason=stop) for text in ("abc", "", "ab")]
             request = pb.ScoreRequest(run_id="r", prompt_id="1", prompt="?", answer="ab", candidates=candidates)
-            answer = await client.call("Score", request, timeout_s=20)
+            answer = await client.call(RewardService.Score, request, timeout_s=20)
     finally:
         await client.close()
         await servicer.close()

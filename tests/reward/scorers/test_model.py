@@ -112,7 +112,7 @@ def test_what_cannot_be_loaded_is_refused(directory, reward_model, tmp_path):
     (pickled / "pytorch_model.bin").write_bytes(b"never read")
     cases = [
         (tmp_path / "none", {}, "is not a directory"),
-        (directory, {}, "it has no weights score.weight"),
+        (directory, {}, "it lacks weights score.weight"),
         (two, {}, "has 2 labels: set label"),
         (two, {"label": 2}, "label 2: the model has 2 labels"),
         (two, {"label": 0, "template": "chat"}, "no chat template"),

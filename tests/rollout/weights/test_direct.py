@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from services.common.weights.digest import WeightDigest
+from services.rollout.compat.vllm.reload import reload_weights
 from services.rollout.weights import loading
 from services.rollout.weights.direct import DirectMap, Recorder
-from services.rollout.weights.reload import reload_weights
 from tests.rollout.toy_engine import CPU, Layer, Loader, Toy, Worker, adapter, checkpoint, method
 
 # One bucket for each tensor, several tensors in some, all in one.

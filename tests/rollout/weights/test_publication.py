@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import pytest_asyncio
 from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common import batch as batches
@@ -46,7 +47,7 @@ async def opened(request: pytest.FixtureRequest, stack: Stack, model) -> Stack:
 
 async def export(stack: Stack, path: Path) -> Path:
     request = trainer_pb2.ExportHuggingFaceRequest(path=str(path))
-    await stack.trainer.call("ExportHuggingFace", request, timeout_s=60)
+    await stack.trainer.call(TrainerService.ExportHuggingFace, request, timeout_s=60)
     return path
 
 
@@ -83,7 +84,9 @@ async def forward(stack: Stack, batch: pa.Table, temperature: float) -> pa.Table
         for frame in batches.encode(batch):
             yield trainer_pb2.ForwardRequest(frame=frame)
 
-    return batches.decode([a.frame async for a in stack.trainer.stream("Forward", requests(), timeout_s=60)])
+    return batches.decode(
+        [a.frame async for a in stack.trainer.stream(TrainerService.Forward, requests(), timeout_s=60)]
+    )
 
 
 async def train(stack: Stack, batch: pa.Table, stamp: PolicyStamp) -> trainer_pb2.TrainResponse:
@@ -94,7 +97,7 @@ async def train(stack: Stack, batch: pa.Table, stamp: PolicyStamp) -> trainer_pb
         for frame in batches.encode(batch):
             yield trainer_pb2.TrainRequest(frame=frame)
 
-    return await stack.trainer.call("Train", requests(), timeout_s=60)
+    return await stack.trainer.call(TrainerService.Train, requests(), timeout_s=60)
 
 
 def largest_gap(batch: pa.Table, forwarded: pa.Table) -> float:
@@ -133,7 +136,9 @@ async def test_three_publications_are_exact_and_every_sample_is_on_policy(opened
 
 
 async def test_a_seed_gives_the_same_sample_in_any_company_and_on_any_replica(opened: Stack):
-    version = (await opened.trainer.call("GetInfo", trainer_pb2.GetInfoRequest(), timeout_s=10)).stamp.version
+    version = (
+        await opened.trainer.call(TrainerService.GetInfo, trainer_pb2.GetInfoRequest(), timeout_s=10)
+    ).stamp.version
     stamp = await opened.publish(version)
     first, second = opened.replicas
     crowd, elsewhere = await asyncio.gather(
@@ -153,12 +158,16 @@ async def test_a_seed_gives_the_same_sample_in_any_company_and_on_any_replica(op
 
 
 async def test_a_member_that_does_not_come_ends_the_epoch_for_every_sender(opened: Stack):
-    version = (await opened.trainer.call("GetInfo", trainer_pb2.GetInfoRequest(), timeout_s=10)).stamp.version
+    version = (
+        await opened.trainer.call(TrainerService.GetInfo, trainer_pb2.GetInfoRequest(), timeout_s=10)
+    ).stamp.version
     stamp = await opened.publish(version)
     opened.epoch += 1
     group = opened.group(world_size=opened.opened.plan.num_senders + 1, timeout_s=0.5)
     with pytest.raises(Aborted, match="join"):
-        await opened.trainer.call("JoinWeightGroup", trainer_pb2.JoinWeightGroupRequest(group=group), timeout_s=10)
+        await opened.trainer.call(
+            TrainerService.JoinWeightGroup, trainer_pb2.JoinWeightGroupRequest(group=group), timeout_s=10
+        )
     assert await opened.publish(version) == stamp
 
 

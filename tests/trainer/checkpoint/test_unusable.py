@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
 from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.checkpoint.manifest import begin
@@ -15,7 +16,7 @@ from tests.trainer.fsdp_harness import Harness
 async def test_other_shapes_are_refused_and_the_trainer_opens_again(
     trainer: Deployment, trainer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await trainer.call("SaveCheckpoint", pb.SaveCheckpointRequest(path=str(tmp_path / "c")))
+    await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(tmp_path / "c")))
     monkeypatch.setitem(support._SHAPE, "intermediate_size", 256)
     support.make_model(trainer_files / "models" / "wide", "untied")
     with pytest.raises(PreconditionFailed) as caught:

@@ -140,10 +140,10 @@ class Rank:
 
     def plan(self, bucket_bytes: int) -> tuple[Plan, list[int]]:
         """And the ranks that send."""
-        turns = self.stream.turns(bucket_bytes)
-        members = sorted({0, *(rank for rank, _ in turns)})
-        numbered = [(members.index(rank), num_tensors) for rank, num_tensors in turns]
-        return Plan.of(self.stream.specs(), bucket_bytes=bucket_bytes, turns=numbered), members
+        slots = self.stream.slots(bucket_bytes)
+        members = sorted({0, *(rank for rank, _ in slots)})
+        numbered = [(members.index(rank), num_tensors) for rank, num_tensors in slots]
+        return Plan.of(self.stream.specs(), bucket_bytes=bucket_bytes, slots=numbered), members
 
 
 def part(layout: Layout, index: int) -> Part:

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from torch.distributed import DistError
 from torch.distributed.checkpoint import CheckpointException
 
 from services.common import batch as batches
-from services.common.errors import Aborted, DeadlineExceeded, InternalError, LockstepError, PreconditionFailed, Reason
+from services.common.errors import Aborted, DeadlineExceeded, InternalError, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
-from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.ranks.calls import Message, Ranks, follow
+from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.support import make_batch
 from tests.trainer.deployment import messages
@@ -40,44 +40,49 @@ class FakeWorker:
         self.writers = threading.Event()
         self.write_error: Exception | None = None
         self.crash_error: BaseException = ZeroDivisionError("boom")
-        self.load_error: LockstepError | None = None
 
+    @rank_command
     def echo(self, *, value: Any, own: Any = None, frames: list[bytes] = ()) -> Message:
         return Message({"rank": self.rank, "value": value, "own": own}, [*frames, b"from the rank"])
 
+    @rank_command
     def refuse(self) -> None:
         if self.rank == 1:
             raise PreconditionFailed("not now", reason=Reason.NOT_JOINED, field="f")
 
+    @rank_command
     def give_up(self) -> None:
         if self.rank == 0:
             raise Aborted("another member gave up")
         raise PreconditionFailed("the cause")
 
+    @rank_command
     def refuse_while_another_hangs(self) -> None:
         self.refuse()
         self.gate.wait()
 
+    @rank_command
     def crash(self) -> None:
         if self.rank == 1:
             raise self.crash_error
         self.gate.wait()
 
+    @rank_command
     def answer_with_no_json(self) -> Message:
         return Message({"value": object()})
 
-    def load(self, **_: Any) -> None:
-        raise self.load_error
-
+    @rank_command
     def open(self, **_: Any) -> Message:
         return Message({"data_rank": self.rank}, [b""])
 
+    @rank_command
     def train(self, **_: Any) -> Message:
         self.entered.set()
         self.gate.wait()
         self.calls.append("train")
         return Message({"metrics": {"loss": 0.5}})
 
+    @rank_command
     def save(self, *, state: dict[str, Any], **_: Any) -> Message:
         self.calls.append(f"save {state['version']}")
         return Message({})  # goes on in the background
@@ -93,12 +98,15 @@ class FakeWorker:
     def kill_epoch(self) -> None:
         pass
 
+    @rank_command
     def close(self) -> None:
         self.calls.append("close")
 
+    @rank_command
     def join(self, **_: Any) -> Message:
         return Message({"plan_digest": "p"})
 
+    @rank_command
     def send(self, **_: Any) -> Message:
         self.calls.append("send")
         return Message({"digest": DIGEST, "num_bytes": 1, "duration_s": 0.1, "cost": {}})
@@ -134,7 +142,7 @@ async def crew() -> AsyncIterator[Crew]:
 
 async def test_each_rank_gets_its_own_part_and_answers_in_rank_order(crew: Crew) -> None:
     parts = [Message({"own": rank}, [bytes([rank])]) for rank in range(2)]
-    answers = await crew.ranks.call("echo", parts, value={"x": [1.5, None]})
+    answers = await crew.ranks.call(FakeWorker.echo, parts, value={"x": [1.5, None]})
     assert [answer.body for answer in answers] == [
         {"rank": rank, "value": {"x": [1.5, None]}, "own": rank} for rank in range(2)
     ]
@@ -143,29 +151,29 @@ async def test_each_rank_gets_its_own_part_and_answers_in_rank_order(crew: Crew)
 
 async def test_typed_error_of_one_rank_is_raised_and_the_ranks_go_on(crew: Crew) -> None:
     with pytest.raises(PreconditionFailed) as caught:
-        await crew.ranks.call("refuse")
+        await crew.ranks.call(FakeWorker.refuse)
     assert (caught.value.reason, caught.value.metadata) == (Reason.NOT_JOINED, {"field": "f"})
-    assert (await crew.ranks.call("echo", value=1))[1].body["value"] == 1
+    assert (await crew.ranks.call(FakeWorker.echo, value=1))[1].body["value"] == 1
     assert not crew.failures
 
 
 async def test_the_cause_is_raised_and_not_that_others_gave_up_for_it(crew: Crew) -> None:
     with pytest.raises(PreconditionFailed, match="the cause"):
-        await crew.ranks.call("give_up")
+        await crew.ranks.call(FakeWorker.give_up)
 
 
 async def test_crash_of_one_rank_does_not_wait_for_the_others(crew: Crew) -> None:
     crew.close_gates()
     async with asyncio.timeout(5):
         with pytest.raises(InternalError) as caught:
-            await crew.ranks.call("crash")
+            await crew.ranks.call(FakeWorker.crash)
     assert caught.value.reason is Reason.RANK_FAILED
     assert caught.value.metadata["rank"] == "1"
     assert "in crash" in caught.value.metadata["traceback"]
     assert len(crew.failures) == 1
     # Nothing is asked of such ranks again.
     with pytest.raises(InternalError, match="boom"):
-        await crew.ranks.call("echo", value=1)
+        await crew.ranks.call(FakeWorker.echo, value=1)
 
 
 @pytest.mark.parametrize("error", [CheckpointException("read", {}), SystemExit(1), KeyboardInterrupt()])
@@ -174,7 +182,7 @@ async def test_whatever_ends_a_command_is_an_answer(crew: Crew, error: BaseExcep
     crew.workers[1].crash_error = error
     async with asyncio.timeout(5):
         with pytest.raises(InternalError, match=type(error).__name__) as caught:
-            await crew.ranks.call("crash")
+            await crew.ranks.call(FakeWorker.crash)
     assert caught.value.reason is Reason.RANK_FAILED
     assert len(crew.failures) == 1
 
@@ -182,7 +190,13 @@ async def test_whatever_ends_a_command_is_an_answer(crew: Crew, error: BaseExcep
 async def test_an_answer_that_cannot_be_sent_is_a_failure(crew: Crew) -> None:
     async with asyncio.timeout(5):
         with pytest.raises(InternalError, match="not JSON serializable"):
-            await crew.ranks.call("answer_with_no_json")
+            await crew.ranks.call(FakeWorker.answer_with_no_json)
+
+
+async def test_a_method_that_is_not_declared_is_not_called(crew: Crew) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(InternalError, match="kill_epoch is not a command of this rank"):
+            await crew.ranks.call(FakeWorker.kill_epoch)
 
 
 async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
@@ -191,18 +205,18 @@ async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
     crew.close_gates()
     async with asyncio.timeout(5):
         with pytest.raises(InternalError, match=r"\[0\] did not answer"):
-            await crew.ranks.call("refuse_while_another_hangs", grace_s=0.2)
+            await crew.ranks.call(FakeWorker.refuse_while_another_hangs, grace_s=0.2)
     assert len(crew.failures) == 1
 
 
 async def test_cancelled_call_is_finished_before_the_next(crew: Crew) -> None:
     crew.close_gates()
-    call = asyncio.create_task(crew.ranks.call("train"))
+    call = asyncio.create_task(crew.ranks.call(FakeWorker.train))
     await asyncio.to_thread(crew.workers[1].entered.wait)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    after = asyncio.create_task(crew.ranks.call("echo", value=2))
+    after = asyncio.create_task(crew.ranks.call(FakeWorker.echo, value=2))
     crew.open_gates()
     async with asyncio.timeout(5):
         assert [answer.body["value"] for answer in await after] == [2, 2]
@@ -219,18 +233,20 @@ class Service:
         stamp = PolicyStamp(version=0, digest=DIGEST)
         header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0)
         frames = list(batches.encode(make_batch(2, 2, stamp)))
-        return await self.client.call("Train", messages(pb.TrainRequest, header, frames), timeout_s=timeout_s)
+        return await self.client.call(
+            TrainerService.Train, messages(pb.TrainRequest, header, frames), timeout_s=timeout_s
+        )
 
     async def send(self, *, timeout_s: float = 10.0) -> PolicyStamp:
         request = pb.SendWeightsRequest(epoch=1, version=0)
-        return (await self.client.call("SendWeights", request, timeout_s=timeout_s)).stamp
+        return (await self.client.call(TrainerService.SendWeights, request, timeout_s=timeout_s)).stamp
 
     def save(self, path: Path, **fields: Any) -> asyncio.Task[pb.SaveCheckpointResponse]:
         request = pb.SaveCheckpointRequest(path=str(path), **fields)
-        return asyncio.create_task(self.client.call("SaveCheckpoint", request, timeout_s=10))
+        return asyncio.create_task(self.client.call(TrainerService.SaveCheckpoint, request, timeout_s=10))
 
     async def version(self) -> int:
-        return (await self.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)).stamp.version
+        return (await self.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=10)).stamp.version
 
 
 @pytest.fixture
@@ -241,10 +257,10 @@ async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
     client = Client(f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}", trainer_pb2_grpc.TrainerServiceStub)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64}))
     request = pb.OpenRunRequest(run_id="r", config_json="{}", model_path=str(tmp_path), bucket_bytes=1024)
-    await client.call("OpenRun", request, timeout_s=10)
+    await client.call(TrainerService.OpenRun, request, timeout_s=10)
     join = pb.JoinWeightGroupRequest()
     join.group.epoch = 1
-    await client.call("JoinWeightGroup", join, timeout_s=10)
+    await client.call(TrainerService.JoinWeightGroup, join, timeout_s=10)
     service = Service(crew, client, tmp_path)
     await service.send()
     yield service
@@ -256,11 +272,11 @@ async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
 async def test_every_run_has_a_secret_of_its_own(service: Service) -> None:
     async def opened(run_id: str) -> StoreAddress:
         request = pb.OpenRunRequest(run_id=run_id, config_json="{}", model_path=str(service.model), bucket_bytes=1024)
-        answer = await service.client.call("OpenRun", request, timeout_s=10)
+        answer = await service.client.call(TrainerService.OpenRun, request, timeout_s=10)
         return StoreAddress(answer.store_host, answer.store_port, answer.store_secret)
 
     async def closed(run_id: str) -> None:
-        await service.client.call("CloseRun", pb.CloseRunRequest(run_id=run_id), timeout_s=10)
+        await service.client.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id=run_id), timeout_s=10)
 
     first, again = await opened("r"), await opened("r")
     assert first == again  # asked twice, opened once
@@ -283,7 +299,7 @@ async def test_every_run_has_a_secret_of_its_own(service: Service) -> None:
 async def test_no_test_broadcast_disturbs_a_run(service: Service) -> None:
     request = pb.SendTestBroadcastRequest(num_receivers=1, host="127.0.0.1", timeout_s=1.0)
     with pytest.raises(PreconditionFailed, match="run r is open on this trainer"):
-        _ = [answer async for answer in service.client.stream("SendTestBroadcast", request, timeout_s=10)]
+        _ = [answer async for answer in service.client.stream(TrainerService.SendTestBroadcast, request, timeout_s=10)]
     assert await service.version() == 0
 
 
@@ -328,7 +344,9 @@ async def test_background_save_lets_train_go_on_and_what_would_disturb_it_wait(
     if disturbs == "save":
         waiting = service.save(tmp_path / "b")
     else:
-        waiting = asyncio.create_task(service.client.call("CloseRun", pb.CloseRunRequest(run_id="r"), timeout_s=10))
+        waiting = asyncio.create_task(
+            service.client.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id="r"), timeout_s=10)
+        )
     await service.version()  # the server has read what came before
     assert not first.done() and not waiting.done()
     assert rank_0.calls == ["send", "save 0", "train"]
@@ -347,24 +365,6 @@ async def test_failed_background_save_is_its_error_and_the_trainer_goes_on(servi
     assert (await service.train(timeout_s=10)).version == 1
     rank_0.write_error = None
     await service.save(tmp_path / "a")
-    assert not service.crew.failures
-
-
-@pytest.mark.parametrize(
-    ("error", "state"), [(InternalError("half of it was read"), "idle"), (PreconditionFailed("of other names"), "open")]
-)
-async def test_a_run_is_closed_whose_weights_nobody_knows(
-    service: Service, tmp_path: Path, error: LockstepError, state: str
-) -> None:
-    checkpoint.begin(tmp_path / "a")
-    checkpoint.finish(tmp_path / "a", checkpoint.TrainState(3, "b", {}))
-    for worker in service.crew.workers:
-        worker.load_error = error
-    with pytest.raises(type(error), match=error.message):
-        request = pb.LoadCheckpointRequest(path=str(tmp_path / "a"))
-        await service.client.call("LoadCheckpoint", request, timeout_s=10)
-    info = await service.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
-    assert info.info.state == state
     assert not service.crew.failures
 
 

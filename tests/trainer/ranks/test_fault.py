@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
 from services.common.errors import InternalError, Reason, Unavailable
 from tests.support import descendants
@@ -48,4 +49,4 @@ async def test_failure_of_one_rank_reaches_the_caller_and_ends_all(trainer_files
         async with asyncio.timeout(15):
             await asyncio.gather(*map(ended, processes))
         with pytest.raises(Unavailable):
-            await trainer.call("GetInfo", pb.GetInfoRequest())
+            await trainer.call(TrainerService.GetInfo, pb.GetInfoRequest())

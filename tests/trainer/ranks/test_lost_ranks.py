@@ -55,7 +55,7 @@ async def test_a_rank_that_is_lost_in_a_command_is_its_failure(trainer: Trainer,
         async with asyncio.timeout(10):
             await trainer.ranks.wait_for_all()
             with pytest.raises(InternalError, match=r"rank 1 on .* is gone") as caught:
-                await trainer.ranks.call("lose_1", number=number)
+                await trainer.ranks.call(Worker.lose_1, number=number)
     assert caught.value.reason is Reason.RANK_FAILED
     assert caught.value.metadata == {"rank": "1", "host": socket.gethostname()}
     assert trainer.failures == [caught.value.message]
@@ -66,12 +66,12 @@ async def test_a_rank_that_is_lost_between_commands_is_the_failure_of_all(traine
     with toy("follow", trainer.ranks.address) as rank:
         async with asyncio.timeout(10):
             await trainer.ranks.wait_for_all()
-            assert [answer.body["value"] for answer in await trainer.ranks.call("echo", value=1)] == [1, 1]
+            assert [answer.body["value"] for answer in await trainer.ranks.call(Worker.echo, value=1)] == [1, 1]
             rank.send_signal(number)
             await trainer.failed.wait()
     assert len(trainer.failures) == 1
     with pytest.raises(InternalError, match=r"rank 1 on .* is gone"):
-        await trainer.ranks.call("echo", value=2)
+        await trainer.ranks.call(Worker.echo, value=2)
 
 
 async def test_a_rank_that_never_comes_is_named(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ async def test_a_rank_that_is_lost_while_others_come_is_no_hang(
         async with asyncio.timeout(10):
             await trainer.ranks.wait_for_all()
             with pytest.raises(InternalError, match=r"rank 1 .*is gone"):
-                await trainer.ranks.call("echo", value=1)
+                await trainer.ranks.call(Worker.echo, value=1)
     assert len(trainer.failures) == 1
 
 
@@ -108,7 +108,7 @@ async def test_strangers_who_come_and_go_and_a_busy_rank_are_no_loss(trainer: Tr
             await trainer.ranks.wait_for_all()
             for _ in range(3):
                 socket.create_connection((host, int(port))).close()
-            answers = await trainer.ranks.call("keep_1_busy", duration_s=1.5 * SILENCE_MS / 1000)
+            answers = await trainer.ranks.call(Worker.keep_1_busy, duration_s=1.5 * SILENCE_MS / 1000)
     assert [answer.body for answer in answers] == [{"busy": False}, {"busy": True}]
     assert trainer.failures == []
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
 from services.trainer.ranks.network import published_host, use_interface_to
 from tests.support import descendants, free_port, running, still_there
@@ -32,7 +33,9 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer_and_end_with_it(train
 
     with running(node(0), logs[0]) as first, running(node(1), logs[1]) as second:
         deployment = Deployment(address, trainer_files / "models", first.pid)
-        info = await deployment.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=400, wait_for_ready=True)
+        info = await deployment.client.call(
+            TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=400, wait_for_ready=True
+        )
         assert info.num_ranks == 2
         opened = await deployment.open()
         assert (opened.num_ranks, opened.store_host) == (2, "127.0.0.1")

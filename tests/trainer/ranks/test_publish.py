@@ -1,8 +1,8 @@
 """A rank that cannot send its part of a publication: nobody waits for it."""
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +15,26 @@ from services.trainer.ranks.worker import Worker
 from tests.common.weights.group_harness import CPU, join_all, message, receive
 
 WEIGHTS = [("a", torch.zeros(4)), ("b", torch.ones(4))]
-PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 10, turns=[(0, 1), (1, 1)])
+PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 10, slots=[(0, 1), (1, 1)])
+
+
+class Backend:
+    """Sends one tensor, whatever the plan says."""
+
+    def __init__(self, own: tuple[str, torch.Tensor]):
+        self.own = own
+
+    def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        return [(0, 1), (1, 1)]
+
+    def sent_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield [self.own]
 
 
 def sender(rank: int, own: tuple[str, torch.Tensor]) -> Worker:
     worker = Worker(None, rank, 2, CPU)
     worker._plan, worker._members = PLAN, [0, 1]
-    worker._backends[Role.POLICY] = SimpleNamespace(sent_weights=lambda bucket_bytes: iter([[own]]))
+    worker._backends[Role.POLICY] = Backend(own)
     return worker
 
 

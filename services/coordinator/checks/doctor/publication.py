@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import ServiceInfo, TestBroadcast, WeightGroup
 
 from services.common.errors import LockstepError, PermissionDenied, PreconditionFailed
@@ -78,7 +80,7 @@ async def _try(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _
     async with AsyncExitStack() as stack:
         trainer = Client(given.trainer, trainer_pb2_grpc.TrainerServiceStub, given.transport)
         stack.push_async_callback(trainer.close)
-        stream = trainer.stream("SendTestBroadcast", request, timeout_s=_CALL_S)
+        stream = trainer.stream(TrainerService.SendTestBroadcast, request, timeout_s=_CALL_S)
         answers = await stack.enter_async_context(aclosing(stream))
         group = (await anext(answers)).group
         receiving = [_receive(address, given, group, rank) for rank, address in enumerate(rollouts, 1)]
@@ -97,7 +99,7 @@ async def _receive(address: str, given: Addresses, group: WeightGroup, rank: int
     client = Client(address, rollout_pb2_grpc.RolloutServiceStub, given.transport)
     request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=rank)
     try:
-        return (await client.call("ReceiveTestBroadcast", request, timeout_s=_CALL_S)).outcome
+        return (await client.call(RolloutService.ReceiveTestBroadcast, request, timeout_s=_CALL_S)).outcome
     finally:
         await client.close()
 

@@ -3,11 +3,16 @@
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
-from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.reward.v1 import reward_pb2
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceStub
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
+from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 from lockstep.types.v1.types_pb2 import ServiceInfo
 
 from services.common.errors import InvalidInput, LockstepError, Unauthenticated
@@ -25,10 +30,10 @@ _SKEW_WARN_S, _SKEW_FAIL_S = 1.0, 300.0
 # A run fails with different versions of the first group, and may compute different results with those of the second.
 _MUST_AGREE, _SHOULD_AGREE = ("lockstep-rl", "nccl"), ("torch", "cuda", "transformers")
 
-_KINDS: Mapping[str, tuple[type, Any]] = {
-    "trainer": (trainer_pb2_grpc.TrainerServiceStub, trainer_pb2.GetInfoRequest()),
-    "rollout": (rollout_pb2_grpc.RolloutServiceStub, rollout_pb2.GetInfoRequest()),
-    "reward": (reward_pb2_grpc.RewardServiceStub, reward_pb2.GetInfoRequest()),
+_KINDS = {
+    "trainer": (TrainerServiceStub, TrainerService.GetInfo, trainer_pb2.GetInfoRequest()),
+    "rollout": (RolloutServiceStub, RolloutService.GetInfo, rollout_pb2.GetInfoRequest()),
+    "reward": (RewardServiceStub, RewardService.GetInfo, reward_pb2.GetInfoRequest()),
 }
 
 
@@ -60,13 +65,13 @@ async def examine_services(given: Addresses) -> list[Finding]:
 
 
 async def _ask(kind: str, address: str, transport: Transport) -> Answer | LockstepError:
-    stub, request = _KINDS[kind]
+    stub, method, request = _KINDS[kind]
     client = Client(address, stub, transport)
     answers = []
     try:
         for _ in range(1 + _NUM_CALLS):  # the first call also connects, so it is not counted
             began, clock = time.perf_counter(), time.time()
-            info = (await client.call("GetInfo", request, timeout_s=_TIMEOUT_S)).info
+            info = (await client.call(method, request, timeout_s=_TIMEOUT_S)).info
             took_s = time.perf_counter() - began
             answers.append(Answer(info, took_s, info.time_ns / 1e9 - clock - took_s / 2))
     except LockstepError as error:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from services.common.config.advantage import AdvantageConfig
 from services.coordinator.rl.advantages.gae import gae
 from services.coordinator.rl.advantages.group import centered_rewards, gpg, grpo, opo, rloo
+from services.coordinator.rl.advantages.python import python
 from services.coordinator.rl.advantages.reinforce import reinforce_plus_plus, remax
 from services.coordinator.rl.advantages.samples import Samples
 from services.coordinator.rl.advantages.turns import per_turn
@@ -31,6 +32,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": centered_rewards,  # and whitening over the batch
     "remax": remax,
     "gae": gae,
+    "python": python,
 }
 
 

@@ -15,7 +15,7 @@ from services.common.batch import SAMPLE_SCHEMA
 from services.common.config.advantage import AdvantageConfig
 from services.coordinator.rl.advantages import ESTIMATORS, compute_advantages
 
-KINDS = sorted(ESTIMATORS)
+KINDS = sorted(ESTIMATORS.keys() - {"python"})
 Row = dict[str, Any]
 
 

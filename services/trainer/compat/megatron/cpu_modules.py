@@ -1,6 +1,7 @@
 """torch stand-ins for the two TransformerEngine modules whose counterparts in Megatron's local layer spec are too weak.
 
-The local norm knows no sequence parallelism; the local attention neither packed sequences nor context parallelism.
+Reason: the local norm knows no sequence parallelism; the local attention neither packed sequences nor context
+parallelism. Seen with Megatron-Core 0.16.1.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from services.trainer.megatron.microbatch import zigzag
+from services.trainer.compat.megatron.context_parallel import zigzag
 
 
 def with_torch_modules(spec: Any) -> Any:

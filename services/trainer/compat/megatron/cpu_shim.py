@@ -1,4 +1,7 @@
-"""Megatron-Core never asks which accelerator it is on: it writes `device="cuda"` and `torch.cuda.xxx()`.
+"""Makes Megatron-Core run on CPU, over gloo, so that every layout is tested on any machine.
+
+Reason: Megatron-Core never asks which accelerator it is on: it writes `device="cuda"` and `torch.cuda.xxx()`. Seen with
+Megatron-Core 0.16.1 and torch 2.13.0.
 
 `install()`, called before the first import of megatron, gives every `megatron.core.*` module a copy of torch as its
 global `torch`, in which factories read "cuda" as "cpu" and `torch.cuda` is a stand-in. torch itself is not changed, so

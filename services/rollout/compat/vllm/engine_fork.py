@@ -2,20 +2,23 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from multiprocessing import forkserver, util
 
 import vllm.envs
 
-import services.rollout.servicer  # noqa: F401  what the service itself needs, and most of what an engine needs
-
-_OF_ENGINES_ONLY = ["vllm.v1.worker.cpu_worker", "services.rollout.weights.receiver"]
+_CPU_WORKER = "vllm.v1.worker.cpu_worker"
 
 
-def fork_engines() -> None:
+def fork_engines(preload: Sequence[str]) -> None:
     """Has vLLM take its processes from multiprocessing's fork server, which is a fork of this process as it is now.
 
-    By itself the library would start a new interpreter as server, which would import everything once more. This
-    process must not use gRPC yet: a fork has none of its threads.
+    The server imports vLLM's CPU worker and the modules `preload`, which only engines need. This process must not use
+    gRPC yet: a fork has none of its threads.
+
+    Reason: by itself multiprocessing would start a new interpreter as server, which would import everything once more,
+    so its server is replaced; and vLLM has no setting for the fork server, on CPU it sets the variable to spawn. Seen
+    with Python 3.11 and vLLM 0.32.0.
     """
     address = os.path.join(util.get_temp_dir(), "engines")  # in a directory that only this user can enter
     server_alive, alive = os.pipe()  # held open by this process and all engines; with the last of them the server ends
@@ -25,16 +28,15 @@ def fork_engines() -> None:
         pid = os.fork()
         if pid == 0:
             os.close(alive)
-            _serve(listener.fileno(), server_alive)
+            _serve(listener.fileno(), server_alive, [_CPU_WORKER, *preload])
     os.close(server_alive)
     server = forkserver._forkserver
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive, pid
-    # vLLM has no name for this, and on CPU it sets the variable to spawn.
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "forkserver"
 
 
-def _serve(listener: int, alive: int) -> None:
+def _serve(listener: int, alive: int, preload: list[str]) -> None:
     try:
-        forkserver.main(listener, alive, _OF_ENGINES_ONLY)
+        forkserver.main(listener, alive, preload)
     finally:
         os._exit(0)

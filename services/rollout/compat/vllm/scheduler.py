@@ -1,7 +1,8 @@
-"""vLLM's scheduler, changed to send the tokens of a sample 32 at a time.
+"""Changes vLLM's scheduler to send the tokens of a sample 32 at a time.
 
-Unchanged it sends each on its way for people who read along: serialized on the processor core that also schedules and
-launches, and taken apart by the service. Nobody reads along here.
+Reason: unchanged it sends each on its way for people who read along: serialized on the processor core that also
+schedules and launches, and taken apart by the service. Nobody reads along here. Schedulers can be set (`scheduler_cls`)
+but vLLM says that their interface is not public. Seen with vLLM 0.26.0 and 0.32.0.
 """
 
 from array import array

@@ -1,4 +1,8 @@
-"""vLLM's layerwise reload of a live engine's weights, with what it leaves undone."""
+"""Reloads a live engine's weights by vLLM's layerwise reload, and does what that leaves undone.
+
+Reason: vLLM's own weight transfer, which calls the same two functions, brings its own transport and has another
+interface in each release. Captured graphs stay valid either way. Seen with vLLM 0.26.0 (GPU) and 0.32.0 (CPU).
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -9,6 +13,10 @@ from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+
+# Layers whose weights an engine uses as they were loaded.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_PLAIN_ATTENTION = ("Attention",)
 
 
 def reload_weights(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -32,6 +40,18 @@ def abort_reload(model: nn.Module) -> None:
             if info.kernel_tensors is not None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
+
+
+def not_plain(model: nn.Module) -> str:
+    """Returns the first kind of layer that does not use its weights as they were loaded; empty if all do."""
+    for module in model.modules():
+        method = type(getattr(module, "quant_method", None)).__name__
+        if method not in (*_PLAIN_METHODS, "NoneType", "BaseKVCacheMethod"):
+            return method
+        is_attention = "Attention" in type(module).__name__ and hasattr(module, "process_weights_after_loading")
+        if is_attention and type(module).__name__ not in _PLAIN_ATTENTION:
+            return type(module).__name__
+    return ""
 
 
 @contextlib.contextmanager
