@@ -153,9 +153,7 @@ def test_a_changed_config_is_named(tmp_path: Path, sections: dict, key: str):
     begin(tmp_path)
     publish(tmp_path)
     path = save(tmp_path, 2)
-    with pytest.raises(
-        PreconditionFailed, match=f"another {key} .* another name with resume={path} to continue"
-    ) as raised:
+    with pytest.raises(PreconditionFailed, match=f"another {key} .* another name with resume={path} to") as raised:
         begin(tmp_path, **sections)
     assert isinstance(raised.value, LockstepError)
     begin(tmp_path)  # the refusal left nothing locked or recorded

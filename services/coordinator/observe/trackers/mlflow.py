@@ -65,7 +65,7 @@ class Mlflow(Reporter):
             try:
                 call()
             except Exception as error:  # noqa: BLE001 an unreachable tracker must not end a run
-                log.warning("MLflow did not accept %s, see metrics.jsonl for them: %s", what, error)
+                log.warning("MLflow did not accept %s (metrics.jsonl has all metrics): %s", what, error)
 
 
 def _flat(table: dict[str, object], at: str = "") -> Iterator[tuple[str, str]]:
