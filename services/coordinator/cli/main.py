@@ -161,13 +161,13 @@ def config(
     """List every config key with its type, default and help."""
     from services.common.config.run import Config
     from services.common.config.sft import SftConfig
-    from services.coordinator.cli.config_list import below, show_keys
+    from services.coordinator.cli.config_list import keys_with_prefix, show_keys
     from services.coordinator.cli.config_page import config_page
 
     if markdown:
         typer.echo(config_page(), nl=False)
         return
-    show_keys(below(prefix, list(keys(SftConfig if sft else Config))), _console)
+    show_keys(keys_with_prefix(prefix, list(keys(SftConfig if sft else Config))), _console)
 
 
 def main() -> None:

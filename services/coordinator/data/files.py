@@ -20,7 +20,7 @@ from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.parquet import iter_rows, read_table
 from services.coordinator.data.tokenizer import Tokenizer
 
-Tokenised = TypeVar("Tokenised")  # type of a tokenized row; it has num_tokens
+Tokenized = TypeVar("Tokenized")  # type of a tokenized row; it has num_tokens
 _ROWS_AT_ONCE = 4096
 
 
@@ -43,7 +43,7 @@ class Row:
         return f"{self.number}-{self.content_hash.hex()[:8]}"
 
 
-class RowFile(ABC, Generic[Tokenised]):
+class RowFile(ABC, Generic[Tokenized]):
     """One Parquet file with checked columns."""
 
     noun: ClassVar[str]
@@ -61,7 +61,7 @@ class RowFile(ABC, Generic[Tokenised]):
         self._check_template()
 
     @classmethod
-    def train(cls, config: Any, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenised], EpochOrder]:
+    def train(cls, config: Any, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenized], EpochOrder]:
         """Returns all examples of the files in `config.train`, and their order in the batches of a run with `seed`.
 
         Raises:
@@ -76,7 +76,7 @@ class RowFile(ABC, Generic[Tokenised]):
         return examples, EpochOrder(len(examples), per_step, seed=seed, shuffle=config.shuffle)
 
     @classmethod
-    def held_out(cls, config: Any, tokenizer: Tokenizer) -> dict[str, list[Tokenised]]:
+    def held_out(cls, config: Any, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
         """Returns the examples of `config.eval` by set name, each set in file order.
 
         Raises:
@@ -91,11 +91,11 @@ class RowFile(ABC, Generic[Tokenised]):
     @classmethod
     def _read_all(
         cls, paths: Sequence[Path], config: Any, tokenizer: Tokenizer, field: str, max_rows: int | None = None
-    ) -> list[Tokenised]:
+    ) -> list[Tokenized]:
         limit = getattr(config, cls.max_tokens)
         bad = BadRows(field, "bad", "Fix them, or set data.bad_rows=drop")
         overlong = BadRows(field, f"above data.{cls.max_tokens} {limit}", "Increase it, or set data.overlong=drop")
-        kept: list[Tokenised] = []
+        kept: list[Tokenized] = []
         num_rows = 0
         for path in paths:
             file = cls(path, config, tokenizer, field, max_rows)
@@ -122,10 +122,10 @@ class RowFile(ABC, Generic[Tokenised]):
         """Converts `record` to a row. Raises BadRow if it cannot be used."""
 
     @abstractmethod
-    def _example(self, row: Any, pieces: list[list[int]]) -> Tokenised:
+    def _example(self, row: Any, pieces: list[list[int]]) -> Tokenized:
         """Converts `row` to an example; `pieces` are the tokens of its pieces. Raises BadRow if it cannot be used."""
 
-    def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenised]]:
+    def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenized]]:
         """Yields (place, example) of each row, numbered from `first_number`. Adds rows that cannot be used to `bad`."""
         rows, encode = self._rows(bad, first_number), self.tokenizer.encode_batch
         special = self.config.add_special_tokens and not self.is_templated  # a chat template adds special tokens itself

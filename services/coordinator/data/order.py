@@ -28,7 +28,7 @@ class EpochOrder:
         self.prompts_per_step = prompts_per_step
         self.seed = seed
         self.shuffle = shuffle
-        self._memo: dict[int, np.ndarray] = {}
+        self._cache: dict[int, np.ndarray] = {}
 
     def indices(self, step: int) -> np.ndarray:
         """Returns the int64 indices [prompts_per_step] of batch `step`, all distinct.
@@ -47,15 +47,17 @@ class EpochOrder:
         """Returns the order of `epoch`, which depends on the previous epoch. Caches the last two orders."""
         if not self.shuffle:
             return np.arange(self.num_prompts)
-        start = max((known for known in self._memo if known <= epoch), default=-1)
+        start = max((known for known in self._cache if known <= epoch), default=-1)
         for current in range(start + 1, epoch + 1):
             order = shuffled(self.num_prompts, self.seed, current)
             if current:
-                self._part(self._memo[current - 1], order, current)
-            self._memo = {known: kept for known, kept in self._memo.items() if known == current - 1} | {current: order}
-        return self._memo[epoch]
+                self._avoid_repeats(self._cache[current - 1], order, current)
+            self._cache = {known: kept for known, kept in self._cache.items() if known == current - 1} | {
+                current: order
+            }
+        return self._cache[epoch]
 
-    def _part(self, before: np.ndarray, order: np.ndarray, epoch: int) -> None:
+    def _avoid_repeats(self, before: np.ndarray, order: np.ndarray, epoch: int) -> None:
         """Swaps prompts in the head of `order` that the batch spanning both epochs already took from `before`.
 
         There are always enough others: head and tail together are one batch, which is no longer than an epoch.

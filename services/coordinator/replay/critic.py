@@ -42,11 +42,11 @@ async def replay_critic(
         _, metrics = await critic.train(batch.samples, run.batch_id(stamp), stamp, version + warmup_steps)
         now = {f"train/{name}": value for name, value in metrics.items()}
         compared += len(now)
-        found += _at(f"step {version + 1}: ", compare(record.metrics(version + 1), now))
+        found += _prefixed(f"step {version + 1}: ", compare(record.metrics(version + 1), now))
     if recorded := record.critic_checkpoint(step):
         now = await _tensors_now(run, critic, step, step + warmup_steps)
         compared += len(now)
-        found += _at("critic's checkpoint: ", compare(_tensors(recorded), now))
+        found += _prefixed("critic's checkpoint: ", compare(_tensors(recorded), now))
     return compared, found
 
 
@@ -65,5 +65,5 @@ def _tensors(checkpoint: Path) -> dict[str, str]:
     return {name: about["sha256"] for name, about in files.items() if name.endswith(_TENSORS)}
 
 
-def _at(where: str, differences: Iterator[Difference]) -> Iterator[Difference]:
+def _prefixed(where: str, differences: Iterator[Difference]) -> Iterator[Difference]:
     return (Difference(where + one.what, one.recorded, one.now) for one in differences)

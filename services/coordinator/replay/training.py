@@ -35,7 +35,7 @@ async def replay_training(
         batch = record.batch(version + 1)
         found += batch.differences
         say(f"training on the batch of step {version + 1}")
-        version, metrics = await trainer.train(_drawn_from(stamp, batch), run.batch_id(stamp), stamp)
+        version, metrics = await trainer.train(_with_stamp(stamp, batch), run.batch_id(stamp), stamp)
         stamp = await stamps.of(version)
         if version == step:
             now = batch_metrics(batch.samples) | {f"train/{name}": value for name, value in metrics.items()}
@@ -62,7 +62,7 @@ class _Stamps:
         await self._trainer.join(weight_group(self._run, self._trainer.opened, self._epoch, 0))
 
 
-def _drawn_from(stamp: PolicyStamp, batch: Batch) -> pa.Table:
+def _with_stamp(stamp: PolicyStamp, batch: Batch) -> pa.Table:
     """Returns the samples with `stamp`, which the trainer requires; the recorded stamp is another if weights differ."""
     samples = batch.samples
     for name, value in (("policy_version", stamp.version), ("policy_digest", stamp.digest)):

@@ -37,13 +37,13 @@ class _Queue:
     def __init__(self, model: Model, min_samples: int):
         self.model, self._min_samples = model, min_samples
         self._waiting: dict[asyncio.Future[pa.ChunkedArray], pa.Table] = {}
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def forward(self, samples: pa.Table) -> pa.ChunkedArray:
         answer: asyncio.Future[pa.ChunkedArray] = asyncio.get_running_loop().create_future()
         self._waiting[answer] = samples
         try:
-            async with self._turn:
+            async with self._lock:
                 if not answer.done():
                     await self._compute()
             return answer.result()

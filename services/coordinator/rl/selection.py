@@ -74,7 +74,7 @@ class _EnoughError(Exception):
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Attempt:
     prompt: Prompt
     group: ScoredGroup | None
     drop: Drop | None
@@ -87,7 +87,7 @@ class _Selection:
         at_once = config.selection.over_sampling.at_once(self._wanted)
         budget = max(at_once, int(self._wanted * dynamic.max_rounds)) if dynamic.enabled else at_once
         self._next = islice(enumerate(prompts), budget)
-        self._tried: dict[int, _Tried] = {}  # index in the order of prompts -> result, in the order of arrival
+        self._tried: dict[int, _Attempt] = {}  # index in the order of prompts -> result, in the order of arrival
         self._num_started = self._num_useful = 0
 
     async def fill_one_place(self) -> None:
@@ -99,7 +99,7 @@ class _Selection:
             if self._finish and group and drop is None:
                 group = await self._finish(group)
             self._num_useful += drop is None
-            self._tried[index] = _Tried(prompt, group, drop)
+            self._tried[index] = _Attempt(prompt, group, drop)
             if self._is_decided():
                 raise _EnoughError
             if drop is None or self._num_useful >= self._wanted:  # enough groups are done: no need to start another
@@ -131,7 +131,7 @@ class _Selection:
         unbroken = takewhile(lambda tried: tried is not None, map(self._tried.get, count()))
         return sum(tried.drop is None for tried in unbroken if tried) >= self._wanted
 
-    def _split(self) -> tuple[list[_Tried], list[_Tried]]:
+    def _split(self) -> tuple[list[_Attempt], list[_Attempt]]:
         """Splits the tried prompts after the last group of the batch; returns both parts in order."""
         by_arrival = self._config.selection.over_sampling.keep == "arrival"
         order = [self._tried[index] for index in (self._tried if by_arrival else sorted(self._tried))]
@@ -149,7 +149,7 @@ class _Selection:
         return num_groups if fits else 0
 
     def _require_enough(
-        self, groups: Sequence[ScoredGroup], useful: Sequence[ScoredGroup], counted: Sequence[_Tried]
+        self, groups: Sequence[ScoredGroup], useful: Sequence[ScoredGroup], counted: Sequence[_Attempt]
     ) -> None:
         if len(useful) == self._wanted:
             return
@@ -165,7 +165,7 @@ class _Selection:
         log.warning("%s; training on %d", message, len(groups))
 
     def _decision(
-        self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Tried]
+        self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Attempt]
     ) -> dict[str, object]:
         masked = sum(int(group.is_truncated.sum()) for group in groups)
         rewards = np.concatenate([tried.group.rewards for tried in counted if tried.group])
@@ -186,7 +186,7 @@ class _Selection:
             "metrics": {f"sampling/{name}": float(value) for name, value in metrics.items()},
         }
 
-    def _outcomes(self, counted: Sequence[_Tried]) -> dict[str, tuple[int, int]]:
+    def _outcomes(self, counted: Sequence[_Attempt]) -> dict[str, tuple[int, int]]:
         curriculum = self._config.selection.curriculum
         if not curriculum.enabled:
             return {}
@@ -198,6 +198,6 @@ class _Selection:
         }
 
 
-def _drops(counted: Sequence[_Tried]) -> dict[Drop, int]:
+def _drops(counted: Sequence[_Attempt]) -> dict[Drop, int]:
     numbers = Counter(tried.drop for tried in counted)
     return {drop: numbers[drop] for drop in Drop}

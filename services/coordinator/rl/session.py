@@ -96,7 +96,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     config, trainer, critic = run.config, services.trainer, services.auxiliary.get("critic")
     version = trainer.opened.version
     _require_resumed(version, config)
-    _require_together(version, critic, config)
+    _require_same_step(version, critic, config)
     data = data or load_late(config, trainer.opened.model_card, _load)
     run.record.require_same_data(data.train.digest)
     frontend.say(run.describe_start(version))
@@ -122,7 +122,7 @@ def _require_resumed(version: int, config: Config) -> None:
         )
 
 
-def _require_together(version: int, critic: Model | None, config: Config) -> None:
+def _require_same_step(version: int, critic: Model | None, config: Config) -> None:
     """Checks that policy and critic have the same step. The critic may be one step ahead, if the run ended between the
     two updates of a step; that step is repeated.
     """

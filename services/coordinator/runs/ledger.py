@@ -90,7 +90,7 @@ class Ledger:
         return [{"version": version, **json.loads(body)} for version, body in rows]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """Makes the writes inside the block atomic: either all are kept or none."""
         self._db.execute("BEGIN")
         try:

@@ -71,7 +71,7 @@ class RunRecord:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-        with self.ledger.together():
+        with self.ledger.transaction():
             self.ledger.record(Kind.SELECTED, stamp.version, **decision)
             self.ledger.keep_outcomes(stamp.version, outcomes)
             self.ledger.record(Kind.COLLECTED, stamp.version, digest=stamp.digest, sha256=_sha256(path), **collected)

@@ -84,16 +84,16 @@ def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
     if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
         _require_same(config, json.loads(opened["config"]), ledger)
     if checkpoint:
-        _leave_later(ledger, checkpoint)
+        _abandon_later(ledger, checkpoint)
     elif config.resume != "never":
         checkpoint = _newest(ledger, config)
-    critic = _critic_beside(checkpoint) if checkpoint and config.critic else ""
+    critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
     written = config.model_dump_json()
     ledger.record(Kind.OPENED, run_id=run_id, config=written, checkpoint=checkpoint, versions=installed())
     return Start(run_id, ledger, checkpoint, critic)
 
 
-def _critic_beside(checkpoint: str) -> str:
+def _critic_checkpoint(checkpoint: str) -> str:
     """Returns the critic's checkpoint of the same step. The trainer verifies it."""
     path = Path(checkpoint)
     critic = path.parent.parent / CRITIC_CHECKPOINTS / path.name
@@ -112,7 +112,7 @@ def _given(path: str) -> str:
     return str(directory.absolute())
 
 
-def _leave_later(ledger: Ledger, checkpoint: str) -> None:
+def _abandon_later(ledger: Ledger, checkpoint: str) -> None:
     """Renames later checkpoints than `checkpoint` and records them as deleted, because the run abandons that branch."""
     rows = [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]
     step = step_of(checkpoint) if rows else 0

@@ -15,7 +15,7 @@ from services.coordinator.runs.resume import Start, open_run
 from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import SERVICES, Addresses, Fleet, launch
 
-_LAST_WORDS_S = 5.0
+_EXIT_ERROR_TIMEOUT_S = 5.0
 
 
 @contextmanager
@@ -67,7 +67,7 @@ async def unless_one_dies(fleet: Fleet) -> AsyncIterator[None]:
                 yield
             except Unavailable:
                 # A call failed before the exit was noticed. The error of the exit is better: it includes the log.
-                await asyncio.wait({watching}, timeout=_LAST_WORDS_S)
+                await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
                 raise
             finally:
                 watching.cancel()

@@ -78,7 +78,7 @@ def test_success_rates_are_of_the_steps_before(tmp_path: Path):
     assert ledger.success_rates(1, None) == {"a": 0.25, "b": 1.0}
     assert ledger.success_rates(3, None) == {"a": 1 / 6, "b": 0.5, "c": 0.5}
     assert ledger.success_rates(3, 2) == {"a": 0.0, "b": 0.0, "c": 0.5}
-    with pytest.raises(ZeroDivisionError), ledger.together():
+    with pytest.raises(ZeroDivisionError), ledger.transaction():
         ledger.keep_outcomes(2, {"c": (1, 1)})
         raise ZeroDivisionError
     ledger.close()

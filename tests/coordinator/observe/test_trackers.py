@@ -171,7 +171,7 @@ def test_mlflow_hears_of_every_step_and_goes_on_with_its_run(tmp_path: Path, mlf
 def test_the_loop_does_not_wait_for_mlflow(
     tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mlflow_tracker, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(mlflow_tracker, "_CLOSE_TIMEOUT_S", 0.1)
     with opened(tmp_path, {"kind": "mlflow"}) as run:
         mlflow.gate.clear()
         report(run, 1, 2)  # returns, though the server does not

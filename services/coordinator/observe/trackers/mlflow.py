@@ -15,9 +15,9 @@ from services.coordinator.runs.run import Run
 log = logging.getLogger(__name__)
 
 RUN_TAG = "lockstep_run_id"
-_CLOSE_S = 30.0
+_CLOSE_TIMEOUT_S = 30.0
 # Characters that MLflow does not allow in a metric's name: pass@4 becomes pass_4.
-_FOREIGN = re.compile(r"[^\w./ -]")
+_NOT_ALLOWED = re.compile(r"[^\w./ -]")
 
 
 class Mlflow(Reporter):
@@ -47,7 +47,7 @@ class Mlflow(Reporter):
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         now_ms = int(time.time() * 1e3)
-        batch = [self._metric(_FOREIGN.sub("_", name), value, now_ms, version) for name, value in metrics.items()]
+        batch = [self._metric(_NOT_ALLOWED.sub("_", name), value, now_ms, version) for name, value in metrics.items()]
         self._calls.put((f"the metrics of step {version}", lambda: self._client.log_batch(self._id, metrics=batch)))
 
     evaluation = step
@@ -55,9 +55,11 @@ class Mlflow(Reporter):
     def close(self) -> None:
         self._calls.put(("the end of the run", lambda: self._client.set_terminated(self._id)))
         self._calls.put(None)
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("MLflow did not answer for %g s; metrics.jsonl has the metrics that it is missing", _CLOSE_S)
+            log.warning(
+                "MLflow did not answer for %g s; metrics.jsonl has the metrics that it is missing", _CLOSE_TIMEOUT_S
+            )
 
     def _send(self) -> None:
         while next_call := self._calls.get():

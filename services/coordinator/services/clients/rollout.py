@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 # Samples sent to a replica, as a multiple of those its engine runs at once, so that the slots of finished samples are
 # refilled at once instead of waiting for the slowest sample of a group.
-_IN_FLIGHT = 2
+_IN_FLIGHT_FACTOR = 2
 # Errors that a retry cannot fix.
-_PERMANENT = (InvalidInput, PermissionDenied, Unauthenticated)
+_PERMANENT_ERRORS = (InvalidInput, PermissionDenied, Unauthenticated)
 
 
 class Rollout:
@@ -43,7 +43,7 @@ class Rollout:
         self._config = config
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
-        self._last_loss = "nothing was published yet"
+        self._last_failure = "nothing was published yet"
         self._run_id, self._card = "", ModelCard()
 
     @property
@@ -82,8 +82,8 @@ class Rollout:
         """Stops sending groups to the replica, and reopens it when it comes back."""
         if replica.state is ReplicaState.DEAD:
             return
-        self._last_loss = f"lost replica {replica.address}: {why.message}"
-        log.warning("%s", self._last_loss)
+        self._last_failure = f"lost replica {replica.address}: {why.message}"
+        log.warning("%s", self._last_failure)
         replica.state = ReplicaState.DEAD
         self._reviving[replica.address] = asyncio.create_task(self._revive(replica))
 
@@ -109,7 +109,7 @@ class Rollout:
             try:
                 await replica.open(self._run_id, self._config, self._card)
                 break
-            except _PERMANENT as error:
+            except _PERMANENT_ERRORS as error:
                 log.error("cannot reopen replica %s: %s", replica.address, error.message)
                 return
             except LockstepError as error:
@@ -135,12 +135,12 @@ class Rollout:
     def _pick(self, num_samples: int) -> Replica | None:
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.SERVING]
         if not serving:
-            why = f"no rollout replica serves the current weights; {self._last_loss}"
+            why = f"no rollout replica serves the current weights; {self._last_failure}"
             raise Unavailable(why, reason=Reason.NO_REPLICA)
         with_room = [
             replica
             for replica in serving
             if replica.samples_in_flight == 0
-            or replica.samples_in_flight + num_samples <= _IN_FLIGHT * replica.max_samples
+            or replica.samples_in_flight + num_samples <= _IN_FLIGHT_FACTOR * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)
