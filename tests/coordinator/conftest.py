@@ -1,4 +1,4 @@
-"""A small model directory with a real byte-level BPE tokenizer, trained here."""
+"""Creates a small model directory with a real byte-level BPE tokenizer, trained here."""
 
 import json
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def backend() -> tokenizers.Tokenizer:
 
 @pytest.fixture
 def make_model(tmp_path: Path, backend: tokenizers.Tokenizer) -> Callable[..., Path]:
-    """Writes a model directory; a file given as None is left out, other arguments replace its content."""
+    """Writes a model directory. Arguments replace the content of files; a file given as None is not written."""
 
     def make(chat_template: str | None = CHATML, **files: Any) -> Path:
         directory = tmp_path / "model"

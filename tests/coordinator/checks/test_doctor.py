@@ -1,4 +1,4 @@
-"""`lockstep doctor`: every check says ok here, and sees what it is for."""
+"""Tests `lockstep doctor`: every check passes on this host and fails on the problem that it looks for."""
 
 import shutil
 import socket
@@ -175,7 +175,7 @@ def test_model_and_data(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def reward() -> AsyncIterator[str]:
-    """Address of a real reward service."""
+    """Yields the address of a real reward service."""
     server, servicer = Server(), RewardServicer()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     port = await server.start("127.0.0.1:0", [NAME])

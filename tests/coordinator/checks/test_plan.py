@@ -1,4 +1,4 @@
-"""`lockstep plan`: figures against sums by hand, the tables as a person sees them, and refusals before any start."""
+"""Tests `lockstep plan`: numbers against sums done by hand, the printed tables, and errors before anything starts."""
 
 import io
 import json
@@ -93,7 +93,7 @@ def shown(config: Config, width: int = 80) -> str:
 
 
 def test_dense_memory(dense: Path) -> None:
-    """TP 2 x PP 2 x CP 2 x DP 2. The tied embedding is on both stages, for the last has the output layer."""
+    """Checks TP 2 x PP 2 x CP 2 x DP 2. Both stages have the tied embedding, because the last has the output layer."""
     config, model = make(dense, num_ranks=16, megatron=sizes(tp=2, pp=2, cp=2, grad_offload=True))
     layer = ATTENTION // 2 + 3 * 64 * 128 // 2 + NORMS
     embedding, tokens = 256 * 64 // 2, 16384 // 2
@@ -117,7 +117,7 @@ def test_tied_embedding_of_one_stage_is_held_once(dense: Path) -> None:
 
 
 def test_moe_memory(moe: Path) -> None:
-    """TP 2 x DP 4, and over the same 8 ranks ETP 1 x EP 4 x 2 copies: two experts of each layer on a rank."""
+    """Checks TP 2 x DP 4 and, on the same 8 ranks, ETP 1 x EP 4 x 2 copies: each rank has two experts of each layer."""
     config, model = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=1), gradient_checkpointing=True)
     router = 8 * 64
     dense = 8 * (ATTENTION // 2 + NORMS + router) + 2 * 256 * 64 // 2 + 64
@@ -192,7 +192,7 @@ def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:
 
 
 def test_micro_batches_in_flight_of_an_interleaved_pipeline(dense: Path) -> None:
-    """arXiv 2205.05198: stage 0 holds 1 + (PP - 1) / (PP x VPP) times the activations of the whole model."""
+    """Checks arXiv 2205.05198: stage 0 holds 1 + (PP - 1) / (PP x VPP) times the activations of the whole model."""
     megatron = sizes(pp=4, virtual_pipeline_model_parallel_size=2)
     config, model = make(dense, num_ranks=4, megatron=megatron)
     assert stage_memory(config, model, 0).in_flight == 4 * (1 + 3 / 8)

@@ -1,4 +1,4 @@
-"""`lockstep certs`: what it makes, and what it says when it does not."""
+"""Tests `lockstep certs`: the files that it creates and its error messages."""
 
 import datetime
 import stat
@@ -21,7 +21,7 @@ Command = Callable[..., str]
 
 @pytest.fixture
 def certs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs `lockstep certs` in an empty directory; what it says."""
+    """Runs `lockstep certs` in an empty directory and returns its output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object, code: int = 0) -> str:

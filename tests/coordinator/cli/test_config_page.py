@@ -1,4 +1,4 @@
-"""docs/configuration.md, and the keys as `lockstep config` shows them."""
+"""Tests docs/configuration.md and the output of `lockstep config`."""
 
 import io
 

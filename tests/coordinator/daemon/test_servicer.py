@@ -1,4 +1,4 @@
-"""The coordinator as a daemon: several runs, any number of watchers, failures and stops that stay where they are."""
+"""Tests the coordinator daemon: several runs, many watchers, and failures and stops that affect only their own run."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Published datasets in the forms that they are published in, through the command line."""
+"""Tests the conversion of datasets, in the formats in which they are published, through the command line."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ DEEPSCALER_ROWS = [
 
 @pytest.fixture
 def run():
-    """Runs `lockstep data ...` as it is mounted; errors rise."""
+    """Runs `lockstep data ...` with the given arguments. Errors are raised."""
     root = typer.Typer()
     root.add_typer(cli.app(), name="data")
 
@@ -215,7 +215,7 @@ def test_missing_sources(tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_files(tmp_path):
-    """The second file cannot be written: the first is not replaced either, and nothing is left lying about."""
+    """If the second file cannot be written, the first is not replaced either and no temporary file remains."""
     old = pa.table({"prompt": ["old"]})
     parquet.write_tables({tmp_path / "train.parquet": old, tmp_path / "test.parquet": old})
     (tmp_path / "blocked").touch()
@@ -240,7 +240,7 @@ def test_arithmetic(run, tmp_path):
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub's HTTP interface as a download of one dataset takes."""
+    """Serves the part of the Hugging Face Hub's HTTP API that a download of one dataset needs."""
 
     files: dict[str, bytes] = {}  # noqa: RUF012
     sha = "0123456789abcdef0123456789abcdef01234567"
@@ -297,7 +297,7 @@ def hub(tmp_path):
 
 
 def convert_from_hub(endpoint: str, source: str, tmp_path: Path) -> subprocess.CompletedProcess:
-    """In a process of its own: the hub client reads its settings once, when it is imported."""
+    """Converts in a new process, because the Hub client reads its settings only when it is imported."""
     code = (
         "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
         "from services.coordinator.data.prepare.convert import ConversionOptions, convert\n"

@@ -1,4 +1,4 @@
-"""The order in which a step tries prompts follows from dataset, seed, step and recorded outcomes alone."""
+"""Tests that the order of prompts in a step depends only on the dataset, seed, step and recorded outcomes."""
 
 import asyncio
 import random
@@ -88,7 +88,7 @@ def test_success_rates_are_of_the_steps_before(tmp_path: Path):
 
 
 def rule(prompt_id: str, token: int) -> float:
-    """A third of the prompts is always right, a third never, the rest by chance."""
+    """Rewards a third of the prompts always, a third never, and the rest at random."""
     return [1.0, 0.0, float(token % 2)][int(prompt_id[1:]) % 3]
 
 

@@ -1,4 +1,4 @@
-"""Templates that leave earlier turns alone pass; those that rewrite them are refused with the first difference."""
+"""Tests that templates which keep earlier turns pass, and others are rejected with the first difference."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Prompt files to prompts: what is right comes through whole, what is wrong is named."""
+"""Tests the loading of prompt files: valid rows are kept unchanged, errors name the file and the row."""
 
 import json
 import logging

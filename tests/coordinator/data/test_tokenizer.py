@@ -1,4 +1,4 @@
-"""The tokenizer gives what transformers gives, and says what is wrong with a model directory."""
+"""Tests that the tokenizer gives the same results as transformers and reports problems of a model directory."""
 
 import datetime
 import json

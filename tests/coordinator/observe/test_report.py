@@ -1,4 +1,4 @@
-"""`lockstep report`: everything of a run is in one page, and text of a model stays text."""
+"""Tests `lockstep report`: the page shows everything about a run, and text from a model is never parsed as HTML."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def numbers(step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of three steps and an evaluation would have left."""
+    """Writes the files of a run of three steps and an evaluation."""
     base = tmp_path_factory.mktemp("report")
     write_tokenizer(base / "model")
     directory = base / "runs" / "run"
@@ -111,12 +111,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(directory: Path) -> dict[Path, bytes]:
-    """Every file, but for SQLite's shared memory, in which readers of a file that is written have their marks."""
+    """Returns the content of every file except SQLite's shared memory, in which readers leave marks."""
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.suffix != ".sqlite-shm"}
 
 
 class Tags(HTMLParser):
-    """The elements of a page, and the content of its scripts."""
+    """Collects the elements of a page and the content of its scripts."""
 
     def __init__(self, page: str):
         super().__init__()

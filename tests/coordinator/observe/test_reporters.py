@@ -1,4 +1,4 @@
-"""What a terminal shows of a run, at the widths that terminals have."""
+"""Tests the table of a run in terminals of various widths."""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ def make_console(width: int, height: int, *, is_terminal: bool) -> Console:
 
 
 def told(console: Console) -> Terminal:
-    """A terminal at the end of a run of two held-out sets."""
+    """Returns a terminal after a run with two held-out sets."""
     terminal = Terminal(console, NUM_STEPS)
     for version in range(1, NUM_STEPS + 1):
         terminal.step(version, STEP)

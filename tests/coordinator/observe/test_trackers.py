@@ -1,6 +1,6 @@
-"""Trackers, with stand-ins for their packages that keep what they are called with.
+"""Tests the trackers with fakes of their packages that record all calls.
 
-The stand-ins have what wandb 0.31 and mlflow-skinny 3.17 have, with which the same calls were tried by hand.
+The fakes have the functions of wandb 0.31 and mlflow-skinny 3.17; the same calls were tried by hand with both.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def report(run: Run, *versions: int) -> None:
 
 
 class FakeWandb(ModuleType):
-    """One run at a time."""
+    """Fake of the wandb package, with one run at a time."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -96,7 +96,7 @@ class Param(NamedTuple):
 
 
 class FakeMlflow:
-    """A tracking server, and its client."""
+    """Fake of an MLflow tracking server and its client."""
 
     def __init__(self) -> None:
         self.uris: list[str | None] = []

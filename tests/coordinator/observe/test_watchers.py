@@ -1,4 +1,4 @@
-"""A run as a collector and Prometheus see it: the coordinator's loop here, the reward service in its own process."""
+"""Tests traces and Prometheus metrics of a run, with the loop in this process and the reward service in another."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ async def collecting(
 
 
 async def steps(run: Run, collector: Collector, rollout: Rollout, num_steps: int) -> None:
-    """Steps of the loop, less training."""
+    """Runs steps of the loop without training."""
     for version in range(num_steps):
         stamp = PolicyStamp(version=version, digest=f"digest {version}")
         with run.phase(Phase.PUBLISHING):

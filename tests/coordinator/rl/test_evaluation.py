@@ -1,4 +1,4 @@
-"""Numbers of held-out sets, worked out in other ways; what an evaluation asks of the services and leaves behind."""
+"""Tests the metrics of held-out sets against other computations, and an evaluation's requests and files."""
 
 import contextlib
 import itertools
@@ -49,7 +49,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass():
 
 
 class Replica(FakeReplica):
-    """The n-th sample of a prompt has n + 2 tokens, the last of four is cut off; notes how samples were asked for."""
+    """Gives the n-th sample of a prompt n + 2 tokens, truncates the last of four, and records the requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Replica(FakeReplica):
 
 
 class Scorer(FakeReward):
-    """Scores as in REWARDS; none of the samples in `failing`, which are named as p1/3."""
+    """Gives the scores in REWARDS, and a failure for the samples in `failing`, named like p1/3."""
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         rewards = REWARDS[request.prompt_id][: len(request.candidates)]
@@ -164,7 +164,7 @@ def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tm
 
 @pytest.fixture
 def evaluate_failing(tmp_path: Path) -> Callable[[str, set[str]], Awaitable[dict[str, float]]]:
-    """Evaluates p0, p1 and p2, four samples of each, under a policy and with failing samples."""
+    """Evaluates p0, p1 and p2 with four samples each, for a given policy and failing samples."""
 
     async def evaluates(on_failure: str, failing: set[str]) -> dict[str, float]:
         config = make_config(
@@ -260,7 +260,7 @@ def test_what_a_set_leaves_open_is_the_sections(run_yaml: str):
 
 
 class TestEvalConfig:
-    """What `lockstep eval` makes of a run's config and a path."""
+    """Returns the config that `lockstep eval` derives from a run's config and a path."""
 
     @pytest.fixture
     def config(self, run_yaml: str) -> Config:
@@ -268,7 +268,7 @@ class TestEvalConfig:
 
     @pytest.fixture
     def run_dir(self, tmp_path: Path) -> Iterator[Path]:
-        """A whole run with a checkpoint and an exported model."""
+        """Creates a run's directory with a checkpoint and an exported model."""
         directory = tmp_path / "run"
         (directory / "checkpoints" / "step-000002").mkdir(parents=True)
         (directory / "model").mkdir()

@@ -1,4 +1,4 @@
-"""Metrics of a batch against values worked out by hand."""
+"""Tests the metrics of a batch against values computed by hand."""
 
 import math
 

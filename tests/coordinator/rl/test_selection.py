@@ -1,4 +1,4 @@
-"""Which groups a step trains on: always the same ones, each decision in the ledger."""
+"""Tests the selection of groups: it is deterministic, and every decision is in the ledger."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def config_of(prompts_per_step: int = 4, **sections: Any) -> Config:
 
 
 def group_of(index: int, prompt: Prompt, rewards: list[float], lengths: str = "ss") -> ScoredGroup:
-    """A group with these rewards; `lengths` has l for a truncated sample and s for one that stopped."""
+    """Returns a group with these rewards; `lengths` has l for a truncated sample and s for one that stopped."""
     reasons = {"s": FINISH_REASON_STOP, "l": FINISH_REASON_LENGTH}
     completions = [Completion(tokens=[4], logprobs=[-1], finish_reason=reasons[letter]) for letter in lengths]
     return ScoredGroup(index, prompt, completions, stamp_of(0), [Score(reward=r) for r in rewards], "fake")
@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[[int, Prompt], ScoredGroup | None]] = {
 
 
 async def select_of(config: Config, kinds: list[str], seed: int) -> Selected:
-    """Selects among groups of these kinds, which take a random number of turns of the event loop to be ready."""
+    """Selects among groups of these kinds, which become ready after a random number of event-loop iterations."""
     chance = random.Random(seed)
 
     async def draw(index: int, prompt: Prompt) -> ScoredGroup | None:
@@ -205,7 +205,7 @@ def test_a_config_that_cannot_work(sections: dict[str, Any], message: str):
 
 
 def rule(prompt_id: str, token: int) -> float | None:
-    """By prompt id modulo 4: always right, mixed, never right, mixed with a failure in between."""
+    """Gives rewards by prompt id modulo 4: always 1, mixed, always 0, mixed with a failure."""
     kind = int(prompt_id[1:]) % 4
     if kind == 3 and token % 7 == 0:
         return None
@@ -290,7 +290,7 @@ async def test_more_prompts_at_once_than_there_are(tmp_path: Path):
 
 @pytest.fixture
 async def truncated(tmp_path: Path) -> AsyncIterator[tuple[Config, pa.Table]]:
-    """A batch of 4 groups of 6 samples whose even first tokens are truncated."""
+    """Collects a batch of 4 groups of 6 samples; samples with an even first token are truncated."""
     selection = {"overlong": {"mask_truncated": True}, "dynamic": {"enabled": True}}
     config = config_of(runs_dir=tmp_path, selection=selection, rollout={"completions_per_prompt": 6})
     async with steps(config, 20, lambda prompt_id, token: float(token % 4 < 2)) as given:
@@ -317,7 +317,7 @@ async def test_truncated_samples_are_masked_but_count_in_their_group(truncated: 
 
 @pytest.mark.parametrize("num_tokens", [0, 16383, 16384, 16385, 18432, 20479, 20480, 20481, 30000])
 async def test_the_length_scorer_is_dapos_soft_overlong_punishment(num_tokens: int):
-    """arXiv 2503.14476, eq. 13, with the paper's numbers: L_max 20480 and L_cache 4096 (section 4.1)."""
+    """Checks arXiv 2503.14476, eq. 13, with the paper's numbers: L_max 20480 and L_cache 4096 (section 4.1)."""
     longest, cache = 20480, 4096
     reward = RewardConfig(scorers=[{"kind": "length", "target_tokens": longest - cache, "max_tokens": longest}])
     score = await LengthScorer(reward.scorers[0], reward).score(Item("", "", {}, "", num_tokens, "stop"))

@@ -1,4 +1,4 @@
-"""Checkpoints are saved while the run goes on, one at a time, and recorded when they are whole."""
+"""Tests that checkpoints are saved in the background, one at a time, and recorded once complete."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ DIRECTORIES = ("critic_checkpoints", "checkpoints")
 
 
 class FakeTrainer:
-    """Ends a save, or lets it fail, when the test says so."""
+    """Completes or fails a save when the test says so."""
 
     def __init__(self, name: str = "trainer") -> None:
         self.name = name
@@ -43,7 +43,7 @@ class FakeTrainer:
 
 @pytest.fixture
 def open_again(tmp_path: Path) -> Iterator[Callable[[], Run]]:
-    """Opens the run, also after it was closed."""
+    """Opens the run; can be called again after it was closed."""
     config = make_config(name="run", runs_dir=tmp_path, checkpoint={"save_freq": 1, "max_ckpts_to_keep": 2})
     runs: list[Run] = []
 

@@ -1,4 +1,4 @@
-"""The ledger keeps every decision for one coordinator at a time; a run never begins anew without being asked to."""
+"""Tests that the ledger keeps all decisions of one coordinator at a time, and that a run never restarts silently."""
 
 import hashlib
 import json
@@ -39,14 +39,14 @@ def test_one_coordinator_at_a_time(tmp_path: Path):
 
 
 def begin(tmp_path: Path, resume: str = "auto", **sections: object) -> Start:
-    """Opens and closes, as a coordinator that comes and goes."""
+    """Opens and closes the run, like a coordinator that starts and ends."""
     start = open_run(make_config(runs_dir=tmp_path, resume=resume, **sections))
     start.ledger.close()
     return start
 
 
 def save(tmp_path: Path, version: int) -> Path:
-    """A checkpoint as the ledger knows it."""
+    """Writes a checkpoint and records it in the ledger."""
     path = tmp_path / "run" / "checkpoints" / f"step-{version:06d}"
     path.mkdir(parents=True)
     content = json.dumps({"state": {"version": version}}).encode()

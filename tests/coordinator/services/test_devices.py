@@ -1,4 +1,4 @@
-"""Which GPUs the started services get."""
+"""Tests the assignment of GPUs to started services."""
 
 from pathlib import Path
 

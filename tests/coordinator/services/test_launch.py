@@ -1,4 +1,4 @@
-"""The services that a run starts, when one of them dies."""
+"""Tests what a run does when a service that it started dies."""
 
 import os
 import signal

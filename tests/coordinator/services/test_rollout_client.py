@@ -1,4 +1,4 @@
-"""Dispatch over replicas that are slow, wrong, dead and back again."""
+"""Tests dispatch to replicas that are slow, serve wrong weights, die and come back."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ SAMPLING = SamplingParams(temperature=1, max_tokens=10)
 
 @contextlib.asynccontextmanager
 async def serving(fakes: Sequence[FakeReplica]) -> AsyncIterator[Rollout]:
-    """A fleet whose replicas have all committed STAMP."""
+    """Yields a client whose replicas have all committed STAMP."""
     rollout = Rollout([fake.address for fake in fakes], make_config())
     try:
         await rollout.open("run", ModelCard())

@@ -1,4 +1,4 @@
-"""Rows of a supervised run: which tokens are trained on, which rows are refused, and batches that can be had again."""
+"""Tests SFT rows: which tokens are trained on, which rows are rejected, and that batches are reproducible."""
 
 import json
 import logging
@@ -63,7 +63,7 @@ def characters(tmp_path: Path) -> Callable[..., Tokenizer]:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., SftDataset]:
-    """A dataset of `rows`, from a file."""
+    """Writes `rows` to a file and loads them as a dataset."""
 
     def load(tokenizer: Tokenizer, rows: list[dict[str, Any]], **config: Any) -> SftDataset:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -115,7 +115,7 @@ def test_what_nobody_answers_is_left_out(characters: Callable, load: Callable) -
 
 
 def test_a_prompt_is_tokenised_as_it_is_for_an_answer(make_model: Callable, load: Callable) -> None:
-    """Also where a byte-level BPE has a token that runs across its end: here " clips"."""
+    """Holds even if a byte-level BPE has a token that would span the prompt's end, here " clips"."""
     tokenizer = Tokenizer.load(make_model(SPACED))
     messages = [user("How many?"), assistant("clips"), user("And then?"), assistant("half as many")]
     (example,) = load(tokenizer, [{"messages": messages}], messages_column="messages").examples

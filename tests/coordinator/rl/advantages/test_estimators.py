@@ -1,4 +1,4 @@
-"""Every estimator against numbers worked out by hand, and what it refuses."""
+"""Tests every estimator against numbers computed by hand, and the batches that it rejects."""
 
 import math
 
@@ -165,7 +165,7 @@ def test_turns_of_a_group_are_compared_with_one_another():
     ],
 )
 def test_fully_masked_sample_still_counts_for_its_group(kind: str, expected: list):
-    """Overlong filtering takes away the gradient of a sample, not what its reward says about the prompt."""
+    """Overlong filtering removes a sample's gradient, but its reward still counts in the baseline."""
     rows = [row(2), row(1), row(0, 2, loss_mask=[NO, NO])]
     for advantages, wanted in zip(credited(rows, kind=kind), expected, strict=True):
         assert advantages == pytest.approx(wanted, abs=1e-5)  # eps 1e-6 over deviations of 1 and 0.5

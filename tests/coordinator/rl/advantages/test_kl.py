@@ -1,4 +1,4 @@
-"""KL in the reward and the controller of its coefficient."""
+"""Tests the KL penalty in the reward and the controller of its coefficient."""
 
 import math
 

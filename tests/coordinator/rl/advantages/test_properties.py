@@ -1,4 +1,4 @@
-"""Every estimator against slow loops by the definitions, and laws that hold for any batch."""
+"""Tests every estimator against a slow reference implementation, and properties that hold for any batch."""
 
 import statistics
 from typing import Any
@@ -53,7 +53,7 @@ def test_order_of_samples_and_names_of_groups_do_not_matter(rows: list, config: 
 @quickly
 @given(batches, configs())
 def test_tokens_that_are_masked_do_not_matter(rows: list[Row], config: AdvantageConfig) -> None:
-    """But for the turns that they part: whatever they are, the trained ones have the same advantages without them."""
+    """Masked tokens only separate turns: without them, the trained tokens have the same advantages."""
     if config.kind == "per_turn":
         return
     bare = []
@@ -100,7 +100,7 @@ def test_advantages_scale_with_rewards(kind: str, rows: list[Row], scale: float)
 @quickly
 @given(batches)
 def test_whitened_advantages_do_not_scale_with_rewards(config: dict, rows: list[Row]) -> None:
-    """Up to eps over deviations, which are 0 or, of multiples of 1/16 in at most 96 numbers, above 1e-4 here."""
+    """Holds up to eps / std; the std is 0 or, for at most 96 multiples of 1/16, above 1e-4 here."""
     scaled = [row | {"reward": 4 * row["reward"], "baseline": 4 * row["baseline"]} for row in rows]
     scaled = [row | {"values": [4 * value for value in row["values"]]} for row in scaled]
     assert_close(credited(scaled, **config, eps=1e-12), credited(rows, **config, eps=1e-12), rel=1e-5, abs=1e-5)
@@ -142,7 +142,7 @@ def test_how_the_estimators_are_related(rows: list[Row]) -> None:
 @quickly
 @given(batches)
 def test_baselines_cancel_within_a_group(rows: list[Row]) -> None:
-    """Over samples for the mean, over their tokens for opo, whose baseline is weighted by length."""
+    """The mean is over samples or, for opo, whose baseline is weighted by length, over tokens."""
     per_token, bare = credited(rows, kind="opo"), credited([row | {"loss_mask": None} for row in rows], kind="dr_grpo")
     for group in {row["group"] for row in rows}:
         inside = [index for index, row in enumerate(rows) if row["group"] == group]
@@ -153,7 +153,7 @@ def test_baselines_cancel_within_a_group(rows: list[Row]) -> None:
 @quickly
 @given(batches)
 def test_gae_at_the_ends_of_lam(rows: list[Row]) -> None:
-    """lam 1: return - value; lam 0: the error of one step. Undiscounted, the return is the reward."""
+    """With lam 1 it is return - value, with lam 0 the one-step error; undiscounted, the return is the reward."""
     monte_carlo = credited(rows, kind="gae", lam=1, gamma=1, whiten="none")
     one_step = credited(rows, kind="gae", lam=0, gamma=1, whiten="none")
     for row, whole, short in zip(rows, trained(rows, monte_carlo), trained(rows, one_step), strict=True):

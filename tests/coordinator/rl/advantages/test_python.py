@@ -1,4 +1,4 @@
-"""An estimator of the user's is called as the built-in kinds are, and its mistakes are named."""
+"""Tests that a user's own estimator is called like the built-in kinds, and that its errors are reported."""
 
 import pytest
 from pydantic import ValidationError
