@@ -89,7 +89,7 @@ async def test_a_store_that_cannot_be_reached_is_named_with_its_port(given: Addr
     assert (finding.verdict, finding.check) == (FAIL, f"broadcast to {one.rollout[0]}")
     assert f"the trainer's store at 127.0.0.1:{closed} cannot be reached" in finding.found
     assert f"open port {closed} of 127.0.0.1" in finding.fix
-    assert f"rollout {one.rollout[0]}, which takes lo 127.0.0.1 for it" in finding.fix
+    assert f"rollout {one.rollout[0]}, which uses interface lo 127.0.0.1" in finding.fix
 
 
 async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(given: Addresses):

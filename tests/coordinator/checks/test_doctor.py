@@ -167,7 +167,7 @@ def test_model_and_data(tmp_path: Path) -> None:
     assert_fails(model, FAIL, "/nope does not exist", "directory")
     assert_fails(found, WARN, "not read", "above")
     (model,) = examine_inputs(elsewhere, Addresses(trainer="a:1"))
-    assert (model.verdict, "trainer's host" in model.found) == (OK, True)
+    assert (model.verdict, "not on this host" in model.found) == (OK, True)
     megatron = {"strategy": "megatron", "num_ranks": 64, "megatron": {"tensor_model_parallel_size": 64}}
     model, _ = examine_inputs(config_with(data=data, trainer=megatron), Addresses())
     assert_fails(model, FAIL, "tensor_model_parallel_size 64", "strategy")
@@ -190,7 +190,7 @@ async def test_services(reward: str) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
     assert_fails(wrong, FAIL, f"{reward} is not the address of a trainer service", "swapped")
-    assert_fails(lost, FAIL, nobody, "start it")
+    assert_fails(lost, FAIL, nobody, "start the service")
     assert_fails(untried, WARN, f"not tried: no answer from trainer {reward}, rollout {nobody}", "above")
 
 
@@ -205,7 +205,7 @@ def test_answers_clocks_and_versions() -> None:
     info = ServiceInfo(state="open", run_id="r", version="1", time_ns=1)
     assert_fails(check_answer("trainer a:1", Unavailable("gone")), FAIL, "gone", "firewall")
     assert check_answer("trainer a:1", Answer(info, 0.001, 0)).verdict is OK
-    assert_fails(check_answer("trainer a:1", Answer(info, 0.2, 0)), WARN, "200.0 ms", "nearer host")
+    assert_fails(check_answer("trainer a:1", Answer(info, 0.2, 0)), WARN, "200.0 ms", "lower latency")
     for ahead_s, verdict in ((0.1, OK), (-2, WARN), (3600, FAIL)):
         finding = check_clock("trainer a:1", Answer(info, 0.001, ahead_s))
         assert (finding.verdict, bool(finding.fix)) == (verdict, verdict is not OK)

@@ -253,7 +253,7 @@ def test_plan_fits_the_terminal(moe: Path, width: int) -> None:
     assert any(line[:2] == ["pp", "1"] and "x1.5" in line for line in lines)
     flat = " ".join(text.split())
     assert "16 ranks = TP 2 x PP 2 x CP 1 x DP 4, VPP 2 experts: ETP 1 x EP 4 x PP 2 x 2 copies" in flat
-    assert "in host memory between phases (idle): params" in flat
+    assert "offloaded to host memory between phases (idle): params" in flat
     assert "batch: 64 samples per mini-batch, 16 on each of 4 data-parallel ranks" in flat
     assert "bf16 weights 2, grads 4, optimizer: master 4 + Adam moments 8" in flat
     assert "arXiv 2205.05198" in flat
