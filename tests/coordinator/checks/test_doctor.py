@@ -216,10 +216,10 @@ def test_answers_clocks_and_versions() -> None:
         "rollout b:1": ServiceInfo(version="1", libraries={"torch": "2.12", "nccl": "2.28.9"}),
     }
     found = {finding.check: finding for finding in check_agreement(infos)}
-    assert found["lockstep-rl of all"].verdict is OK
-    assert_fails(found["nccl of all"], FAIL, "2.27.3 in trainer a:1; 2.28.9 in rollout b:1", "same nccl")
-    assert_fails(found["torch of all"], WARN, "2.12 in rollout b:1", "same torch")
-    assert "cuda of all" not in found
+    assert found["lockstep-rl versions"].verdict is OK
+    assert_fails(found["nccl versions"], FAIL, "2.27.3 in trainer a:1; 2.28.9 in rollout b:1", "same nccl")
+    assert_fails(found["torch versions"], WARN, "2.12 in rollout b:1", "same torch")
+    assert "cuda versions" not in found
 
 
 async def test_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
