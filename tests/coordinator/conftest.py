@@ -25,7 +25,7 @@ CHATML = """{%- if messages[0]['role'] != 'system' -%}
 {%- endif %}
 """
 
-# How Qwen2 splits text. transformers puts this in place of what tokenizer.json says where config.json says qwen2.
+# How Qwen2 splits text. If config.json says qwen2, transformers uses this instead of what tokenizer.json says.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -57,7 +57,7 @@ def backend() -> tokenizers.Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(_CORPUS, trainer)
-    # As Llama 3: a BOS before text, unless told otherwise.
+    # Like Llama 3: prepends BOS to text by default.
     bos = SPECIAL_TOKENS[0]
     backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
     return backend

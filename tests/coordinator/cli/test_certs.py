@@ -75,7 +75,7 @@ def test_who_serves_and_who_only_calls(certs) -> None:
         uses = load(Path(role) / "cert.pem").extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert (ExtendedKeyUsageOID.SERVER_AUTH in uses) is (role is not Role.OPERATOR)
         assert ExtendedKeyUsageOID.CLIENT_AUTH in uses
-    # The services that `lockstep run` starts are called at this address, with the coordinator's certificate.
+    # `lockstep run` calls the services that it starts at this address, with the coordinator's certificate.
     assert read_identity(Path("coordinator")).hosts == {"h", "127.0.0.1"}
     assert read_identity(Path("operator")).hosts == set()
 
@@ -105,7 +105,7 @@ def test_renewal_keeps_role_and_names_and_changes_key_and_date(certs) -> None:
     assert days(load(Path("r/cert.pem"))) == 90
     assert stat.S_IMODE(Path("r/key.pem").stat().st_mode) == 0o600
     assert sorted(path.name for path in Path("r").iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
-    # A renewal that was killed left its files.
+    # Files of a renewal that was killed.
     Path("r/key.pem.new").write_text("half")
     certs("renew", "r")
     read_identity(Path("r"))

@@ -81,7 +81,7 @@ async def test_an_operator_starts_watches_and_stops_a_run(certificates, address,
         watching = coordinator.watch("run")
         assert (await anext(watching)).run.run_id == started.run_id
         assert [run.name for run in await coordinator.all()] == ["run"]
-        # Whoever may not stop it does not.
+        # Callers without permission do not stop it.
         for role in (Role.ROLLOUT, Role.TRAINER, Role.REWARD):
             async with channel(address, certificates.of(role)) as to:
                 assert set((await codes(to)).values()) == {DENIED}

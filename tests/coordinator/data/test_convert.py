@@ -76,7 +76,7 @@ def write_deepscaler(path: Path, rows: list) -> Path:
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_gsm8k(run, tmp_path, form):
     source = write_gsm8k(tmp_path / "gsm8k", form)
-    # The socratic configuration lies beside main, and is another dataset.
+    # The socratic configuration is in the same repository as main, but is another dataset.
     (source / "socratic").mkdir()
     pq.write_table(
         pa.table({"question": ["no"], "answer": ["no"]}), source / "socratic" / "train-00000-of-00001.parquet"
@@ -266,7 +266,7 @@ class _Hub(BaseHTTPRequestHandler):
     def _answer(self, content: bytes | None) -> None:
         if content is None:
             self.send_response(404)
-            # What the hub says of a repository that does not exist or that is not yours to see.
+            # The Hub's response for a repository that does not exist or is private.
             self.send_header("X-Error-Code", "RepoNotFound")
             content = b""
         else:

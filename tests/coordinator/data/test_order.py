@@ -44,7 +44,7 @@ def test_a_caller_cannot_change_later_batches():
 
 
 def test_order_changes_with_epoch_and_seed():
-    # 50! orders: that two of a hundred are equal by chance does not happen.
+    # There are 50! orders, so two of a hundred are never equal by chance.
     orders = [EpochOrder(50, 50, seed=seed, shuffle=True).indices(step) for seed in range(10) for step in range(10)]
     assert len({tuple(order.tolist()) for order in orders}) == 100
 

@@ -13,7 +13,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.chat_template import ChatTemplate, TemplateRefusal
 from services.coordinator.data.tokenizer import Tokenizer
 
-# What templates of well-known models use: macros, dates, tojson, break, generation marks and refusals.
+# Features that templates of well-known models use: macros, dates, tojson, break, generation marks and refusals.
 EVERYTHING = """{{- bos_token }}
 {%- macro header(role) -%}<|im_start|>{{ role }}
 {% endmacro -%}

@@ -243,7 +243,7 @@ def test_a_directory_without_a_run_and_a_damaged_one(run_dir: Path, tmp_path: Pa
     moved = tmp_path / "run"
     shutil.copytree(run_dir, moved)
     with (moved / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "rew')  # the coordinator is just writing it
+        file.write('{"step": 4, "rew')  # the coordinator is still writing it
     assert curves.read_metrics(moved / "metrics.jsonl")[-1]["step"] == 3
     with (moved / "metrics.jsonl").open("a") as file:
         file.write("\n")

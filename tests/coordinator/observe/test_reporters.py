@@ -102,7 +102,7 @@ def test_a_name_wider_than_the_terminal_is_folded():
 def logging_to(console: Console, directory: Path) -> Iterator[None]:
     root = logging.getLogger()
     before = root.level, root.handlers[:]
-    root.handlers.clear()  # or they would be closed
+    root.handlers.clear()  # otherwise they would be closed
     try:
         log_to(make_config(runs_dir=directory), console)
         yield

@@ -174,7 +174,7 @@ def test_the_loop_does_not_wait_for_mlflow(
     monkeypatch.setattr(mlflow_tracker, "_CLOSE_TIMEOUT_S", 0.1)
     with opened(tmp_path, {"kind": "mlflow"}) as run:
         mlflow.gate.clear()
-        report(run, 1, 2)  # returns, though the server does not
+        report(run, 1, 2)  # returns although the server hangs
     assert "MLflow did not answer for 0.1 s" in caplog.text
     mlflow.gate.set()
 

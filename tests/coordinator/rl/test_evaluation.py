@@ -32,7 +32,7 @@ from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, 
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
 EVAL = {"easy": "easy.parquet", "hard": "hard.parquet", "plain": "plain.parquet"}
-# By prompt: the rewards of its samples in order, the number of their tokens, and how many were cut off.
+# By prompt: the rewards of its samples in order, their numbers of tokens, and how many were truncated.
 REWARDS = {"p0": [1.0, 0.0, 0.5, 1.0], "p1": [0.0, 0.0, 0.0, 0.0], "p2": [1.0, 1.0, 1.0, 0.5]}
 
 
@@ -44,7 +44,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass():
                 draws = list(itertools.combinations(passes, k))
                 share = sum(map(any, draws)) / len(draws)
                 assert pass_at_k(num_samples, num_passed, k) == pytest.approx(share, abs=1e-15)
-    # Where factorials leave float64: 1 - (1 - 5/1000)(1 - 5/999)...
+    # Factorials would overflow float64: 1 - (1 - 5/1000)(1 - 5/999)...
     assert pass_at_k(1000, 5, 100) == pytest.approx(1 - (900 * 899 * 898 * 897 * 896) / (1000 * 999 * 998 * 997 * 996))
 
 
@@ -130,7 +130,7 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
     ordered = ["reward", "math", "pass@1", "pass@2", "pass@4", "tokens_mean", "truncated"]
     assert list(shown)[:8] == ["version", *(f"eval/easy/{metric}" for metric in ordered)]
 
-    # One set after the other; the prompts of a set arrive in any order.
+    # Sets are evaluated one after another; the prompts of a set arrive in any order.
     assert sorted(replica.asked[:3]) == [(f"p{index}", 4, 0.6, 33) for index in range(3)]
     assert sorted(replica.asked[3:5]) == [(p, 1, 0.0, 22) for p in ("p0", "p1")]
     assert sorted(replica.asked[5:]) == [(p, 1, 0.0, 22) for p in ("p0", "p1", "p2")]
@@ -291,7 +291,7 @@ class TestEvalConfig:
     def test_results_of_a_checkpoint_are_with_its_run(self, config: Config, run_dir: Path):
         checkpoint = run_dir / "checkpoints" / "step-000002"
         other = config.model_copy(update={"name": "of-the-yaml"})
-        assert eval_config(other, checkpoint, None).run_dir.parent == other.run_dir  # of no run: there is no ledger
+        assert eval_config(other, checkpoint, None).run_dir.parent == other.run_dir  # not a run: no ledger
         (run_dir / "ledger.sqlite").touch()
         assert eval_config(other, checkpoint, None).run_dir.parent == run_dir
         assert eval_config(other, run_dir / "model", None).run_dir.parent == other.run_dir

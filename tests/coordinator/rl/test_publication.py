@@ -130,7 +130,7 @@ async def test_one_that_came_back_between_two_publications_is_a_new_member(parts
     await parts.fakes[0].start()
     await parts.until(STALE, SERVING)
     await parts.publisher.publish(1)
-    # Formed anew before anything is sent: its new process never joined the first epoch.
+    # The group is formed again before anything is sent, because the new process never joined the first epoch.
     assert parts.run.epochs == [2, 2]
     assert parts.states == [SERVING, SERVING]
 

@@ -85,7 +85,7 @@ CONFIGS = {
 def test_the_batch_is_the_first_useful_groups_whatever_the_timing(kinds: list[str], factor: float, seed: int):
     config = CONFIGS[factor]
     useful = [index for index, kind in enumerate(kinds[:20]) if kind == "mixed"]
-    if len(useful) < 2:  # not one group for each mini-batch
+    if len(useful) < 2:  # fewer than one group per mini-batch
         with pytest.raises(LockstepError, match="too few"):
             asyncio.run(select_of(config, kinds, seed))
         return
@@ -98,7 +98,7 @@ def test_the_batch_is_the_first_useful_groups_whatever_the_timing(kinds: list[st
     assert selected.decision["dropped"] == dropped
     assert selected.decision["num_prompts"] == num_prompts
     assert selected.decision["metrics"]["sampling/rounds"] == num_prompts / 4
-    if factor == 1:  # not one prompt more than the batch needs
+    if factor == 1:  # no more prompts than the batch needs
         assert selected.decision["metrics"]["sampling/aborted"] == 0
         assert selected.decision["metrics"]["sampling/discarded"] == len(useful[:4]) - len(wanted)
 
@@ -142,7 +142,7 @@ async def test_a_budget_that_is_used_up(on_budget: str, kept: list[int] | None):
         return
     selected = await select_of(config, kinds, 0)
     assert [group.index for group in selected.groups] == kept
-    assert selected.decision["discarded"] == ["p7"]  # a multiple of the mini-batches is left
+    assert selected.decision["discarded"] == ["p7"]  # a multiple of the number of mini-batches is kept
 
 
 async def test_too_few_samples_for_the_ranks_is_an_error():
@@ -265,11 +265,11 @@ async def test_over_sampling_aborts_in_the_engine_and_replicas_go_on(tmp_path: P
         batch = (await given.live(0, 1))[0]
         assert not set(batch["prompt_id"].to_pylist()) & slow
         async with asyncio.timeout(10):
-            while given.replica.in_flight:  # the calls end in the engine, not only here
+            while given.replica.in_flight:  # the calls are cancelled in the engine too
                 await asyncio.sleep(0.005)
         replica = given.collector._rollout.replicas[0]
         assert replica.state is ReplicaState.SERVING and replica.samples_in_flight == 0
-        # A coordinator that comes back takes the recorded batch, though the others would be faster now.
+        # A restarted coordinator uses the recorded batch, although other groups would be faster now.
         slow.clear()
         slow.update(batch["prompt_id"].to_pylist())
         assert (await given.live(0, 1))[0].equals(batch)

@@ -61,7 +61,7 @@ def recorded(run: Run, kind: Kind) -> list[str]:
 
 async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
-    await run.checkpoints.begin([trainer], 1)  # returns, though the save does not
+    await run.checkpoints.begin([trainer], 1)  # returns although the save hangs
     second = asyncio.create_task(run.checkpoints.begin([trainer], 2))
     await asyncio.sleep(0)
     run.checkpoints.check()
@@ -72,7 +72,7 @@ async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callabl
     trainer.ends.put_nowait(None)
     trainer.ends.put_nowait(None)
     await run.checkpoints.begin([trainer], 3)
-    assert recorded(run, Kind.DELETED) == []  # the third is not whole yet
+    assert recorded(run, Kind.DELETED) == []  # the third is not complete yet
     await run.checkpoints.finish()
     assert recorded(run, Kind.SAVED) == ["step-000001", "step-000002", "step-000003"]
     assert recorded(run, Kind.DELETED) == ["step-000001"]
@@ -170,7 +170,7 @@ async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again:
     await run.checkpoints.begin([trainer], 1)
     await asyncio.sleep(0)
     run.close()
-    # The trainer goes on: the checkpoint is whole, but the ledger does not know it.
+    # The trainer continues: the checkpoint is complete, but the ledger does not have it.
     path = run.config.run_dir / "checkpoints" / "step-000001"
     path.mkdir(parents=True)
     again, trainer = open_again(), FakeTrainer()

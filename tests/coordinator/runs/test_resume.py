@@ -26,7 +26,7 @@ def test_the_ledger_keeps_order_and_survives_closing(tmp_path: Path):
     assert ledger.last(Kind.COLLECTED, 3) == {"version": 3, "sha256": "b"}
     assert ledger.last(Kind.COLLECTED)["version"] == 4
     assert ledger.last(Kind.SAVED) is None
-    assert ledger.record(Kind.EPOCH, num_replicas=1) > third  # epochs only grow, also over restarts
+    assert ledger.record(Kind.EPOCH, num_replicas=1) > third  # epochs only increase, also across restarts
     ledger.close()
 
 
@@ -116,7 +116,7 @@ def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):
     older = save(tmp_path, 2)
     save(tmp_path, 4)
     assert begin(tmp_path, str(older)).checkpoint == str(older)
-    # What was saved on the branch that is left is not what the run goes on from, but it is there.
+    # The checkpoint of the abandoned branch still exists, but the run does not resume from it.
     assert begin(tmp_path).checkpoint == str(older)
     (left,) = (tmp_path / "run" / "checkpoints").glob("left-*-step-000004")
     assert (left / "manifest.json").is_file()
@@ -149,14 +149,14 @@ def test_a_lost_or_changed_checkpoint_is_never_a_fresh_start(tmp_path: Path, res
     ],
 )
 def test_a_changed_config_is_named(tmp_path: Path, sections: dict, key: str):
-    begin(tmp_path, **sections)  # nothing was published: no service had taken the config
+    begin(tmp_path, **sections)  # nothing was published, so no service had used the config
     begin(tmp_path)
     publish(tmp_path)
     path = save(tmp_path, 2)
     with pytest.raises(PreconditionFailed, match=f"another {key} .* another name with resume={path} to") as raised:
         begin(tmp_path, **sections)
     assert isinstance(raised.value, LockstepError)
-    begin(tmp_path)  # the refusal left nothing locked or recorded
+    begin(tmp_path)  # the error left nothing locked or recorded
 
 
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):

@@ -47,6 +47,6 @@ async def test_trainers_that_are_started_together_share_the_cores(
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), reward="127.0.0.1:1")):
         assert threads == {"trainer": "2", "critic": "2"}
     threads.clear()
-    alone = config.model_copy(update={"critic": None, "advantage": make_config().advantage})  # as a replay may leave it
+    alone = config.model_copy(update={"critic": None, "advantage": make_config().advantage})  # like a replay's config
     async with launch(alone, Addresses(), services=["trainer"], sharing=config):
         assert threads == {"trainer": "2"}

@@ -65,7 +65,7 @@ async def test_a_group_goes_where_the_fewest_tokens_are_in_flight():
             await until(lambda: (first.in_flight + second.in_flight) == 2 * len(tasks))
         gate.set()
         await asyncio.gather(*tasks)
-        # The second takes 40s until it has 240; the eighth group goes to the first again.
+        # The second gets groups of 40 until it has 240; the eighth group goes to the first again.
         assert sorted(first.answered) == ["p0", "p7"]
         assert sorted(second.answered) == [f"p{index}" for index in range(1, 7)]
         assert [replica.tokens_in_flight for replica in rollout.replicas] == [0, 0]
@@ -78,7 +78,7 @@ async def test_no_replica_gets_more_than_it_runs_at_once_and_as_many_to_follow()
             fake.before_answer = lambda prompt: asyncio.sleep(0.01)
         await asyncio.gather(*(generate(rollout, index) for index in range(20)))
         assert [fake.peak for fake in fakes] == [10, 10]
-        # One that is larger than the limit goes alone.
+        # A group that is larger than the limit is sent alone.
         await asyncio.gather(*(generate(rollout, index, num_samples=11) for index in range(4)))
         assert [fake.peak for fake in fakes] == [11, 11]
 
@@ -100,7 +100,7 @@ async def test_a_dead_replicas_groups_go_to_another():
         await until(lambda: rollout.replicas[0].state is ReplicaState.STALE)
         mortal.answered.clear()
         await asyncio.gather(*(generate(rollout, index) for index in range(6)))
-        assert mortal.answered == []  # it holds no weights yet
+        assert mortal.answered == []  # it has no weights yet
         await rollout.replicas[0].commit(STAMP)
         await asyncio.gather(*(generate(rollout, index) for index in range(6)))
         assert mortal.answered

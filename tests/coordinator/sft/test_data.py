@@ -28,10 +28,10 @@ TEMPLATE = """
 {{ '=' + m.content + '<eos> ' if m.role == 'assistant' else m.content }}
 {%- endfor -%}
 {{ '=' if add_generation_prompt }}"""
-# Writes the last answer in full, and of those before only the first digit: as templates that strip the thinking.
+# Writes the last answer in full but only the first digit of earlier ones, like templates that strip the thinking.
 FORGETFUL = TEMPLATE.replace("m.content + '<eos> '", "(m.content if loop.last else m.content[0]) + '<eos> '")
 
-# ChatML with a space where it has a line break.
+# ChatML with spaces instead of line breaks.
 SPACED = """
 {%- for m in messages -%}
 <|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{{ '\\n' }}
@@ -201,7 +201,7 @@ def test_several_end_tokens(tmp_path: Path, characters: Callable, load: Callable
     with pytest.raises(InvalidInput, match=r"data.end_token '4' is not an end token"):
         load(characters(), rows, end_token="4")
     assert parts(load(characters(), rows, end_token="<pad>"))[1] == [6, 0]
-    # A template says itself which one it is.
+    # A template writes its end token itself.
     assert parts(load(characters(TEMPLATE), [{"m": TWO_TURNS[:2]}], messages_column="m"))[1] == [6, EOS]
 
 

@@ -168,8 +168,8 @@ def flat(lists: Iterable[list[float]]) -> list[float]:
 def some_batch(seed: int, *, masked: bool = True) -> list[Row]:
     """Draws 1 to 4 groups of 2 to 4 samples with all columns, in random order.
 
-    Numbers are multiples of 1/16, so their sums and squares are exact in any order of addition. About every third group
-    has equal rewards, and about every fifth sample is fully masked.
+    Numbers are multiples of 1/16, so their sums and squares are exact, and equal rewards stay equal in any order of
+    addition. Every third group on average has equal rewards, and every fifth sample is fully masked.
     """
     chance, rows = random.Random(seed), []
     for group in range(chance.randint(1, 4)):
@@ -187,7 +187,7 @@ def _number(chance: random.Random) -> float:
     return chance.randint(-32, 32) / 16
 
 
-# Hypothesis draws seeds only: to draw every number takes it a hundred times longer than to credit the batch.
+# Hypothesis draws only the seed: drawing every number would take a hundred times longer than computing advantages.
 batches = st.integers(0, 2**32).map(some_batch)
 unmasked_batches = st.integers(0, 2**32).map(functools.partial(some_batch, masked=False))
 

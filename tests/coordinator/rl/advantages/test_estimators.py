@@ -20,9 +20,9 @@ YES, NO = True, False
 @pytest.mark.parametrize(
     ("config", "rewards", "expected"),
     [
-        # mean 0.25, sample deviation sqrt((0.5625 + 3 * 0.0625) / 3) = 0.5
+        # mean 0.25, sample std sqrt((0.5625 + 3 * 0.0625) / 3) = 0.5
         ({"kind": "grpo", "eps": 1e-12}, [1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),
-        # mean 2, sample deviation 1, eps 1 halves it
+        # mean 2, sample std 1; eps 1 halves it
         ({"kind": "grpo", "eps": 1.0}, [1, 2, 3], [-0.5, 0, 0.5]),
         ({"kind": "grpo", "normalize_std": False}, [1, 2, 3], [-1, 0, 1]),
         ({"kind": "dr_grpo"}, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
@@ -35,7 +35,7 @@ YES, NO = True, False
 def test_one_advantage_for_each_sample(config: dict, rewards: list, expected: list):
     rows = [row(reward, num_tokens=index + 1) for index, reward in enumerate(rewards)]
     for index, numbers in enumerate(credited(rows, **config)):
-        assert numbers == pytest.approx([expected[index]] * (index + 1), abs=1e-6)  # float32, and eps of the defaults
+        assert numbers == pytest.approx([expected[index]] * (index + 1), abs=1e-6)  # float32, and the default eps
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"])
@@ -60,7 +60,7 @@ def test_gpg_scales_up_for_groups_without_a_signal():
 
 
 def test_reinforce_plus_plus_baseline_is_whitened_over_tokens():
-    # Centred 0.5 once and -0.5 three times: mean -0.25, variance (0.5625 + 3 * 0.0625) / 4 = 3 / 16, deviation
+    # Centered: 0.5 once and -0.5 three times: mean -0.25, variance (0.5625 + 3 * 0.0625) / 4 = 3 / 16, std
     # sqrt(3) / 4: 0.75 / that is sqrt(3), -0.25 / that is -1 / sqrt(3)
     rows = [row(1, 1), row(0, 3)]
     high, low = credited(rows, kind="reinforce_plus_plus_baseline", eps=1e-12)
@@ -69,7 +69,7 @@ def test_reinforce_plus_plus_baseline_is_whitened_over_tokens():
 
 
 def test_whitening_by_group():
-    # As above within each group, whatever the scale of its rewards.
+    # The same within each group, independent of the scale of its rewards.
     rows = [row(1, 1), row(50, 1, group=1), row(0, 3), row(40, 3, group=1)]
     high, low = [math.sqrt(3)], [-1 / math.sqrt(3)] * 3
     whitened = credited(rows, kind="dr_grpo", whiten="group", eps=1e-12)
@@ -85,7 +85,7 @@ def test_reinforce_plus_plus_sums_what_is_to_come():
     # 1.1; -0.2 + 0.5 * 1.1 = 0.35; -0.1 + 0.5 * 0.35 = 0.075. One sample of a prompt is enough.
     config = {"kind": "reinforce_plus_plus", "gamma": 0.5, "whiten": "none", "kl": {"coef": 0.1}}
     assert credited([KL_ROW], **config)[0] == pytest.approx([0.075, 0.35, 1.1], abs=1e-6)
-    # Without whiten none: mean 1.525 / 3, and the population's deviation
+    # With the default whitening: mean 1.525 / 3, and the population std
     mean = 1.525 / 3
     std = math.sqrt(((0.075 - mean) ** 2 + (0.35 - mean) ** 2 + (1.1 - mean) ** 2) / 3)
     expected = [(number - mean) / std for number in (0.075, 0.35, 1.1)]
@@ -116,7 +116,7 @@ def test_gae_discounts_the_errors_of_the_values():
     rows = [row(1, 3, values=[0.5, 0.25, 0.75])]
     assert credited(rows, **config) == [[-0.328125, 0.1875, 0.25]]
     assert credited(rows, "returns", **config) == [[0.171875, 0.4375, 1.0]]
-    # The tool's token in the middle is not the policy's: the value of the state behind it comes next. Errors:
+    # The tool's token in the middle is not the policy's, so the next value is that of the state after it. Errors:
     # 0.5 * 0.75 - 0.5 = -0.125 and 0.25
     masked = [row(1, 3, values=[0.5, 9, 0.75], loss_mask=[YES, NO, YES])]
     assert credited(masked, **config) == [[-0.0625, 0, 0.25]]
@@ -124,7 +124,7 @@ def test_gae_discounts_the_errors_of_the_values():
 
 
 def test_gae_may_bootstrap_truncated_samples():
-    # The error of the last token: 1 + 0.5 * 0.75 - 0.75 = 0.625, or 0.25 where the sample has ended or nothing follows.
+    # Error of the last token: 1 + 0.5 * 0.75 - 0.75 = 0.625, or 0.25 if the sample has ended or nothing follows.
     config = {"kind": "gae", "gamma": 0.5, "lam": 0.5, "whiten": "none"}
     rows = [row(1, 1, values=[0.75], finish_reason=reason) for reason in ("length", "stop")]
     assert credited(rows, **config, bootstrap_truncated=True) == [[0.625], [0.25]]
@@ -139,13 +139,13 @@ def test_whitening_leaves_the_targets_of_the_critic_alone():
 
 def test_turns_of_a_group_are_compared_with_one_another():
     # Three turns of a sample with reward 1 and discount 0.5 return 0.25, 0.5, 1, one turn with reward 0 returns 0:
-    # mean 1.75 / 4 = 0.4375, whatever the turns' lengths.
+    # mean 1.75 / 4 = 0.4375, independent of the turns' lengths.
     rows = [row(1, 7, loss_mask=[YES, YES, NO, YES, NO, NO, YES]), row(0, 2)]
     assert credited(rows, kind="per_turn", gamma=0.5) == [
         [-0.1875, -0.1875, 0, 0.0625, 0, 0, 0.5625],
         [-0.4375, -0.4375],
     ]
-    # Samples beside each other whose turns touch: 0.5 and 1, 0.25: mean 1.75 / 3
+    # Adjacent samples whose turns touch: 0.5 and 1, 0.25: mean 1.75 / 3
     rows = [row(1, 3, loss_mask=[YES, NO, YES]), row(0.25, 3, loss_mask=[YES, NO, NO])]
     first, second = credited(rows, kind="per_turn", gamma=0.5)
     assert first == pytest.approx([0.5 - 1.75 / 3, 0, 1 - 1.75 / 3], abs=1e-6)
@@ -156,11 +156,11 @@ def test_turns_of_a_group_are_compared_with_one_another():
     ("kind", "expected"),
     [
         ("dr_grpo", [[1], [0], [0, 0]]),  # the mean of 2, 1, 0 is 1; it would be 1.5 without the last
-        ("grpo", [[1], [0], [0, 0]]),  # sample deviation 1
+        ("grpo", [[1], [0], [0, 0]]),  # sample std 1
         ("rloo", [[1.5], [0], [0, 0]]),
         ("gpg", [[1], [0], [0, 0]]),
         ("per_turn", [[1], [0], [0, 0]]),
-        ("opo", [[0.5], [-0.5], [0, 0]]),  # weighted by length, of which nothing is trained: mean of 2 and 1
+        ("opo", [[0.5], [-0.5], [0, 0]]),  # weighted by trained length, which is 0 for the third: mean of 2 and 1
         ("reinforce_plus_plus_baseline", [[1], [-1], [0, 0]]),  # 1 and 0, whitened over the two trained tokens
     ],
 )
@@ -168,7 +168,7 @@ def test_fully_masked_sample_still_counts_for_its_group(kind: str, expected: lis
     """Overlong filtering removes a sample's gradient, but its reward still counts in the baseline."""
     rows = [row(2), row(1), row(0, 2, loss_mask=[NO, NO])]
     for advantages, wanted in zip(credited(rows, kind=kind), expected, strict=True):
-        assert advantages == pytest.approx(wanted, abs=1e-5)  # eps 1e-6 over deviations of 1 and 0.5
+        assert advantages == pytest.approx(wanted, abs=1e-5)  # eps 1e-6 relative to stds of 1 and 0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)

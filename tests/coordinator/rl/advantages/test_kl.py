@@ -44,7 +44,7 @@ def test_masked_tokens_are_not_penalised():
 def test_compared_samples_lose_the_sum_of_their_penalties(kind: str, rows: list[Row], estimate: str):
     config = AdvantageConfig(kind=kind, kl={"coef": 0.5, "kind": estimate})
     net = [row | {"reward": row["reward"] - sum(penalties(row, config))} for row in rows]
-    if kind == "gpg" and estimate == "k3":  # whether two rewards are equal would hang on the last bit of exp
+    if kind == "gpg" and estimate == "k3":  # whether two rewards are equal would depend on the last bit of exp
         return
     advantages = compute_advantages(table(rows), config)["advantages"].to_pylist()
     assert flat(advantages) == pytest.approx(flat(credited(net, kind=kind)), rel=1e-6, abs=1e-6)
@@ -106,6 +106,6 @@ def test_resumed_run_goes_on_with_the_same_coefficient():
     expected = [0.2, 0.2 * 1.1, 0.2 * 1.1 * 0.9]
     expected += [expected[-1] * (1 + 0.25 / 6), expected[-1] * (1 + 0.25 / 6) * 1.1]
     assert coefs == pytest.approx(expected, rel=1e-12)
-    # A new coefficient in the config counts where it is constant, and does not where it is adaptive.
+    # A new coefficient in the config takes effect if it is constant, but not if it is adaptive.
     assert coef_after(records[2], KlConfig(coef=0.7)) == 0.7
     assert coef_after(records[2], config.model_copy(update={"coef": 0.7})) == coefs[2]
