@@ -89,7 +89,7 @@ def test_nothing_is_overwritten(certs) -> None:
     assert "lockstep certs renew" in certs(*options, code=2)
     Path("half").mkdir()
     (Path("half") / "key.pem").write_text("mine")
-    assert "half/key.pem exists" in certs(*options[:-1], "half", code=2)
+    assert "half/key.pem already exists" in certs(*options[:-1], "half", code=2)
     assert before == {path: path.read_bytes() for path in before}
 
 

@@ -34,7 +34,7 @@ def make_console(width: int, height: int, *, is_terminal: bool) -> Console:
     return Console(file=io.StringIO(), width=width, height=height, force_terminal=is_terminal, color_system=None)
 
 
-def told(console: Console) -> Terminal:
+def finished_terminal(console: Console) -> Terminal:
     """Returns a terminal after a run with two held-out sets."""
     terminal = Terminal(console, NUM_STEPS)
     for version in range(1, NUM_STEPS + 1):
@@ -50,7 +50,7 @@ def told(console: Console) -> Terminal:
     [(40, 10, 4, 4), (80, 24, 7, 12), (100, 30, 9, 12), (120, 16, 11, 10)],
 )
 def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_columns: int, num_rows: int):
-    table = told(make_console(width, height, is_terminal=True))._table()
+    table = finished_terminal(make_console(width, height, is_terminal=True))._table()
     console = make_console(width, height, is_terminal=False)
     console.print(table)
     lines = console.file.getvalue().splitlines()
@@ -65,7 +65,7 @@ def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_column
 
 def test_a_file_gets_a_line_for_each_step():
     console = make_console(40, 10, is_terminal=False)
-    told(console)
+    finished_terminal(console)
     head, *lines = console.file.getvalue().splitlines()
     assert head.split()[-6:] == ["generate", "s", "train", "s", "publish", "s"]
     steps = [line for line in lines if not line.startswith("held-out")]

@@ -78,7 +78,7 @@ def test_numbers_of_a_batch_without_a_trained_token_are_left_out():
     assert per_token([row(1, 2, loss_mask=[False, False], advantages=[0, 0])]) == {}
 
 
-def test_metrics_of_credited_samples():
+def test_metrics_of_samples_with_advantages():
     rows = [row(reward, values=[0.5], ref_logprobs=[-1]) for reward in (1, 0)]
     metrics = batch_metrics(
         compute_advantages(table(rows), AdvantageConfig(kind="gae", whiten="none", kl={"coef": 0.1}))

@@ -43,7 +43,7 @@ def table(rows: list[Row]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
 
 
-def credited(rows: list[Row], column: str = "advantages", **config: Any) -> list[list[float]]:
+def computed(rows: list[Row], column: str = "advantages", **config: Any) -> list[list[float]]:
     return compute_advantages(table(rows), AdvantageConfig(**config))[column].to_pylist()
 
 
