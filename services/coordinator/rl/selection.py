@@ -70,7 +70,7 @@ async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, finis
 
 
 class _EnoughError(Exception):
-    """Cancels the draws in progress, because the batch is complete."""
+    """Raised to cancel the draws in progress when the batch is complete."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class RunRecord:
         self.batch_is_from_disk = False
 
     def was_evaluated(self, version: int) -> bool:
-        """Whether `version` was evaluated before a restart."""
+        """Returns whether `version` was evaluated before a restart."""
         return self.ledger.last(Kind.EVALUATED, version) is not None
 
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:

@@ -1,4 +1,4 @@
-"""Starts the services without an address on this host, and stops the services that it started."""
+"""Starts, on this host, the services that have no address, and stops them with the run."""
 
 import asyncio
 import contextlib
