@@ -14,7 +14,7 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Runs all coroutines concurrently and returns their results in order. The first failure cancels the rest and rises."""
+    """Runs all coroutines concurrently and returns their results. The first failure cancels the rest and is raised."""
     async with task_group() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]

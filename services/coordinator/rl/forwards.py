@@ -24,7 +24,7 @@ class Forwards:
     """
 
     def __init__(self, models: Sequence[Model], config: Config):
-        # A reference that is the policy's base has the policy's ranks.
+        # A reference that is the policy's base model runs on the policy's ranks and has no settings of its own.
         settings = [config.models.get(model.name, config.trainer) for model in models]
         self._models = {model: samples_at_once(own) for model, own in zip(models, settings, strict=True)}
         self._turns = {model: asyncio.Lock() for model in models}
