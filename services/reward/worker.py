@@ -32,7 +32,7 @@ from services.reward.scorers.base import FailureReason, ScoringError
 Value = TypeVar("Value")
 Function = Callable[..., Any]
 Reply = Mapping[str, Any]
-"""A line of JSON from a worker."""
+"""A line of JSON that a worker writes."""
 _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL_CHARS = 1000
 

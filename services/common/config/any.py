@@ -1,4 +1,4 @@
-"""The config of a run of either kind, reinforcement learning or supervised."""
+"""Joins the configs of both kinds of run, reinforcement learning and supervised."""
 
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig

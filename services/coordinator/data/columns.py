@@ -1,4 +1,4 @@
-"""What the columns of a file of rows may hold, and what a row holds there: text or messages."""
+"""Checks the types of columns and converts their values, which are text or messages."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -12,13 +12,13 @@ Value = TypeVar("Value")
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds text."""
+    """Returns whether a column of this type holds text."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 def is_messages(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds lists of messages."""
+    """Returns whether a column of this type holds lists of messages."""
     if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     types = {field.name: field.type for field in kind.value_type}
@@ -26,12 +26,12 @@ def is_messages(kind: pa.DataType) -> bool:
 
 
 def is_prompt(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds prompts."""
+    """Returns whether a column of this type can hold prompts."""
     return is_text(kind) or is_messages(kind)
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Whether JSON can say what a column of this type holds."""
+    """Returns whether the values of a column of this type can be written as JSON."""
     if _is_list(kind):
         return is_json(kind.value_type)
     if pa.types.is_struct(kind):
@@ -45,14 +45,14 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def require(value: Value | None, name: str) -> Value:
-    """Returns `value`; raises BadRow if there is nothing in it, or only blank text."""
+    """Returns `value`. Raises BadRow if it is null, empty or blank text."""
     if not value or (isinstance(value, str) and not value.strip()):
         raise BadRow(f"the {name} is {'null' if value is None else 'empty'}")
     return value
 
 
 def as_messages(prompt: str | Sequence[Message | None] | None) -> list[Message]:
-    """Messages of a prompt."""
+    """Converts a prompt to messages. Raises BadRow if it cannot be used."""
     prompt = require(prompt, "prompt")
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -60,26 +60,26 @@ def as_messages(prompt: str | Sequence[Message | None] | None) -> list[Message]:
     if not messages[-1]["content"].strip():
         raise BadRow("the last message of the prompt is empty")
     if messages[-1]["role"] == "assistant":
-        raise BadRow("the prompt ends with an assistant message, which is for the model to write")
+        raise BadRow("the prompt ends with an assistant message, but the model has to write that")
     return messages
 
 
 def as_conversation(value: Sequence[Message | None] | None) -> list[Message]:
-    """Messages up to the assistant's last."""
+    """Returns the messages up to the last one of the assistant. Raises BadRow if they cannot be used."""
     messages = _without_nulls(require(value, "conversation"))
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for index in turns:
         if not messages[index]["content"].strip():
-            raise BadRow(f"message {index}, the assistant's, is empty")
+            raise BadRow(f"the assistant's message {index} is empty")
     if not turns:
-        raise BadRow("no message is the assistant's")
+        raise BadRow("it has no message of the assistant")
     if turns[0] == 0:
-        raise BadRow("it begins with the assistant's message, which answers nothing")
+        raise BadRow("it begins with a message of the assistant, before any prompt")
     return messages[: turns[-1] + 1]
 
 
 def _without_nulls(messages: Sequence[Message | None], whose: str = "") -> list[Message]:
-    """Messages less the nulls that Parquet puts for keys which a message does not have."""
+    """Removes the null values that Parquet stores for keys that a message does not have."""
     kept: list[Message] = [
         {key: value for key, value in (message or {}).items() if value is not None} for message in messages
     ]

@@ -1,4 +1,4 @@
-"""What files of prompts and files of answers have in common: from Parquet files to tokenised rows."""
+"""Base class for files of prompts and of SFT rows: reads Parquet files and tokenizes their rows."""
 
 import difflib
 import hashlib
@@ -26,10 +26,10 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A usable row. `content_hash` is that of the row as stored, whatever the template makes of it.
+    """A row that can be used. `content_hash` covers the row as stored, before the chat template.
 
-    `pieces` are prompt, answer, what comes between, answer, and so on, or the prompt alone: each is tokenised by
-    itself, as the prompt is when the model answers.
+    `pieces` are either the prompt alone, or prompt, answer, text in between, answer, and so on. Each is tokenized
+    separately, like the prompt is at generation.
     """
 
     where: str
@@ -39,22 +39,22 @@ class Row:
 
     @property
     def prompt_id(self) -> str:
-        """`<row>-<hash of the row>`: unique in its dataset, and the same whatever the model and the template."""
+        """`<row number>-<hash of the row>`: unique in its dataset and independent of the model and the template."""
         return f"{self.number}-{self.content_hash.hex()[:8]}"
 
 
 class HasLength(Protocol):
-    """What becomes of a row."""
+    """Is a tokenized row."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all that is limited by the config."""
+        """Number of tokens that the config limits."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes that a config sets, with their keys below `data`."""
+    """Holds the sizes that a config sets, with their keys below `data`."""
 
     per_step: tuple[str, int]
     """Rows of one batch."""
@@ -66,30 +66,30 @@ class Limits:
 
 Files = TypeVar("Files", bound=FilesConfig)
 ReadRow = TypeVar("ReadRow", bound=Row)
-Tokenised = TypeVar("Tokenised", bound=HasLength)
+Tokenized = TypeVar("Tokenized", bound=HasLength)
 
 
-class RowFile(ABC, Generic[Files, ReadRow, Tokenised]):
-    """One Parquet file, with its columns checked."""
+class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
+    """One Parquet file with checked columns."""
 
     noun: ClassVar[str]
-    """What messages call the rows."""
+    """Name of the rows in messages."""
 
     def __init__(self, path: Path, config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None):
         self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
         self._table = read_table(path, field=field).slice(0, max_rows)
         self.is_templated = is_messages(self._check_columns()) or config.chat
-        """Whether the rows go through the chat template."""
+        """Whether rows are rendered with the chat template."""
         self._check_template()
 
     @classmethod
-    def train(cls, config: Files, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenised], EpochOrder]:
-        """Every example of `config.train`, read as one file, and their order in the batches of a run with `seed`.
+    def train(cls, config: Files, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenized], EpochOrder]:
+        """Returns all examples of the files in `config.train`, and their order in the batches of a run with `seed`.
 
         Raises:
             NotFound: A file does not exist.
-            InvalidInput: A column is missing or of a wrong type, rows cannot be used or need a template that is not
-                there, or there are too few for one batch.
+            InvalidInput: A column is missing or has a wrong type, rows cannot be used or need a template and the model
+                has none, or there are too few for one batch.
         """
         examples = cls._read_all(config.train, config, tokenizer, "data.train")
         key, per_step = cls._limits(config).per_step
@@ -99,11 +99,11 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenised]):
         return examples, EpochOrder(len(examples), per_step, seed=seed, shuffle=config.shuffle)
 
     @classmethod
-    def held_out(cls, config: Files, tokenizer: Tokenizer) -> dict[str, list[Tokenised]]:
-        """The examples of `config.eval` by name, each set in the order of its file.
+    def held_out(cls, config: Files, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
+        """Returns the examples of `config.eval` by set name, each set in file order.
 
         Raises:
-            LockstepError: As `train`.
+            LockstepError: See `train`.
         """
         limit = cls._limits(config).max_eval
         return {
@@ -114,11 +114,11 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenised]):
     @classmethod
     def _read_all(
         cls, paths: Sequence[Path], config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None = None
-    ) -> list[Tokenised]:
+    ) -> list[Tokenized]:
         key, limit = cls._limits(config).max_tokens
-        bad = BadRows(field, "bad", "Mend them, or set data.bad_rows=drop")
-        overlong = BadRows(field, f"above data.{key} {limit}", "Raise it, or set data.overlong=drop")
-        kept: list[Tokenised] = []
+        bad = BadRows(field, "bad", "Fix them, or set data.bad_rows=drop")
+        overlong = BadRows(field, f"above data.{key} {limit}", "Increase it, or set data.overlong=drop")
+        kept: list[Tokenized] = []
         num_rows = 0
         for path in paths:
             file = cls(path, config, tokenizer, field, max_rows)
@@ -139,24 +139,24 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenised]):
     @classmethod
     @abstractmethod
     def _limits(cls, config: Files) -> Limits:
-        """The sizes that `config` sets."""
+        """Returns the sizes that `config` sets."""
 
     @abstractmethod
     def _check_columns(self) -> pa.DataType:
-        """Type of the column of prompts, or of whole conversations."""
+        """Checks the columns and returns the type of the column of prompts or conversations."""
 
     @abstractmethod
     def _read(self, where: str, number: int, record: Record) -> ReadRow:
-        """The row of `record`, or BadRow."""
+        """Converts `record` to a row. Raises BadRow if it cannot be used."""
 
     @abstractmethod
-    def _example(self, row: ReadRow, pieces: list[list[int]]) -> Tokenised:
-        """What `row` becomes, or BadRow; `pieces` are the tokens of its pieces."""
+    def _example(self, row: ReadRow, pieces: list[list[int]]) -> Tokenized:
+        """Converts `row` to an example; `pieces` are the tokens of its pieces. Raises BadRow if it cannot be used."""
 
-    def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenised]]:
-        """Each with its place, in order, numbered from `first_number`; rows that cannot be used are added to `bad`."""
+    def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenized]]:
+        """Yields (place, example) of each row, numbered from `first_number`. Adds rows that cannot be used to `bad`."""
         rows, encode = self._rows(bad, first_number), self.tokenizer.encode_batch
-        special = self.config.add_special_tokens and not self.is_templated  # a template writes its own
+        special = self.config.add_special_tokens and not self.is_templated  # a chat template adds special tokens itself
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
             prompts = encode([row.pieces[0] for row in chunk], add_special_tokens=special)
             later = iter(encode([piece for row in chunk for piece in row.pieces[1:]]))
@@ -182,7 +182,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenised]):
         if system is None:
             return messages
         if messages[0]["role"] == "system":
-            raise BadRow("it has a system message, and data.system_prompt is set")
+            raise BadRow("it has a system message, but data.system_prompt is set too")
         return [{"role": "system", "content": system}, *messages]
 
     def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
@@ -216,6 +216,6 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenised]):
 
 
 def hash_of(stored: object, *, allow_nan: bool = True) -> bytes:
-    """128 bits of a row as stored. Raises ValueError for a NaN or infinity, unless they are allowed."""
+    """Returns a 128-bit hash of a row as stored. Raises ValueError for NaN or infinity unless `allow_nan`."""
     content = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=allow_nan)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()

@@ -20,7 +20,7 @@ _ROLES = ("user", "assistant")
 
 
 class Limits(TypedDict):
-    """Sizes of the work at once and of a sample."""
+    """Limits the samples of one forward and the tokens of one sample."""
 
     batch_size: int
     max_tokens: int | None

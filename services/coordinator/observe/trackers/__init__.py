@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides its own directory. Each kind's library is an extra, loaded when asked for."""
+"""Experiment trackers. The library of each kind is an optional extra and is imported only when configured."""
 
 from services.common.config.any import AnyConfig
 from services.common.config.observability import TrackerConfig, WandbConfig
@@ -10,11 +10,11 @@ from services.coordinator.runs.run import Run
 
 
 def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
-    """The tracker's run that is this run; a resumed run goes on with the one that it had.
+    """Opens the tracker's run for this run; a resumed run continues in the same one.
 
     Raises:
-        InvalidInput: Its package is not installed.
-        PreconditionFailed: It does not start: no account, no server.
+        InvalidInput: The tracker's package is not installed.
+        PreconditionFailed: The tracker does not start, for example because there is no account or server.
     """
     try:
         return Wandb(tracker, run) if isinstance(tracker, WandbConfig) else Mlflow(tracker, run)
@@ -24,7 +24,7 @@ def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
             f"pip install 'lockstep-rl[{tracker.kind}]'",
             field="observability.trackers",
         ) from error
-    except Exception as error:  # whatever its library raises
+    except Exception as error:  # its library may raise anything
         raise PreconditionFailed(
             f"observability.trackers: {tracker.kind} does not start: {type(error).__name__}: {error}"
         ) from error
