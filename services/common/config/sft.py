@@ -1,7 +1,7 @@
 """The config tree of a supervised run, `lockstep sft`: the trainer's own section, and what differs from a run."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -98,10 +98,15 @@ class SftConfig(Strict):
         """Fills in the only loss there is; another that was asked for is left to `_loss_fits`."""
         if not isinstance(values, dict):
             return values
-        trainer = values.get("trainer") or {}
-        if not isinstance(trainer, dict) or not isinstance(loss := trainer.get("loss") or {}, dict):
-            return values
-        return {**values, "trainer": {**trainer, "loss": {"kind": "sft", **loss}}}
+        table = cast(dict[str, Any], values)
+        trainer: Any = table.get("trainer") or {}
+        if not isinstance(trainer, dict):
+            return table
+        section = cast(dict[str, Any], trainer)
+        loss: Any = section.get("loss") or {}
+        if not isinstance(loss, dict):
+            return table
+        return {**table, "trainer": {**section, "loss": {"kind": "sft", **cast(dict[str, Any], loss)}}}
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:

@@ -119,7 +119,7 @@ class Layout:
 
 def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
     """Where each rank is, in Megatron's order "tp-cp-ep-dp-pp": the first varies fastest."""
-    ranks = []
+    ranks: list[Coordinates] = []
     for rank in range(layout.world):
         rest, tp = divmod(rank, layout.tp)
         rest, cp = divmod(rest, layout.cp)

@@ -114,7 +114,7 @@ async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
     except ssl.SSLError as error:
         why = _why(error, host) if tls else ""
     except OSError as error:  # also a name that is not known, and a timeout, which has no words
-        return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     if why:
         raise Unauthenticated(f"{address}: {why}", address=address)
     return ""

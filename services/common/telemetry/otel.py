@@ -1,6 +1,6 @@
 """Spans to an OpenTelemetry collector, beside or instead of the file of services/common/telemetry/trace.py."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import version
 from urllib.parse import urlsplit
@@ -42,7 +42,7 @@ class Otel:
         self._headers = TraceContextTextMapPropagator()
 
     @contextmanager
-    def span(self, name: str, **arguments: object) -> Iterator[None]:
+    def span(self, name: str, **arguments: object) -> Generator[None]:
         """From here to the end of the block; the parent of spans in it, and of those of the services called in it."""
         from opentelemetry.trace import StatusCode, set_span_in_context
 

@@ -1,7 +1,7 @@
 """What one end of a publication spends beside moving the bytes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ class Cost:
             self._held_bytes = torch.cuda.memory_allocated(self._cuda)
 
     @contextmanager
-    def hashing(self) -> Iterator[None]:
+    def hashing(self) -> Generator[None]:
         """Times a bucket's hash where it is computed."""
         if self._cuda:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

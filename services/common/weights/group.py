@@ -5,11 +5,15 @@ a group lives beside Megatron in a trainer rank and inside a vLLM worker. A memb
 the epoch's kill key and aborts; the others see the key while they wait, so nobody waits for the dead.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch exports its stores and process groups without saying so.
+
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,7 @@ _KILL_CHECK_S = 0.2
 _KILL_KEY = "killed"
 # gloo's destructor waits, holding the GIL, for operations that its abort() does not wake. Broken groups are kept
 # until those must have expired.
-_graveyard: list[tuple[float, dist.ProcessGroup]] = []
+_graveyard: list[tuple[float, Any]] = []
 
 
 @dataclass
@@ -60,19 +64,19 @@ class WeightGroup:
         self.epoch, self.rank, self.world_size = group.epoch, rank, group.world_size
         self.device = device
         self._timeout_s, self._backend = group.timeout_s, group.backend
-        self._pg: dist.ProcessGroup | None = None
-        self._client: StoreClient | None = None
+        self._pg: Any = None  # of gloo or NCCL; torch's types lack their methods
         self._scratch: torch.Tensor | None = None  # what passes through this member in a publication
         timeout = timedelta(seconds=group.timeout_s)
+        client: StoreClient | None = None
         try:
             # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
             address = StoreAddress(group.store_host, group.store_port, group.store_secret)
-            self._client = StoreClient(address, group.timeout_s)
-            self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", self._client)
-            self._store.set(f"member/{rank}", b"1")
+            self._client = client = StoreClient(address, group.timeout_s)
+            self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
+            self._store.set(f"member/{rank}", "1")
         except (OSError, RuntimeError) as error:
-            if self._client is not None:
-                self._client.leave()
+            if client is not None:
+                client.leave()
             store = f"{group.store_host}:{group.store_port}"
             message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {error}"
             raise Aborted(message, epoch=group.epoch) from error
@@ -87,18 +91,18 @@ class WeightGroup:
         members = [f"member/{r}" for r in range(group.world_size)]
         self._wait_until(lambda: self._store.check(members), "all members to join")
         try:
-            self._pg = self._make_backend(group.store_host, timeout)
+            self._pg = pg = self._make_backend(group.store_host, timeout)
         except RuntimeError as error:  # a member died after it had said that it is there
             self._give_up(f"the members could not connect: {error}", cause=error)
         # Proves that every member is in before any weight moves.
         count = torch.ones(1, device=self.device)
-        self._wait(self._pg.allreduce([count]))
+        self._wait(pg.allreduce([count]))
         if int(count.item()) != self.world_size:
             self._give_up(f"{int(count.item())} of {self.world_size} members answered")
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Starts the broadcast of `flat` from member `sender`; finish it with `wait`. All begin all in one order."""
-        return self._begin(flat.split(_part_sizes(flat.numel())), sender)
+        return self._begin(torch.split(flat, _part_sizes(flat.numel())), sender)
 
     def pass_on(self, num_bytes: int, sender: int) -> Transfer:
         """Takes part in the broadcast of a flat buffer that this member has no use for."""
@@ -123,7 +127,7 @@ class WeightGroup:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
         own = torch.tensor(values, dtype=torch.int64, device=self.device)
         smallest = torch.cat([own, ~own])  # of ~x is ~(the largest x)
-        options = AllreduceOptions()
+        options: Any = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         self._wait(self._pg.allreduce([smallest], options))
         least, not_most = smallest.chunk(2)
@@ -157,7 +161,7 @@ class WeightGroup:
     def kill(self) -> None:
         """Makes every member of the epoch give up. Any thread of any member may call it."""
         with contextlib.suppress(RuntimeError):  # the store is gone: its clients notice by themselves
-            self._store.set(_KILL_KEY, b"1")
+            self._store.set(_KILL_KEY, "1")
 
     def abort(self) -> None:
         """Leaves at once, whatever is in flight."""
@@ -187,12 +191,13 @@ class WeightGroup:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._scratch[:num_bytes]
 
-    def _make_backend(self, host: str, timeout: timedelta) -> dist.ProcessGroup:
+    def _make_backend(self, host: str, timeout: timedelta) -> Any:
         if self._backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
             options._devices = [_gloo_device(host)]
             options._timeout = timeout
-            return dist.ProcessGroupGloo(self._store, self.rank, self.world_size, options)
+            return gloo(self._store, self.rank, self.world_size, options)
         if self._backend == "nccl":
             torch.cuda.set_device(self.device)
             options = dist.ProcessGroupNCCL.Options()
@@ -224,13 +229,13 @@ class WeightGroup:
                 pace.wait()
 
     @contextlib.contextmanager
-    def _store_at_hand(self) -> Iterator[None]:
+    def _store_at_hand(self) -> Generator[None]:
         try:
             yield
         except RuntimeError as error:
             self._give_up(f"the trainer's store is gone ({error})", cause=error)
 
-    def _give_up(self, why: str, cause: BaseException | None = None) -> None:
+    def _give_up(self, why: str, cause: BaseException | None = None) -> NoReturn:
         self.kill()
         self.abort()
         raise Aborted(f"epoch {self.epoch}, member {self.rank}: {why}", epoch=self.epoch) from cause
@@ -243,4 +248,5 @@ def _part_sizes(num_bytes: int) -> list[int]:
 
 def _gloo_device(store_host: str) -> object:
     """The interface that reaches the store's host; loopback when everything is on one machine."""
-    return dist.ProcessGroupGloo.create_device(hostname=route_to(store_host).address)
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo.create_device(hostname=route_to(store_host).address)

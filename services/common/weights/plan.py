@@ -165,7 +165,7 @@ def pack_rounds(
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Views of `flat` (uint8 [num_bytes]), one for each tensor of the bucket."""
     typed = {dtype: flat.view(dtype) for dtype in {place.dtype for place in bucket.places}}
-    begin = flat.storage_offset()
+    begin = int(flat.storage_offset())
     for place in bucket.places:
         # One call where a slice and two views would be three: a large model of experts has 20,000 tensors.
         start = (begin + place.offset) // place.dtype.itemsize
@@ -188,7 +188,7 @@ def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: 
         num_bytes += place.num_bytes
         if num_bytes > _COPY_BYTES or place is bucket.places[-1]:
             with torch.no_grad():
-                torch._foreach_copy_(views, tensors)
+                torch._foreach_copy_(views, tensors)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             views, tensors, num_bytes = [], [], 0
     return flat
 

@@ -5,6 +5,9 @@ listens on every interface. Here it listens on loopback, and the gate before it 
 proved to know the secret. Every run has a secret of its own, which travels in calls only, so over mTLS.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch exports its stores and process groups without saying so.
+
 import asyncio
 import contextlib
 import hmac
