@@ -23,7 +23,7 @@ run: setup
 test: setup lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-services test-parts
 
-FIRST_HALF := tests/common tests/e2e tests/fault tests/reward
+FIRST_HALF := tests/common tests/deploy tests/e2e tests/fault tests/reward
 
 test-services: setup
 	@$(BIN)/python -m pytest $(FIRST_HALF) 2>&1 | sed -u ''

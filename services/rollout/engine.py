@@ -23,6 +23,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
+from services.rollout.compat.vllm.client import abort_samples
+from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
 
@@ -47,7 +49,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
-        "scheduler_cls": "services.rollout.scheduler.scheduler",
+        "scheduler_cls": f"{scheduler.__module__}.{scheduler.__qualname__}",
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():
@@ -180,9 +182,7 @@ class Engine:
 
     async def pause(self) -> None:
         """Aborts what is sampled."""
-        # AsyncLLM.pause_generation would also sleep 20 ms, to let aborted samples be reported first. Nobody waits for
-        # that here: each of them says itself that it was aborted.
-        await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+        await abort_samples(self._llm)
 
     async def resume(self) -> None:
         """Samples again. What is asked for from here on finds nothing that is in the prefix cache by now.

@@ -124,7 +124,7 @@ async def test_services_of_a_run_or_without_an_answer_are_left_alone():
     (finding,) = await check_publication(given, idle(given) | {"rollout b:1": run})
     assert (finding.verdict, "rollout b:1 has run r open" in finding.found) == (WARN, True)
     (finding,) = await check_publication(given, {"rollout b:1": run})
-    assert (finding.verdict, "not tried without trainer a:1" in finding.found) == (WARN, True)
+    assert (finding.verdict, "not tried: no answer from trainer a:1" in finding.found) == (WARN, True)
 
 
 def sent(digest: str = "same", route: str = "eth0 10.0.0.1") -> types_pb2.TestBroadcast:
@@ -164,7 +164,7 @@ async def test_which_replica_it_is(monkeypatch: pytest.MonkeyPatch):
 
     same, other = await judged(monkeypatch, {"b:1": sent(), "c:1": sent("other")})
     assert (same.verdict, other.verdict) == (OK, FAIL)
-    assert "64 MiB in 0.500 s, 0.1 GB/s, by nccl" in same.found and "other bytes than were sent" in other.found
+    assert "64 MiB in 0.500 s, 0.1 GB/s, by nccl" in same.found and "the bytes differ from those sent" in other.found
 
     (refused,) = await judged(monkeypatch, {"b:1": PermissionDenied("wrong role"), "c:1": gave_up})
     assert (refused.verdict, refused.found) == (WARN, "not tried: wrong role")

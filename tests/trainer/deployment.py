@@ -17,7 +17,7 @@ from services.common import batch as batches
 from services.common.config.trainer.section import TrainerConfig
 from services.common.rpc.client import Client
 from tests.support import free_port, make_batch, running
-from tests.trainer.fsdp_lab import config
+from tests.trainer.fsdp_harness import config
 
 # Far above what any of these calls takes here, so that a hang is a failure and not a stuck suite.
 TIMEOUT_S = 60.0

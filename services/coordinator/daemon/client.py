@@ -1,4 +1,4 @@
-"""A coordinator daemon as its users see it: the one place that connects to it, and comes back when that breaks."""
+"""Client of a coordinator daemon. Reconnects when the connection breaks."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -17,18 +17,18 @@ from services.coordinator.services.launch import Addresses
 log = logging.getLogger(__name__)
 
 _CALL_S = 30.0
-# Of a stream, which is then opened again: nothing is held for ever for a caller who is gone without a trace. That a
-# peer is gone is noticed much earlier, by keepalive.
+# Timeout of a stream, which is then reopened, so that the daemon does not hold resources forever for a client that
+# disappeared. Keepalive detects a dead peer much earlier.
 _STREAM_S = 3600.0
-# For a daemon that is started again.
+# How long to wait for a restarted daemon.
 _COME_BACK_S = 60.0
 
 
 class Coordinator:
-    """Calls the daemon at `address`, once it is entered. Failures are raised as it raised them.
+    """Calls the daemon at `address`; use it as an async context manager. Raises the daemon's errors unchanged.
 
     Raises:
-        InvalidInput: The address is not HOST:PORT, or would be called in plaintext over a network.
+        InvalidInput: The address is not HOST:PORT, or the connection would be plaintext over a network.
     """
 
     _client: Client
@@ -45,27 +45,27 @@ class Coordinator:
         await self._client.close()
 
     async def start(self, config: Config, given: Addresses) -> pb.Run:
-        """Starts a run in the coordinator's runs directory; `config.runs_dir` must be that, or not be set."""
+        """Starts a run in the coordinator's runs directory; `config.runs_dir` must be unset or that directory."""
         names = pb.ServiceAddresses.DESCRIPTOR.fields_by_name
         addresses = pb.ServiceAddresses(**{name: getattr(given, name) for name in names})
         request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=addresses)
         return (await self._call(CoordinatorService.StartRun, request)).run
 
     async def get(self, name: str) -> pb.Run:
-        """State of a run."""
+        """Returns the state of a run."""
         return (await self._call(CoordinatorService.GetRun, pb.GetRunRequest(name=name))).run
 
     async def all(self) -> list[pb.Run]:
-        """State of all runs."""
+        """Returns the state of all runs."""
         return list((await self._call(CoordinatorService.ListRuns, pb.ListRunsRequest())).runs)
 
     async def stop(self, name: str, *, now: bool) -> pb.Run:
-        """Asks a run to end; returns before it has."""
+        """Asks a run to stop. Returns without waiting for its end."""
         return (await self._call(CoordinatorService.StopRun, pb.StopRunRequest(name=name, now=now))).run
 
     async def watch(self, name: str) -> AsyncIterator[pb.WatchRunResponse]:
-        """A run from its first step to its end, each event once, also over a broken connection."""
-        await self.get(name)  # a wrong name or address is an error at once
+        """Yields each event of a run once, from its first step to its end. Reconnects if the connection breaks."""
+        await self.get(name)  # raises immediately if the name or address is wrong
         step, evaluated = 0, -1
         while True:
             request = pb.WatchRunRequest(name=name, after_version=step)
@@ -82,7 +82,7 @@ class Coordinator:
                 await self._come_back(name, error)
 
     async def read_log(self, name: str, service: str, *, follow: bool) -> AsyncIterator[bytes]:
-        """A log of a run from its begin; with `follow` until the run ends, also over a broken connection."""
+        """Yields a run's log from the beginning; with `follow`, until the run ends. Reconnects like `watch`."""
         await self.get(name)
         offset = 0
         while True:
@@ -102,13 +102,13 @@ class Coordinator:
         """Waits until the daemon answers again.
 
         Raises:
-            Unavailable: It did not in time.
+            Unavailable: The daemon did not answer in time.
         """
-        log.info("%s; waiting for the coordinator", error.message)
+        log.info("%s; waiting for the coordinator to come back", error.message)
         request = pb.GetRunRequest(name=name)
         try:
             await self._client.call(CoordinatorService.GetRun, request, timeout_s=_COME_BACK_S, wait_for_ready=True)
         except (Unavailable, DeadlineExceeded) as timeout:
             raise Unavailable(
-                f"the coordinator at {self.address} is gone and did not come back within {_COME_BACK_S:g} s"
+                f"lost the coordinator at {self.address}, and it did not come back within {_COME_BACK_S:g} s"
             ) from timeout

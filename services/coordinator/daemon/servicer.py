@@ -1,4 +1,4 @@
-"""CoordinatorService: what the CLI and a dashboard call."""
+"""Implements CoordinatorService, the gRPC interface for the CLI and dashboards."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ NAME = "lockstep.coordinator.v1.CoordinatorService"
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """The face of `runs`, whose services are called over `transport`."""
+    """Serves `runs` over gRPC; the runs call their services over `transport`."""
 
     def __init__(self, runs: Runs, transport: Transport = LOCAL):
         self._runs, self._transport = runs, transport
@@ -72,7 +72,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 def _addresses(given: pb.ServiceAddresses, transport: Transport) -> Addresses:
-    """Raises InvalidInput if one is not HOST:PORT, or would be called in plaintext over a network."""
+    """Converts addresses. Raises InvalidInput if one is not HOST:PORT or would use plaintext over a network."""
     others = {name: getattr(given, name) for name in ("reward", "trainer", "reference", "critic")}
     for name, address in [*others.items(), *(("rollout", address) for address in given.rollout)]:
         if address:

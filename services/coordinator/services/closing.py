@@ -1,4 +1,4 @@
-"""The end of a run on services that outlive it."""
+"""Ends a run: exports the policy, and closes the run on services that outlive it."""
 
 import logging
 from typing import Any
@@ -17,10 +17,25 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 from services.common.errors import LockstepError
 from services.common.rpc.client import Client, Method
 from services.common.tasks import gather
+from services.coordinator.observe.outcome import Outcome
+from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.trainer import Trainer
 from services.coordinator.services.launch import Addresses
 
 log = logging.getLogger(__name__)
+
+
+async def finish(run: Run, trainer: Trainer) -> Outcome:
+    """Exports the final policy if the run has made all its steps and `checkpoint.export_at_end` is set."""
+    directory, export_path = run.config.run_dir, None
+    if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
+        export_path = (directory / "model").absolute()
+        if not run.record.set_aside_export(export_path, run.version):
+            with run.phase(Phase.CHECKPOINTING):
+                await trainer.export(str(export_path))
+            run.record.record_export(export_path, run.version)
+    return Outcome(directory, run.version, run.num_steps, run.record.evaluations(), export_path)
 
 
 async def close_run(run: Run, addresses: Addresses) -> None:

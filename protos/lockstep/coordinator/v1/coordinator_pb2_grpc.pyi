@@ -27,49 +27,49 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CoordinatorServiceStub:
-    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use."""
+    """Runs training loops, several at a time, and reports their progress. The CLI and dashboards use it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetInfoRequest, _coordinator_pb2.GetInfoResponse]
-    """Versions and state."""
+    """Returns versions and state."""
     StartRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.StartRunResponse]
-    """Starts a run, or goes on with one that was begun before. Answered once its config is found to be right."""
+    """Starts a run, or resumes one. Answers once the config has been validated."""
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]
-    """State of one run."""
+    """Returns the state of one run."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
-    """All runs in the coordinator's runs directory."""
+    """Returns the states of all runs in the coordinator's runs directory."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
-    """What a run has done, then what it does until it ends. A slow reader misses changes of state, but no event."""
+    """Streams the past events of a run, then new ones until it ends. A slow reader may miss state changes, but no event."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]
-    """Asks a run to end after the step in progress; answered at once."""
+    """Asks a run to stop after the current step; answers immediately."""
     ReadLog: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.ReadLogRequest, _coordinator_pb2.ReadLogResponse]
-    """The log of the coordinator or of a service that it started for a run."""
+    """Streams a run's log: the coordinator's, or that of a service that it started."""
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
-    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use."""
+    """Runs training loops, several at a time, and reports their progress. The CLI and dashboards use it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetInfoRequest, _coordinator_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Versions and state."""
+    """Returns versions and state."""
     StartRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.StartRunResponse]  # type: ignore[assignment]
-    """Starts a run, or goes on with one that was begun before. Answered once its config is found to be right."""
+    """Starts a run, or resumes one. Answers once the config has been validated."""
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.GetRunResponse]  # type: ignore[assignment]
-    """State of one run."""
+    """Returns the state of one run."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
-    """All runs in the coordinator's runs directory."""
+    """Returns the states of all runs in the coordinator's runs directory."""
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
-    """What a run has done, then what it does until it ends. A slow reader misses changes of state, but no event."""
+    """Streams the past events of a run, then new ones until it ends. A slow reader may miss state changes, but no event."""
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]  # type: ignore[assignment]
-    """Asks a run to end after the step in progress; answered at once."""
+    """Asks a run to stop after the current step; answers immediately."""
     ReadLog: _aio.UnaryStreamMultiCallable[_coordinator_pb2.ReadLogRequest, _coordinator_pb2.ReadLogResponse]  # type: ignore[assignment]
-    """The log of the coordinator or of a service that it started for a run."""
+    """Streams a run's log: the coordinator's, or that of a service that it started."""
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use."""
+    """Runs training loops, several at a time, and reports their progress. The CLI and dashboards use it."""
 
     @_abc_1.abstractmethod
     def GetInfo(
@@ -77,7 +77,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetInfoResponse, _abc.Awaitable[_coordinator_pb2.GetInfoResponse]]:
-        """Versions and state."""
+        """Returns versions and state."""
 
     @_abc_1.abstractmethod
     def StartRun(
@@ -85,7 +85,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.StartRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StartRunResponse, _abc.Awaitable[_coordinator_pb2.StartRunResponse]]:
-        """Starts a run, or goes on with one that was begun before. Answered once its config is found to be right."""
+        """Starts a run, or resumes one. Answers once the config has been validated."""
 
     @_abc_1.abstractmethod
     def GetRun(
@@ -93,7 +93,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetRunResponse, _abc.Awaitable[_coordinator_pb2.GetRunResponse]]:
-        """State of one run."""
+        """Returns the state of one run."""
 
     @_abc_1.abstractmethod
     def ListRuns(
@@ -101,7 +101,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListRunsResponse, _abc.Awaitable[_coordinator_pb2.ListRunsResponse]]:
-        """All runs in the coordinator's runs directory."""
+        """Returns the states of all runs in the coordinator's runs directory."""
 
     @_abc_1.abstractmethod
     def WatchRun(
@@ -109,7 +109,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchRunResponse], _abc.AsyncIterator[_coordinator_pb2.WatchRunResponse]]:
-        """What a run has done, then what it does until it ends. A slow reader misses changes of state, but no event."""
+        """Streams the past events of a run, then new ones until it ends. A slow reader may miss state changes, but no event."""
 
     @_abc_1.abstractmethod
     def StopRun(
@@ -117,7 +117,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.StopRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StopRunResponse, _abc.Awaitable[_coordinator_pb2.StopRunResponse]]:
-        """Asks a run to end after the step in progress; answered at once."""
+        """Asks a run to stop after the current step; answers immediately."""
 
     @_abc_1.abstractmethod
     def ReadLog(
@@ -125,6 +125,6 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ReadLogRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.ReadLogResponse], _abc.AsyncIterator[_coordinator_pb2.ReadLogResponse]]:
-        """The log of the coordinator or of a service that it started for a run."""
+        """Streams a run's log: the coordinator's, or that of a service that it started."""
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,37 +27,37 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """Scores completions. Holds no policy and no state between calls."""
+    """Scores completions. Has no model of the policy, and keeps no state between Score calls."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_reward_pb2.GetInfoRequest, _reward_pb2.GetInfoResponse]
-    """Versions and state."""
+    """Returns versions and state."""
     OpenRun: _grpc.UnaryUnaryMultiCallable[_reward_pb2.OpenRunRequest, _reward_pb2.OpenRunResponse]
     """Starts the scorers of the config."""
     CloseRun: _grpc.UnaryUnaryMultiCallable[_reward_pb2.CloseRunRequest, _reward_pb2.CloseRunResponse]
-    """Ends them."""
+    """Closes the scorers."""
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """Scores one prompt group. A sample that cannot be scored is a typed failure in the answer, not an error."""
+    """Scores one prompt group. A sample that cannot be scored is a typed failure in the response, not an RPC error."""
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
-    """Scores completions. Holds no policy and no state between calls."""
+    """Scores completions. Has no model of the policy, and keeps no state between Score calls."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_reward_pb2.GetInfoRequest, _reward_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Versions and state."""
+    """Returns versions and state."""
     OpenRun: _aio.UnaryUnaryMultiCallable[_reward_pb2.OpenRunRequest, _reward_pb2.OpenRunResponse]  # type: ignore[assignment]
     """Starts the scorers of the config."""
     CloseRun: _aio.UnaryUnaryMultiCallable[_reward_pb2.CloseRunRequest, _reward_pb2.CloseRunResponse]  # type: ignore[assignment]
-    """Ends them."""
+    """Closes the scorers."""
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Scores one prompt group. A sample that cannot be scored is a typed failure in the answer, not an error."""
+    """Scores one prompt group. A sample that cannot be scored is a typed failure in the response, not an RPC error."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Scores completions. Holds no policy and no state between calls."""
+    """Scores completions. Has no model of the policy, and keeps no state between Score calls."""
 
     @_abc_1.abstractmethod
     def GetInfo(
@@ -65,7 +65,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.GetInfoResponse, _abc.Awaitable[_reward_pb2.GetInfoResponse]]:
-        """Versions and state."""
+        """Returns versions and state."""
 
     @_abc_1.abstractmethod
     def OpenRun(
@@ -81,7 +81,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.CloseRunResponse, _abc.Awaitable[_reward_pb2.CloseRunResponse]]:
-        """Ends them."""
+        """Closes the scorers."""
 
     @_abc_1.abstractmethod
     def Score(
@@ -89,6 +89,6 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ScoreResponse, _abc.Awaitable[_reward_pb2.ScoreResponse]]:
-        """Scores one prompt group. A sample that cannot be scored is a typed failure in the answer, not an error."""
+        """Scores one prompt group. A sample that cannot be scored is a typed failure in the response, not an RPC error."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

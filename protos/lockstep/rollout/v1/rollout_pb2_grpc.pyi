@@ -27,53 +27,53 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """One replica of the policy in an inference engine. It serves only a committed policy stamp."""
+    """Serves one replica of the policy in an inference engine, with committed weights only."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetInfoRequest, _rollout_pb2.GetInfoResponse]
-    """Versions, state and the stamp that is served."""
+    """Returns versions, state and the served stamp."""
     OpenRun: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.OpenRunRequest, _rollout_pb2.OpenRunResponse]
-    """Starts the engine with dummy weights from the model card. Again with the same run and config: answered at once."""
+    """Starts the engine with dummy weights from the model card. Repeating the call changes nothing."""
     CloseRun: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CloseRunRequest, _rollout_pb2.CloseRunResponse]
-    """Ends the engine."""
+    """Stops the engine."""
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
-    """Samples prompt groups; one message for each as it finishes. Cancelling the call aborts them in the engine."""
+    """Samples prompt groups and streams each one when it is finished. Canceling the call aborts the others in the engine."""
     JoinWeightGroup: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.JoinWeightGroupRequest, _rollout_pb2.JoinWeightGroupResponse]
-    """Enters the broadcast group of an epoch. Returns when all members are there."""
+    """Joins the weight group of an epoch. Returns when all members have joined."""
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
-    """Takes part in one broadcast, loads and hashes what came. Nothing is served until it is committed."""
+    """Receives, loads and hashes the weights of one publication. The replica serves nothing until they are committed."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]
-    """Serves the received weights, if they are the ones named."""
+    """Starts serving the received weights if their stamp is the given one."""
     ReceiveTestBroadcast: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveTestBroadcastRequest, _rollout_pb2.ReceiveTestBroadcastResponse]
     """Receives a trainer's test broadcast; refused while a run is open."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """One replica of the policy in an inference engine. It serves only a committed policy stamp."""
+    """Serves one replica of the policy in an inference engine, with committed weights only."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetInfoRequest, _rollout_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Versions, state and the stamp that is served."""
+    """Returns versions, state and the served stamp."""
     OpenRun: _aio.UnaryUnaryMultiCallable[_rollout_pb2.OpenRunRequest, _rollout_pb2.OpenRunResponse]  # type: ignore[assignment]
-    """Starts the engine with dummy weights from the model card. Again with the same run and config: answered at once."""
+    """Starts the engine with dummy weights from the model card. Repeating the call changes nothing."""
     CloseRun: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CloseRunRequest, _rollout_pb2.CloseRunResponse]  # type: ignore[assignment]
-    """Ends the engine."""
+    """Stops the engine."""
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Samples prompt groups; one message for each as it finishes. Cancelling the call aborts them in the engine."""
+    """Samples prompt groups and streams each one when it is finished. Canceling the call aborts the others in the engine."""
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_rollout_pb2.JoinWeightGroupRequest, _rollout_pb2.JoinWeightGroupResponse]  # type: ignore[assignment]
-    """Enters the broadcast group of an epoch. Returns when all members are there."""
+    """Joins the weight group of an epoch. Returns when all members have joined."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
-    """Takes part in one broadcast, loads and hashes what came. Nothing is served until it is committed."""
+    """Receives, loads and hashes the weights of one publication. The replica serves nothing until they are committed."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]  # type: ignore[assignment]
-    """Serves the received weights, if they are the ones named."""
+    """Starts serving the received weights if their stamp is the given one."""
     ReceiveTestBroadcast: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveTestBroadcastRequest, _rollout_pb2.ReceiveTestBroadcastResponse]  # type: ignore[assignment]
     """Receives a trainer's test broadcast; refused while a run is open."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """One replica of the policy in an inference engine. It serves only a committed policy stamp."""
+    """Serves one replica of the policy in an inference engine, with committed weights only."""
 
     @_abc_1.abstractmethod
     def GetInfo(
@@ -81,7 +81,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.GetInfoResponse, _abc.Awaitable[_rollout_pb2.GetInfoResponse]]:
-        """Versions, state and the stamp that is served."""
+        """Returns versions, state and the served stamp."""
 
     @_abc_1.abstractmethod
     def OpenRun(
@@ -89,7 +89,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.OpenRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.OpenRunResponse, _abc.Awaitable[_rollout_pb2.OpenRunResponse]]:
-        """Starts the engine with dummy weights from the model card. Again with the same run and config: answered at once."""
+        """Starts the engine with dummy weights from the model card. Repeating the call changes nothing."""
 
     @_abc_1.abstractmethod
     def CloseRun(
@@ -97,7 +97,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.CloseRunResponse, _abc.Awaitable[_rollout_pb2.CloseRunResponse]]:
-        """Ends the engine."""
+        """Stops the engine."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -105,7 +105,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateResponse], _abc.AsyncIterator[_rollout_pb2.GenerateResponse]]:
-        """Samples prompt groups; one message for each as it finishes. Cancelling the call aborts them in the engine."""
+        """Samples prompt groups and streams each one when it is finished. Canceling the call aborts the others in the engine."""
 
     @_abc_1.abstractmethod
     def JoinWeightGroup(
@@ -113,7 +113,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.JoinWeightGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.JoinWeightGroupResponse, _abc.Awaitable[_rollout_pb2.JoinWeightGroupResponse]]:
-        """Enters the broadcast group of an epoch. Returns when all members are there."""
+        """Joins the weight group of an epoch. Returns when all members have joined."""
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
@@ -121,7 +121,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ReceiveWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ReceiveWeightsResponse, _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]]:
-        """Takes part in one broadcast, loads and hashes what came. Nothing is served until it is committed."""
+        """Receives, loads and hashes the weights of one publication. The replica serves nothing until they are committed."""
 
     @_abc_1.abstractmethod
     def CommitWeights(
@@ -129,7 +129,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.CommitWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.CommitWeightsResponse, _abc.Awaitable[_rollout_pb2.CommitWeightsResponse]]:
-        """Serves the received weights, if they are the ones named."""
+        """Starts serving the received weights if their stamp is the given one."""
 
     @_abc_1.abstractmethod
     def ReceiveTestBroadcast(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
     """
 
     def __init__(self, channel):
@@ -88,60 +88,61 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
     """
 
     def GetInfo(self, request, context):
-        """Versions, state and the published stamp.
+        """Returns versions, state and the published stamp.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenRun(self, request, context):
-        """Loads one role's model, or resumes from a checkpoint; says which version it holds.
+        """Loads one role's model from its directory or from a checkpoint, and returns its version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Frees the model.
+        """Frees the models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request_iterator, context):
-        """Log-probabilities and entropy, or values, of samples under a role. A stream both ways, since a batch may be large.
+        """Computes log-probabilities and entropy, or values, of samples under a role. Streams both ways, since a batch may be
+        large.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Train(self, request_iterator, context):
-        """One update of policy or critic on one batch. The same batch id twice is answered, not applied twice.
+        """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinWeightGroup(self, request, context):
-        """Enters the broadcast group of an epoch. Returns when all members are there.
+        """Joins the weight group of an epoch. Returns when all members have joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request, context):
-        """Broadcasts the policy and hashes what is sent.
+        """Broadcasts the policy's weights and hashes them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes a checkpoint that is either whole and verified or not there.
+        """Writes a checkpoint atomically: it exists only once it is complete and verified.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,8 +156,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SendTestBroadcast(self, request, context):
-        """Broadcasts bytes to replicas as a publication does, for a look before a run; refused while one is open. Answers the
-        group that the replicas are to be told of, then how it went.
+        """Broadcasts test bytes to replicas the way a publication does, to test the network before a run; refused while a run
+        is open. Returns first the group to give to the replicas, then the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -224,7 +225,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
     """
 
     @staticmethod

@@ -27,65 +27,69 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks."""
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetInfoRequest, _trainer_pb2.GetInfoResponse]
-    """Versions, state and the published stamp."""
+    """Returns versions, state and the published stamp."""
     OpenRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OpenRunRequest, _trainer_pb2.OpenRunResponse]
-    """Loads one role's model, or resumes from a checkpoint; says which version it holds."""
+    """Loads one role's model from its directory or from a checkpoint, and returns its version."""
     CloseRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CloseRunRequest, _trainer_pb2.CloseRunResponse]
-    """Frees the model."""
+    """Frees the models."""
     Forward: _grpc.StreamStreamMultiCallable[_trainer_pb2.ForwardRequest, _trainer_pb2.ForwardResponse]
-    """Log-probabilities and entropy, or values, of samples under a role. A stream both ways, since a batch may be large."""
+    """Computes log-probabilities and entropy, or values, of samples under a role. Streams both ways, since a batch may be
+    large.
+    """
     Train: _grpc.StreamUnaryMultiCallable[_trainer_pb2.TrainRequest, _trainer_pb2.TrainResponse]
-    """One update of policy or critic on one batch. The same batch id twice is answered, not applied twice."""
+    """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again."""
     JoinWeightGroup: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.JoinWeightGroupRequest, _trainer_pb2.JoinWeightGroupResponse]
-    """Enters the broadcast group of an epoch. Returns when all members are there."""
+    """Joins the weight group of an epoch. Returns when all members have joined."""
     SendWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsResponse]
-    """Broadcasts the policy and hashes what is sent."""
+    """Broadcasts the policy's weights and hashes them."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
-    """Writes a checkpoint that is either whole and verified or not there."""
+    """Writes a checkpoint atomically: it exists only once it is complete and verified."""
     ExportHuggingFace: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]
     """Writes the policy as a Hugging Face model directory."""
     SendTestBroadcast: _grpc.UnaryStreamMultiCallable[_trainer_pb2.SendTestBroadcastRequest, _trainer_pb2.SendTestBroadcastResponse]
-    """Broadcasts bytes to replicas as a publication does, for a look before a run; refused while one is open. Answers the
-    group that the replicas are to be told of, then how it went.
+    """Broadcasts test bytes to replicas the way a publication does, to test the network before a run; refused while a run
+    is open. Returns first the group to give to the replicas, then the result.
     """
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks."""
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetInfoRequest, _trainer_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Versions, state and the published stamp."""
+    """Returns versions, state and the published stamp."""
     OpenRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OpenRunRequest, _trainer_pb2.OpenRunResponse]  # type: ignore[assignment]
-    """Loads one role's model, or resumes from a checkpoint; says which version it holds."""
+    """Loads one role's model from its directory or from a checkpoint, and returns its version."""
     CloseRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CloseRunRequest, _trainer_pb2.CloseRunResponse]  # type: ignore[assignment]
-    """Frees the model."""
+    """Frees the models."""
     Forward: _aio.StreamStreamMultiCallable[_trainer_pb2.ForwardRequest, _trainer_pb2.ForwardResponse]  # type: ignore[assignment]
-    """Log-probabilities and entropy, or values, of samples under a role. A stream both ways, since a batch may be large."""
+    """Computes log-probabilities and entropy, or values, of samples under a role. Streams both ways, since a batch may be
+    large.
+    """
     Train: _aio.StreamUnaryMultiCallable[_trainer_pb2.TrainRequest, _trainer_pb2.TrainResponse]  # type: ignore[assignment]
-    """One update of policy or critic on one batch. The same batch id twice is answered, not applied twice."""
+    """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again."""
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_trainer_pb2.JoinWeightGroupRequest, _trainer_pb2.JoinWeightGroupResponse]  # type: ignore[assignment]
-    """Enters the broadcast group of an epoch. Returns when all members are there."""
+    """Joins the weight group of an epoch. Returns when all members have joined."""
     SendWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SendWeightsRequest, _trainer_pb2.SendWeightsResponse]  # type: ignore[assignment]
-    """Broadcasts the policy and hashes what is sent."""
+    """Broadcasts the policy's weights and hashes them."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
-    """Writes a checkpoint that is either whole and verified or not there."""
+    """Writes a checkpoint atomically: it exists only once it is complete and verified."""
     ExportHuggingFace: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]  # type: ignore[assignment]
     """Writes the policy as a Hugging Face model directory."""
     SendTestBroadcast: _aio.UnaryStreamMultiCallable[_trainer_pb2.SendTestBroadcastRequest, _trainer_pb2.SendTestBroadcastResponse]  # type: ignore[assignment]
-    """Broadcasts bytes to replicas as a publication does, for a look before a run; refused while one is open. Answers the
-    group that the replicas are to be told of, then how it went.
+    """Broadcasts test bytes to replicas the way a publication does, to test the network before a run; refused while a run
+    is open. Returns first the group to give to the replicas, then the result.
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks."""
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks."""
 
     @_abc_1.abstractmethod
     def GetInfo(
@@ -93,7 +97,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.GetInfoResponse, _abc.Awaitable[_trainer_pb2.GetInfoResponse]]:
-        """Versions, state and the published stamp."""
+        """Returns versions, state and the published stamp."""
 
     @_abc_1.abstractmethod
     def OpenRun(
@@ -101,7 +105,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.OpenRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.OpenRunResponse, _abc.Awaitable[_trainer_pb2.OpenRunResponse]]:
-        """Loads one role's model, or resumes from a checkpoint; says which version it holds."""
+        """Loads one role's model from its directory or from a checkpoint, and returns its version."""
 
     @_abc_1.abstractmethod
     def CloseRun(
@@ -109,7 +113,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.CloseRunResponse, _abc.Awaitable[_trainer_pb2.CloseRunResponse]]:
-        """Frees the model."""
+        """Frees the models."""
 
     @_abc_1.abstractmethod
     def Forward(
@@ -117,7 +121,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.ForwardRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ForwardResponse], _abc.AsyncIterator[_trainer_pb2.ForwardResponse]]:
-        """Log-probabilities and entropy, or values, of samples under a role. A stream both ways, since a batch may be large."""
+        """Computes log-probabilities and entropy, or values, of samples under a role. Streams both ways, since a batch may be
+        large.
+        """
 
     @_abc_1.abstractmethod
     def Train(
@@ -125,7 +131,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.TrainRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainResponse, _abc.Awaitable[_trainer_pb2.TrainResponse]]:
-        """One update of policy or critic on one batch. The same batch id twice is answered, not applied twice."""
+        """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again."""
 
     @_abc_1.abstractmethod
     def JoinWeightGroup(
@@ -133,7 +139,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.JoinWeightGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.JoinWeightGroupResponse, _abc.Awaitable[_trainer_pb2.JoinWeightGroupResponse]]:
-        """Enters the broadcast group of an epoch. Returns when all members are there."""
+        """Joins the weight group of an epoch. Returns when all members have joined."""
 
     @_abc_1.abstractmethod
     def SendWeights(
@@ -141,7 +147,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SendWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SendWeightsResponse, _abc.Awaitable[_trainer_pb2.SendWeightsResponse]]:
-        """Broadcasts the policy and hashes what is sent."""
+        """Broadcasts the policy's weights and hashes them."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
@@ -149,7 +155,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
-        """Writes a checkpoint that is either whole and verified or not there."""
+        """Writes a checkpoint atomically: it exists only once it is complete and verified."""
 
     @_abc_1.abstractmethod
     def ExportHuggingFace(
@@ -165,8 +171,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SendTestBroadcastRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SendTestBroadcastResponse], _abc.AsyncIterator[_trainer_pb2.SendTestBroadcastResponse]]:
-        """Broadcasts bytes to replicas as a publication does, for a look before a run; refused while one is open. Answers the
-        group that the replicas are to be told of, then how it went.
+        """Broadcasts test bytes to replicas the way a publication does, to test the network before a run; refused while a run
+        is open. Returns first the group to give to the replicas, then the result.
         """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,7 +7,7 @@ from enum import StrEnum
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
-from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, WeightGroup, WeightPlan
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams, WeightGroup, WeightPlan
 
 from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import InternalError, LockstepError
@@ -39,7 +39,7 @@ class Replica:
         self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub, transport)
         self._timeouts = timeouts
 
-    async def open(self, run_id: str, config: Config, card: object) -> None:
+    async def open(self, run_id: str, config: Config, card: ModelCard) -> None:
         """Waits for the service and starts its engine; afterwards the replica is STALE."""
         request = pb.OpenRunRequest(
             run_id=run_id,
@@ -90,12 +90,12 @@ class Replica:
         answer = await self._client.call(RolloutService.JoinWeightGroup, request, timeout_s=self._timeouts.publish_s)
         return answer.plan_digest
 
-    async def receive(self, epoch: int, version: int) -> str:
-        """Receives one publication; its digest. Until it is committed the replica is STALE."""
+    async def receive(self, epoch: int, version: int) -> PolicyStamp:
+        """Receives one publication; its stamp. Until it is committed the replica is STALE."""
         self.state = ReplicaState.STALE
         request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
         answer = await self._client.call(RolloutService.ReceiveWeights, request, timeout_s=self._timeouts.publish_s)
-        return answer.digest
+        return PolicyStamp(version=version, digest=answer.digest)
 
     async def commit(self, stamp: PolicyStamp) -> None:
         """Serves what was received."""
