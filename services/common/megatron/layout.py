@@ -123,7 +123,7 @@ class Layout:
 
 def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
     """Returns the coordinates of each rank, in Megatron's order "tp-cp-ep-dp-pp", where the first varies fastest."""
-    ranks = []
+    ranks: list[Coordinates] = []
     for rank in range(layout.world):
         rest, tp = divmod(rank, layout.tp)
         rest, cp = divmod(rest, layout.cp)
