@@ -384,8 +384,11 @@ def test_layers_and_experts_of_a_rank() -> None:
 def test_share_of_a_rank() -> None:
     """Matrices are cut, norms and the router are not."""
     matrices = 96 * (96 + 32 + 32) + 96 * 96
-    assert DENSE.layer_parameters(4) == (matrices + 3 * 96 * 192) // 4 + 2 * 96
-    assert MOE.layer_parameters(4) == matrices // 4 + 12 * 96 + 2 * 96
-    assert MOE.expert_parameters(4) == 3 * 96 * 36 // 4
-    assert replace(DENSE, has_qkv_bias=True).layer_parameters(4) == DENSE.layer_parameters(4) + 160 // 4
-    assert replace(DENSE, has_qk_norm=True).layer_parameters(4) == DENSE.layer_parameters(4) + 2 * 8
+    llama, mixtral = replace(DENSE, model_type="llama"), replace(MOE, model_type="mixtral")
+    assert llama.layer_parameters(4) == (matrices + 3 * 96 * 192) // 4 + 2 * 96
+    assert mixtral.layer_parameters(4) == matrices // 4 + 12 * 96 + 2 * 96
+    assert mixtral.expert_parameters(4) == 3 * 96 * 36 // 4
+    assert replace(llama, model_type="qwen2").layer_parameters(4) == llama.layer_parameters(4) + 160 // 4
+    assert replace(llama, model_type="qwen3").layer_parameters(4) == llama.layer_parameters(4) + 2 * 8
+    biased = replace(llama, flags=frozenset(["attention_bias"]))
+    assert biased.layer_parameters(4) == llama.layer_parameters(4) + 160 // 4 + 96

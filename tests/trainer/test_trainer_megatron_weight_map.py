@@ -1,19 +1,22 @@
 """The weight map: which checkpoint tensors a Megatron parameter is made of, and its shards."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from services.common.errors import InternalError
+from services.common.families.architecture import Architecture
+from services.common.families.registry import FAMILIES
 from services.trainer.megatron.weights.weight_map import WeightMap
 
 
-def hf_config(model_type: str = "qwen3", **changes: Any) -> SimpleNamespace:
-    shape = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 3, "hidden_size": 24}
-    shape |= {"num_hidden_layers": 2, "tie_word_embeddings": False}
-    return SimpleNamespace(model_type=model_type, **shape | changes)
+def shape_of(model_type: str = "qwen3", **changes: Any) -> Architecture:
+    sizes = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 3, "hidden_size": 24, "vocab_size": 16}
+    sizes |= {"num_layers": 2, "max_position_embeddings": 32, "tie_word_embeddings": False, "intermediate_size": 8}
+    if "num_experts" in FAMILIES[model_type].keys:
+        sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return Architecture(model_type=model_type, **sizes | changes)
 
 
 # Name of the local layers, name of TransformerEngine's, model family, shapes of the checkpoint tensors.
@@ -45,7 +48,7 @@ def full_name(name: str) -> str:
 def test_joined_shards_are_the_checkpoint_bit_by_bit(
     name: str, family: str, shapes: list[tuple[int, ...]], size: int
 ) -> None:
-    part = WeightMap(hf_config(family)).part(full_name(name))
+    part = WeightMap(shape_of(family)).part(full_name(name))
     tensors = [torch.randn(shape) for shape in shapes]
     assert len(part.names) == len(tensors)
     shards = [part.cut(tensors, rank, size) for rank in range(size)]
@@ -59,13 +62,13 @@ def test_joined_shards_are_the_checkpoint_bit_by_bit(
 @pytest.mark.parametrize("name", ["linear_fc1.weight5", "linear_fc2.weight5"])
 def test_a_whole_expert_is_not_copied(name: str) -> None:
     held = torch.randn(16, 24)
-    joined = WeightMap(hf_config("qwen3_moe")).part(f"decoder.layers.1.mlp.experts.{name}").join([held])
+    joined = WeightMap(shape_of("qwen3_moe")).part(f"decoder.layers.1.mlp.experts.{name}").join([held])
     assert {tensor.untyped_storage().data_ptr() for tensor in joined} == {held.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize("size", [8, 16])
 def test_key_value_group_can_be_cut_too(size: int) -> None:
-    part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")
+    part = WeightMap(shape_of()).part("decoder.layers.0.self_attention.linear_qkv.weight")
     tensors = [torch.randn(rows, 24) for rows in (24, 12, 12)]
     shards = [part.cut(tensors, rank, size) for rank in range(size)]
     assert {shard.shape for shard in shards} == {(48 // size, 24)}
@@ -73,7 +76,7 @@ def test_key_value_group_can_be_cut_too(size: int) -> None:
 
 
 def test_queries_lie_with_their_key_value_group() -> None:
-    part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")
+    part = WeightMap(shape_of()).part("decoder.layers.0.self_attention.linear_qkv.weight")
     q, k, v = torch.arange(24.0)[:, None], 100 + torch.arange(12.0)[:, None], 200 + torch.arange(12.0)[:, None]
     # 4 groups of 2 query heads, a key and a value head, 3 rows each; the second of 2 ranks has groups 2 and 3.
     want = [*range(12, 18), *range(106, 109), *range(206, 209), *range(18, 24), *range(109, 112), *range(209, 212)]
@@ -82,14 +85,14 @@ def test_queries_lie_with_their_key_value_group() -> None:
 
 @pytest.mark.parametrize(("local", "te", "family"), [p[:3] for p in PARAMETERS if p[1]])
 def test_names_of_transformer_engine_are_known_too(local: str, te: str, family: str) -> None:
-    weight_map = WeightMap(hf_config(family))
+    weight_map = WeightMap(shape_of(family))
     one, other = weight_map.part(full_name(local)), weight_map.part(full_name(te))
     assert (one.names, one.order, one.is_expert) == (other.names, other.order, other.is_expert)
 
 
 def test_experts_have_their_familys_names() -> None:
     def names(family: str, name: str) -> tuple[str, ...]:
-        return WeightMap(hf_config(family)).part(f"decoder.layers.1.{name}").names
+        return WeightMap(shape_of(family)).part(f"decoder.layers.1.{name}").names
 
     moe, mixtral = "model.layers.1.mlp", "model.layers.1.block_sparse_moe"
     fc1, fc2 = (f"mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))
@@ -100,8 +103,9 @@ def test_experts_have_their_familys_names() -> None:
 
 
 def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
-    weight_map = WeightMap(hf_config("qwen3_moe"))
-    names = [full_name(p[0]) for p in PARAMETERS]
+    weight_map = WeightMap(shape_of("qwen3_moe"))
+    dense = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    names = [full_name(p[0]) for p in PARAMETERS if p[0] not in dense]
     names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
     ordered = sorted(names, key=lambda name: weight_map.part(name).order)
     assert ordered[0] == "embedding.word_embeddings.weight"
@@ -112,16 +116,23 @@ def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> Non
 
 
 def test_tied_head_is_the_embedding_and_is_not_published() -> None:
-    weight_map = WeightMap(hf_config(tie_word_embeddings=True))
+    weight_map = WeightMap(shape_of(tie_word_embeddings=True))
     assert weight_map.part("output_layer.weight").names == ("model.embed_tokens.weight",)
     assert not weight_map.is_published("output_layer.weight")
     assert weight_map.is_published("embedding.word_embeddings.weight")
-    assert WeightMap(hf_config()).is_published("output_layer.weight")
+    assert WeightMap(shape_of()).is_published("output_layer.weight")
 
 
 @pytest.mark.parametrize(
-    "name", ["decoder.layers.0.self_attention.linear_proj.bias", "mtp.weight", "decoder.layers.0.mlp.shared.weight", ""]
+    "name",
+    [
+        "decoder.layers.0.self_attention.linear_proj.bias",
+        "decoder.layers.0.self_attention.linear_qkv.bias",  # of another family
+        "mtp.weight",
+        "decoder.layers.0.mlp.shared.weight",
+        "",
+    ],
 )
 def test_parameter_that_the_map_does_not_know_is_an_error(name: str) -> None:
     with pytest.raises(InternalError, match="no checkpoint tensor is known"):
-        WeightMap(hf_config()).part(name)
+        WeightMap(shape_of()).part(name)

@@ -273,7 +273,7 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
         "num_attention_heads": model.num_attention_heads,
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
-        "intermediate_size": model.intermediate_size,
+        **{size: model.size(size) for size in _cut_sizes(model)},
         # q, k and v are one matrix, cut evenly.
         "rows of q, k and v": model.query_size + 2 * model.key_value_size,
     }
@@ -292,6 +292,13 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
         "tensor_model_parallel_size",
         f"{layout.tp}: the model's num_key_value_heads {groups} must be a multiple or a divisor of TP; {legal}",
     )
+
+
+def _cut_sizes(model: Architecture) -> Iterator[str]:
+    """Names of the sizes of a layer that TP cuts, but those of heads, which it cuts by other rules."""
+    for weight in model.layer:
+        if not weight.is_expert and weight.cut == "rows":
+            yield from (rows for rows in weight.rows if isinstance(rows, str))
 
 
 def _pipeline(layout: Layout, model: Architecture) -> _Problems:

@@ -7,32 +7,22 @@ this model's own widths: grouped-query attention, a gated feed-forward layer, nu
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
-from services.common.families.architecture import Architecture, Tensor
+from services.common.families.architecture import Architecture, Shape
+from services.common.families.record import Weight
 from services.common.megatron.layout import Layout
-from services.common.megatron.lora import FUSED, PARTS
+from services.common.megatron.lora import FUSED, PARTS, lora_layer
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _ACTIVATION = 2  # bfloat16
 _ALIGN = 16  # of tensors in a bucket, as in services.common.weights.plan
-
-# What each part of a layer is called in services.common.families.architecture.
-_PROJECTIONS = {
-    "linear_q": "q_proj",
-    "linear_k": "k_proj",
-    "linear_v": "v_proj",
-    "linear_proj": "o_proj",
-    "linear_fc1_gate": "gate_proj",
-    "linear_fc1_up": "up_proj",
-    "linear_fc2": "down_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -185,11 +175,11 @@ def _layer_activations(model: Architecture, layout: Layout, has_sequence_paralle
 def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
     """Adapter parameters on a rank: of a matrix cut by rows the second factor is cut, by columns the first."""
     total = 0
-    for tensors in _lora_targets(trainer, model):
-        first, outputs = tensors[0], sum(tensor.shape[0] for tensor in tensors)
-        by_rows = first.split == 0
-        inputs = first.shape[1] // (1 if by_rows else layout.tp)
-        total += trainer.lora.rank * (inputs + outputs // (layout.tp if by_rows else 1))
+    for weight, parts in _lora_targets(trainer, model):
+        by_columns = weight.cut == "columns"
+        outputs, inputs = sum(rows for rows, _ in parts), parts[0][1]
+        cut, whole = (inputs, outputs) if by_columns else (outputs, inputs)
+        total += trainer.lora.rank * (whole + cut // layout.tp)
     return total * (model.num_layers // layout.pp)
 
 
@@ -197,19 +187,25 @@ def publication(config: Config, model: Architecture) -> tuple[int, int]:
     """Bytes and buckets of one publication: the whole checkpoint, or the adapters with two factors for each matrix."""
     trainer, sizes = config.trainer, model.tensor_sizes()
     if rank := trainer.lora.published_rank:
-        layer = [tensor.shape for tensors in _lora_targets(trainer, model) for tensor in tensors]
+        layer = [shape for weight, parts in _lora_targets(trainer, model) for shape in _adapted(weight, parts)]
         sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
     return _cut((size * weight_bytes(trainer) for size in sizes), config.weights.bucket_bytes)
 
 
-def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[list[Tensor]]:
-    """The matrices of each adapter; those of one share its first factor."""
-    tensors = {tensor.name: tensor for tensor in model.layer_tensors()}
-    targets = [part for parts in PARTS[trainer.lora.kind].values() for part in parts]
-    for target in trainer.lora.target_modules or targets:
-        names = [_PROJECTIONS[part] for part in FUSED.get(target, (target,))]
-        if names[0] in tensors:  # experts get no adapters
-            yield [tensors[name] for name in names]
+def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[tuple[Weight, list[Shape]]]:
+    """The matrices of each adapter, with the shapes of those parts of it that share its first factor."""
+    for weight in model.layer:
+        if weight.is_expert or (layer := lora_layer(weight.parameter)) is None:  # experts get no adapters
+            continue
+        shapes = dict(zip(FUSED[layer], model.part_shapes(weight), strict=True))
+        for target in PARTS[trainer.lora.kind][layer]:
+            if not trainer.lora.target_modules or target in trainer.lora.target_modules:
+                yield weight, [shapes[target]] if target in shapes else list(shapes.values())
+
+
+def _adapted(weight: Weight, parts: Sequence[Shape]) -> Sequence[Shape]:
+    """Shapes of the checkpoint's matrices: it may have the parts in one."""
+    return [(sum(rows for rows, _ in parts), parts[0][1])] if weight.is_fused else parts
 
 
 def _cut(sizes: Iterable[int], bucket_bytes: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from services.common.config.trainer.section import TrainerConfig
-from services.common.families.architecture import Architecture, read_architecture
+from services.common.families.architecture import Architecture
 from services.common.megatron.layout import check_layout
 from services.trainer.backend import LossFunction, Role, compute_dtype
 from services.trainer.megatron.checkpoint.save import Checkpointer, SavedUnder, load_converted_weights
@@ -26,7 +26,7 @@ from services.trainer.megatron.optim.adam import make_optimizer, set_rates, stat
 from services.trainer.megatron.optim.offload import Offloader
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import MegatronModel
-from services.trainer.megatron.transformer import read_config
+from services.trainer.megatron.transformer import model_architecture, read_config
 from services.trainer.megatron.weights.lora import add_adapters, merged_values, without_adapters
 from services.trainer.megatron.weights.lora_map import AdapterMap
 from services.trainer.megatron.weights.stream import (
@@ -48,8 +48,9 @@ class MegatronBackend:
         self.device = device
         self._role, self._config, self._dtype = role, config, compute_dtype(config, device)
         self._model_path, self._hf = model_path, read_config(model_path)
-        self._check_layout(read_architecture(model_path))
-        self._map = WeightMap(self._hf)
+        architecture = model_architecture(self._hf)
+        self._check_layout(architecture)
+        self._map = WeightMap(architecture)
         self._model: MegatronModel | None = None
         try:
             self._open()
