@@ -87,6 +87,11 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(4, {TP: 4}, {MODEL: replace(DENSE, intermediate_size=194)})],
         ["tensor_model_parallel_size 4", "intermediate_size 194", "nearest legal: 2"],
     ),
+    "TP divides the expert that computes every token": (
+        (4, {TP: 2}, {MODEL: replace(MOE, model_type="qwen2_moe", shared_expert_intermediate_size=194)}),
+        [(4, {TP: 4}, {MODEL: replace(MOE, model_type="qwen2_moe", shared_expert_intermediate_size=194)})],
+        ["tensor_model_parallel_size 4", "shared_expert_intermediate_size 194", "nearest legal: 2"],
+    ),
     "TP and the key-value heads divide": (
         (6, {TP: 6}, {MODEL: replace(DENSE, num_key_value_heads=3)}),
         [(4, {TP: 4}, {MODEL: replace(DENSE, num_key_value_heads=3)})],

@@ -1,13 +1,16 @@
 """The weight map: which checkpoint tensors a Megatron parameter is made of, and its shards."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from services.common.errors import InternalError
+from services.common.errors import InternalError, InvalidInput
 from services.common.families.architecture import Architecture
 from services.common.families.registry import FAMILIES
+from services.trainer.megatron.weights.stream import Held, load_checkpoint_weights
 from services.trainer.megatron.weights.weight_map import WeightMap
 
 
@@ -16,6 +19,7 @@ def shape_of(model_type: str = "qwen3", **changes: Any) -> Architecture:
     sizes |= {"num_layers": 2, "max_position_embeddings": 32, "tie_word_embeddings": False, "intermediate_size": 8}
     if "num_experts" in FAMILIES[model_type].keys:
         sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        sizes |= {"shared_expert_intermediate_size": 12}
     return Architecture(model_type=model_type, **sizes | changes)
 
 
@@ -33,6 +37,9 @@ PARAMETERS = [
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "llama", [(24,)]),
     ("mlp.linear_fc1.weight", None, "llama", [(8, 24), (8, 24)]),
     ("mlp.linear_fc2.weight", None, "llama", [(24, 8)]),
+    ("mlp.shared_experts.linear_fc1.weight", None, "qwen2_moe", [(12, 24), (12, 24)]),
+    ("mlp.shared_experts.linear_fc2.weight", None, "qwen2_moe", [(24, 12)]),
+    ("mlp.shared_experts.gate_weight", None, "qwen2_moe", [(1, 24)]),
     ("mlp.router.weight", None, "qwen3_moe", [(6, 24)]),
     ("mlp.experts.local_experts.5.linear_fc1.weight", "mlp.experts.linear_fc1.weight5", "qwen3_moe", [(8, 24)] * 2),
     ("mlp.experts.local_experts.5.linear_fc2.weight", "mlp.experts.linear_fc2.weight5", "mixtral", [(24, 8)]),
@@ -55,7 +62,7 @@ def test_joined_shards_are_the_checkpoint_bit_by_bit(
     assert len({shard.shape for shard in shards}) == 1
     joined = part.join(shards)
     assert all(torch.equal(a, b) for a, b in zip(joined, tensors, strict=True))
-    if "norm" not in name and "router" not in name:
+    if not any(whole in name for whole in ("norm", "router", "gate_weight")):
         assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
 
 
@@ -104,8 +111,9 @@ def test_experts_have_their_familys_names() -> None:
 
 def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
     weight_map = WeightMap(shape_of("qwen3_moe"))
-    dense = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-    names = [full_name(p[0]) for p in PARAMETERS if p[0] not in dense]
+    others = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    is_own = lambda name, family: name not in others and family != "qwen2_moe"  # noqa: E731
+    names = [full_name(p[0]) for p in PARAMETERS if is_own(p[0], p[2])]
     names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
     ordered = sorted(names, key=lambda name: weight_map.part(name).order)
     assert ordered[0] == "embedding.word_embeddings.weight"
@@ -136,3 +144,10 @@ def test_tied_head_is_the_embedding_and_is_not_published() -> None:
 def test_parameter_that_the_map_does_not_know_is_an_error(name: str) -> None:
     with pytest.raises(InternalError, match="no checkpoint tensor is known"):
         WeightMap(shape_of()).part(name)
+
+
+def test_checkpoint_tensor_of_another_shape_than_the_configs_is_refused(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(25)}, tmp_path / "model.safetensors")
+    held = [Held("decoder.final_layernorm.weight", torch.zeros(24))]
+    with pytest.raises(InvalidInput, match=r"model\.norm\.weight is \[25\], by config\.json \[24\]"):
+        load_checkpoint_weights(held, WeightMap(shape_of()), None, str(tmp_path))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The shape of a model, from its config.json and its family's record: its tensors, and what parallel sizes cut."""
+"""Reads the shape of a model from its config.json and its family's record: its tensors, and what ranks hold of them."""
 
 import json
 import math
@@ -16,10 +16,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer with gated feed-forward layers, all of them dense or all of them experts.
+    """Describes a decoder-only transformer with gated feed-forward layers, all of them dense or all of them experts.
 
-    `intermediate_size` is 0 if the layers are experts, and `num_experts` 0 if they are dense. `flags` are the true ones
-    of the family's.
+    `intermediate_size` is 0 if the layers are experts, and `num_experts` is 0 if they are dense. A layer may have one
+    more expert, which computes every token: its width is `shared_expert_intermediate_size`, or 0 if there is none.
+    `flags` are those of the family's flags that the config sets to true.
     """
 
     model_type: str
@@ -35,77 +36,78 @@ class Architecture:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
     flags: frozenset[str] = frozenset()
 
     @property
     def family(self) -> Family:
-        """What its config.json does not say."""
+        """Returns the record of the model's family."""
         return FAMILIES[self.model_type]
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads."""
+        """Returns the width of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Returns the width of all key heads, which is that of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def layer(self) -> list[Weight]:
-        """Weights of a layer, in the order of the checkpoint."""
+        """Returns the weights of a layer in the order of the checkpoint."""
         return [weight for weight in self.family.layer if not weight.if_true or weight.if_true in self.flags]
 
     @property
     def outside_layers(self) -> list[Weight]:
-        """Weights before and after the layers. A tied output layer is the embedding."""
+        """Returns the weights before and after the layers; a tied output layer is the embedding and is left out."""
         ends = [self.family.embedding, self.family.final_norm]
         return ends if self.tie_word_embeddings else [*ends, self.family.output]
 
     def has(self, parameter: str) -> bool:
-        """Whether its layers have Megatron's `parameter`."""
+        """Says whether the layers have Megatron's `parameter`."""
         return any(weight.parameter == parameter for weight in self.layer)
 
     def size(self, size: Size) -> int:
-        """The number behind a `Size` of a weight."""
+        """Returns the number that a `Size` of a weight stands for."""
         return size if isinstance(size, int) else getattr(self, size)
 
     def part_shapes(self, weight: Weight) -> list[Shape]:
-        """Shapes of the parts of a weight."""
+        """Returns the shape of each part of a weight."""
         columns = () if weight.columns is None else (self.size(weight.columns),)
         return [(self.size(rows), *columns) for rows in weight.rows]
 
     def tensor_shapes(self, weight: Weight) -> list[Shape]:
-        """Shapes of the checkpoint tensors of a weight."""
+        """Returns the shape of each checkpoint tensor of a weight."""
         shapes = self.part_shapes(weight)
         return [(sum(shape[0] for shape in shapes), *shapes[0][1:])] if weight.is_fused else shapes
 
     def weight_parameters(self, weight: Weight, tp: int = 1) -> int:
-        """Numbers of a weight on each of `tp` ranks."""
+        """Returns how many numbers of a weight each of `tp` ranks holds."""
         numbers = sum(map(math.prod, self.part_shapes(weight)))
         return numbers if weight.cut == "whole" else numbers // tp
 
     def layer_parameters(self, tp: int = 1) -> int:
-        """Numbers of one layer without its experts, norms included, on each of `tp` ranks."""
+        """Returns how many numbers of one layer, without its experts, each of `tp` ranks holds."""
         return sum(self.weight_parameters(weight, tp) for weight in self.layer if not weight.is_expert)
 
     def expert_parameters(self, etp: int = 1) -> int:
-        """Numbers of one expert of one layer on each of `etp` ranks."""
+        """Returns how many numbers of one expert of one layer each of `etp` ranks holds."""
         return sum(self.weight_parameters(weight, etp) for weight in self.layer if weight.is_expert)
 
     def embedding_parameters(self, tp: int = 1) -> int:
-        """Numbers of the embedding, and of an output layer of its own, on each of `tp` ranks."""
+        """Returns how many numbers of the embedding, or of an untied output layer, each of `tp` ranks holds."""
         return self.vocab_size * self.hidden_size // tp
 
     @property
     def num_parameters(self) -> int:
-        """Numbers of the whole model."""
+        """Returns how many numbers the whole model has."""
         layers = self.num_layers * (self.layer_parameters() + self.num_experts * self.expert_parameters())
         return layers + sum(map(self.weight_parameters, self.outside_layers))
 
     def tensor_sizes(self) -> Iterator[int]:
-        """Numbers of each checkpoint tensor of the whole model, in the order of the checkpoint."""
+        """Yields how many numbers each checkpoint tensor has, in the checkpoint's order, with a layer's experts last."""
         first, *last = self.outside_layers
         yield self.weight_parameters(first)
         layer = list(self._layer_sizes())
@@ -127,7 +129,7 @@ class Architecture:
 
 
 def read_architecture(model_path: str | Path) -> Architecture:
-    """The architecture of a model directory in the Hugging Face format.
+    """Reads the architecture of a model directory in the Hugging Face format.
 
     Raises:
         NotFound: There is no config.json.
@@ -144,7 +146,7 @@ def read_architecture(model_path: str | Path) -> Architecture:
 
 
 def make_architecture(content: Mapping[str, Any], source: str) -> Architecture:
-    """The architecture that a model's config describes; errors name `source`, where the config is from.
+    """Returns the architecture that a model's config describes; errors name `source`, where the config is from.
 
     Raises:
         InvalidInput: It lacks a key, or is of a family that is not known; names the known ones.
@@ -181,7 +183,7 @@ def _architecture(content: Mapping[str, Any], source: str) -> Architecture:
 
 
 def _first(keys: tuple[str, ...], content: Mapping[str, Any]) -> str:
-    """The first of `keys` that is there, or the last."""
+    """Returns the first of `keys` that is in `content`, or the last if none is."""
     return next((key for key in keys if key in content), keys[-1])
 
 

@@ -1,4 +1,4 @@
-"""Llama 1 to 3 (arXiv 2302.13971, 2407.21783)."""
+"""Describes Llama 1 to 3 (arXiv 2302.13971, 2407.21783)."""
 
 from services.common.families.layers import ATTENTION, DENSE_MLP, NORMS, OPTIONAL_BIASES
 from services.common.families.record import Family

@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825), the models without a sliding window."""
+"""Describes Mistral (arXiv 2310.06825); Megatron computes only the models without a sliding window."""
 
 from services.common.families.layers import ATTENTION, DENSE_MLP, NORMS
 from services.common.families.record import Family

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088)."""
+"""Describes Mixtral (arXiv 2401.04088)."""
 
 from services.common.families.layers import ATTENTION, NORMS, experts
 from services.common.families.record import EXPERT_KEYS, Family

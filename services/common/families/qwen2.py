@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115)."""
+"""Describes Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115)."""
 
 from services.common.families.layers import ATTENTION, DENSE_MLP, NORMS, QKV_BIAS
 from services.common.families.record import Family

@@ -1,4 +1,4 @@
-"""Qwen3, dense (arXiv 2505.09388)."""
+"""Describes the dense Qwen3 models (arXiv 2505.09388)."""
 
 from services.common.families.layers import ATTENTION, DENSE_MLP, NORMS, OPTIONAL_BIASES, QK_NORMS
 from services.common.families.record import Family

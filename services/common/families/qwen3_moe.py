@@ -1,4 +1,4 @@
-"""Qwen3 with experts in every layer (arXiv 2505.09388)."""
+"""Describes the Qwen3 models with experts in every layer (arXiv 2505.09388)."""
 
 from services.common.families.layers import ATTENTION, NORMS, OPTIONAL_BIASES, QK_NORMS, experts
 from services.common.families.record import EXPERT_KEYS, Family

@@ -1,6 +1,7 @@
-"""The record of a model family. Shapes, memory, Megatron's config, the weight map and LoRA targets follow from it.
+"""Defines the record of a model family.
 
-A family is one file beside this one, with one such record, and a line in `registry`. Records are plain data: who reads
+Shapes, memory estimates, Megatron's config, the weight map and the LoRA targets all follow from the record. To add a
+family, write one file like `llama` beside this one and name it in `registry`. Records are plain data, so that reading
 them needs neither torch nor transformers.
 """
 
@@ -8,41 +9,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# A number, or the name of one of an Architecture's sizes, such as "hidden_size".
+# A size is a number, or the name of one of an Architecture's sizes, such as "hidden_size".
 Size = int | str
 
-# What a tensor-parallel rank holds of a weight:
-#   whole    all of it
-#   rows     its share of each part's rows, one part below the other
-#   groups   its share of key-value groups: queries, key and value of a group are together, rows of the parts q, k and v
-#   columns  its share of the columns; such a weight has one part
+# How tensor parallelism cuts a weight. Each rank holds:
+#   whole    the whole weight
+#   rows     an equal share of the rows of each part; the shares are stacked
+#   groups   an equal share of the key-value groups; the parts are q, k and v, and the rows of a group lie together
+#   columns  an equal share of the columns; the weight has one part
 Cut = Literal["whole", "rows", "groups", "columns"]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of Megatron, the checkpoint tensors that it is made of, and how ranks share it.
+    """Describes one Megatron parameter: the checkpoint tensors that it is made of, its shape, and how ranks share it.
 
-    `parameter` is Megatron's name, that of its local layers, and `tensors` are the checkpoint's, in the order of the
-    parts; a single tensor for several parts has them one below the other. Both are relative to the layer, if the weight
-    is of a layer. Experts have `{expert}` in the names of their tensors, and their parameter lacks the number.
+    `parameter` is the name that Megatron's local (not TransformerEngine) layers give it. `tensors` are the checkpoint's
+    names, one for each part; if there is one name for several parts, the checkpoint stacks their rows in one tensor.
+    Inside a layer, all names are relative to the layer. For an expert, `{expert}` in a tensor's name stands for the
+    expert's number, and `parameter` leaves the number out.
     """
 
     parameter: str
     tensors: tuple[str, ...]
     rows: tuple[Size, ...]
-    """Rows of each part."""
+    """Gives the number of rows of each part."""
     columns: Size | None = None
-    """None for a vector."""
+    """Is None if the weight is a vector."""
     cut: Cut = "whole"
     is_expert: bool = False
-    """Held by the ranks of one expert, and cut over expert tensor parallelism."""
+    """Says that expert parallelism distributes this weight, and that expert tensor parallelism cuts it."""
     if_true: str = ""
-    """A config key in `Family.flags` without which a model lacks this weight."""
+    """Names a key in `Family.flags`; a model has this weight only if its config sets the key to true."""
 
     @property
     def is_fused(self) -> bool:
-        """Whether the checkpoint has all parts in one tensor."""
+        """Says whether the checkpoint stacks all parts in one tensor."""
         return len(self.rows) > len(self.tensors)
 
 
@@ -52,7 +54,7 @@ EMBEDDING = Weight(
 FINAL_NORM = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ("hidden_size",))
 OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab_size",), "hidden_size", "rows")
 
-# An Architecture's sizes and the config keys that hold them, the first that is there.
+# Maps an Architecture's sizes to config keys; the first key that a config has is read.
 KEYS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -68,9 +70,9 @@ EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_experts_per_tok": ("num_experts_per_tok",),
     "moe_intermediate_size": ("moe_intermediate_size",),
 }
-# Config keys, where a config has them, and the one value that Megatron's layers compute here.
+# Maps config keys to the only value that strategy megatron accepts; a config may leave a key out.
 REQUIRED: Mapping[str, Any] = {"hidden_act": "silu", "sliding_window": None, "attention_bias": False, "mlp_bias": False}
-# Fields of Megatron's TransformerConfig that no config.json has.
+# Sets the fields of Megatron's TransformerConfig for which config.json has no key.
 SETTINGS: Mapping[str, Any] = {
     "activation_func": "silu",
     "gated_linear_unit": True,
@@ -82,22 +84,22 @@ SETTINGS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """All that is particular to the models of one `model_type`: decoders whose layers are all alike."""
+    """Describes the models of one `model_type`: decoders whose layers all have the same weights."""
 
     model_type: str
     layer: tuple[Weight, ...]
-    """Of one layer, in the order of the checkpoint."""
+    """Lists the weights of one layer in the order of the checkpoint."""
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_KEYS)
-    """The Architecture's sizes that config.json must have, and its keys for each."""
+    """Maps the Architecture's sizes that config.json must have to its keys."""
     flags: Mapping[str, bool] = field(default_factory=dict)
-    """Config keys that a weight's `if_true` names, and their defaults."""
+    """Maps the config keys that `Weight.if_true` names to their defaults."""
     required: Mapping[str, Any] = field(default_factory=lambda: REQUIRED)
-    """Config keys whose other values strategy megatron refuses."""
+    """Maps config keys to the only value that strategy megatron accepts."""
     settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
-    """Fields of Megatron's TransformerConfig; an `activation_func` is the name of a function of torch.nn.functional."""
+    """Sets fields of Megatron's TransformerConfig; `activation_func` names a function of torch.nn.functional."""
     layers: str = "model.layers"
-    """The checkpoint's name of the list of layers."""
+    """Names the list of layers in the checkpoint."""
     embedding: Weight = EMBEDDING
     final_norm: Weight = FINAL_NORM
     output: Weight = OUTPUT
-    """Of models whose output layer is not the embedding."""
+    """Describes the output layer of a model that does not tie it to the embedding."""

@@ -37,6 +37,7 @@ _RESERVED = {
         **dict.fromkeys(("num_attention_heads", "num_query_groups", "num_moe_experts", "moe_ffn_hidden_size"), _MODEL),
         **dict.fromkeys(("layernorm_epsilon", "normalization", "activation_func", "gated_linear_unit"), _MODEL),
         **dict.fromkeys(("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_dropout"), _MODEL),
+        **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
         **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
         **dict.fromkeys(("batch_p2p_comm", "overlap_p2p_comm"), _ITSELF),
         **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), _ITSELF),

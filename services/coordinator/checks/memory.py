@@ -165,7 +165,7 @@ def _layer_activations(model: Architecture, layout: Layout, has_sequence_paralle
     # q, k, v and what attention gives the output projection.
     attention = _ACTIVATION * (2 * model.query_size + 2 * model.key_value_size)
     # Gate, up, and their product.
-    feed_forward = 3 * _ACTIVATION * model.intermediate_size
+    feed_forward = 3 * _ACTIVATION * (model.intermediate_size + model.shared_expert_intermediate_size)
     # The same for each chosen expert, and the token that came to all ranks of it and what they gave back.
     experts = model.num_experts_per_tok * (3 * _ACTIVATION * model.moe_intermediate_size + 2 * size * layout.etp)
     inputs = size // (layout.tp if has_sequence_parallel else 1)

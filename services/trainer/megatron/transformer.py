@@ -1,4 +1,4 @@
-"""From a model's config to Megatron's: the one place that knows transformers' config keys."""
+"""Makes Megatron's config of a model from transformers', by the record of the model's family."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from services.common.families.registry import FAMILIES
 
 
 def read_config(model_path: str) -> PretrainedConfig:
-    """The config of a model directory.
+    """Reads the config of a model directory.
 
     Raises:
         InvalidInput: It cannot be read, or Megatron would compute something else than the model.
@@ -36,7 +36,7 @@ def read_config(model_path: str) -> PretrainedConfig:
 
 
 def model_architecture(hf: PretrainedConfig) -> Architecture:
-    """The model's shape, with transformers' defaults for what its config.json leaves out.
+    """Returns the model's shape, with transformers' defaults for what its config.json leaves out.
 
     Raises:
         InvalidInput: A size is missing, or dense layers and experts are mixed.
@@ -45,7 +45,7 @@ def model_architecture(hf: PretrainedConfig) -> Architecture:
 
 
 def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
-    """The model's part of megatron.core.transformer.TransformerConfig."""
+    """Returns the model's part of megatron.core.transformer.TransformerConfig."""
     model = model_architecture(hf)
     settings = {
         "num_layers": model.num_layers,
@@ -65,7 +65,7 @@ def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
-    """The model's part of megatron.core.models.gpt.GPTModel's arguments.
+    """Returns the model's part of megatron.core.models.gpt.GPTModel's arguments.
 
     Raises:
         InvalidInput: A kind of rotary scaling that Megatron does not have.
@@ -101,4 +101,6 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, Any
         "moe_router_score_function": "softmax",
         # Softmax over the chosen experts alone is softmax over all, renormalised.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+        "moe_shared_expert_intermediate_size": model.shared_expert_intermediate_size or None,
+        "moe_shared_expert_gate": model.has("mlp.shared_experts.gate_weight"),
     }

@@ -1,8 +1,8 @@
-"""Which checkpoint tensors a Megatron parameter is made of, and how its shards are cut from and joined to them.
+"""Maps Megatron's parameters to checkpoint tensors, and cuts and joins their shards.
 
-The record of the model's family has both names and how they belong together. Megatron fuses q, k, v into one matrix,
-rows interleaved by key-value group, and gate, up into another, stacked. A parameter of a tensor-parallel rank is a
-slice of those. Names of Megatron's local and TransformerEngine layers differ; both are known here.
+The record of the model's family says which tensors a parameter is made of. Megatron fuses q, k, v into one matrix with
+rows interleaved by key-value group, and stacks gate and up in another. A tensor-parallel rank holds a slice of those.
+Megatron's local and TransformerEngine layers have different names for some parameters; both are known here.
 """
 
 import functools
@@ -26,11 +26,11 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """Checkpoint tensors behind one parameter of the model, and the parameter's shards.
+    """Describes the checkpoint tensors of one parameter of the model, and makes the parameter's shards.
 
-    `cut(tensors, r, n)` is the shard of rank r of n; `join(shards)` gives the checkpoint tensors back, like `names`,
-    which have `shapes`. `is_fused` says that one tensor of the checkpoint has several parts of a layer, such as q, k
-    and v.
+    `cut(tensors, r, n)` returns the shard of rank r of n. `join(shards)` returns the checkpoint tensors, in the order
+    of `names` and with the `shapes`. `is_fused` says that the checkpoint stacks several parts, such as q, k and v, in
+    one tensor.
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Part:
 
 
 class WeightMap:
-    """The map of one model."""
+    """Maps the parameters of one model."""
 
     def __init__(self, model: Architecture):
         self._model = model
@@ -60,7 +60,7 @@ class WeightMap:
         }
 
     def part(self, name: str) -> Part:
-        """The part of a parameter, whose `name` counts layers and experts over the whole model.
+        """Returns the part of a parameter, whose `name` counts layers and experts over the whole model.
 
         Raises:
             InternalError: Megatron has built a parameter that this map does not know.
@@ -80,7 +80,7 @@ class WeightMap:
         return self._part(weight, names, order)
 
     def is_published(self, name: str) -> bool:
-        """False for the last pipeline stage's copy of a tied embedding."""
+        """Returns False for the last pipeline stage's copy of a tied embedding."""
         return not (self._model.tie_word_embeddings and name == self._model.family.output.parameter)
 
     def _part(self, weight: Weight, names: tuple[str, ...], order: tuple[int, ...]) -> Part:
@@ -143,7 +143,7 @@ class WeightMap:
 
 @dataclass(frozen=True)
 class _Window:
-    """A tensor from row `first` on, of which only what is asked for is read."""
+    """Shows a tensor from row `first` on, and reads only the rows that are asked for."""
 
     tensor: Sliceable
     first: int
@@ -153,12 +153,12 @@ class _Window:
 
 
 def _windows(tensor: Sliceable, rows: Sequence[int]) -> list[_Window]:
-    """The parts of a tensor that has them one below the other."""
+    """Returns the parts of a tensor that stacks them."""
     return [_Window(tensor, sum(rows[:index])) for index in range(len(rows))]
 
 
 def _cat(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """One shard is not copied."""
+    """Concatenates the shards; does not copy a single one."""
     return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
 
 
@@ -173,7 +173,7 @@ _FUSED_EXPERT = re.compile(r"mlp\.experts\.(?P<layer>linear_fc[12])\.weight(?P<e
 
 
 def _local_name(parameter: str) -> tuple[str, int]:
-    """A layer's parameter as the families' records name it, and the number of its expert, 0 if it is of none."""
+    """Returns a layer's parameter as the records name it, and the number of its expert, or 0 outside experts."""
     match = _LOCAL_EXPERT.fullmatch(parameter) or _FUSED_EXPERT.fullmatch(parameter)
     if match:
         return f"mlp.experts.{match['layer']}.weight", int(match["expert"])
