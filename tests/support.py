@@ -42,6 +42,7 @@ _SHAPE = {
 _OTHER_SHAPE = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | {"hidden_size": 128}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 96},
 }
 
@@ -49,7 +50,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 def make_model(directory: Path, kind: str) -> Path:
     """Writes a random model with a character tokenizer.
 
-    It is a Qwen3 model, `untied`, `tied`, `moe` or, with 4 layers, `deep`; or of another family, `qwen2_moe`.
+    It is a Qwen3 model, `untied`, `tied`, `moe` or, with 4 layers, `deep`; or of another family, `phi3` or `qwen2_moe`.
     """
     import torch
     from transformers import (

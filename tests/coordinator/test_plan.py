@@ -229,6 +229,15 @@ def test_adapters_are_all_that_is_trained(dense: Path) -> None:
     )
 
 
+def test_adapters_of_matrices_that_checkpoints_fuse(tmp_path: Path) -> None:
+    """The adapters are those of any family; published they have two matrices for q, k and v together."""
+    lora = {"rank": 4, "target_modules": ["linear_qkv", "linear_fc1"], "publish": "adapter"}
+    config, model = make(write(tmp_path / "phi3", DENSE | {"model_type": "phi3"}), lora=lora)
+    adapters = 8 * 4 * ((64 + 256) + (64 + 2 * 128))
+    assert stage_memory(config, model, 0).gradients == 4 * adapters
+    assert publication(config, model)[0] == 2 * adapters
+
+
 def test_publication_is_cut_as_the_trainer_cuts_it(dense: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from services.common.weights.plan import Plan

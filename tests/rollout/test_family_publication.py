@@ -21,7 +21,11 @@ from tests.rollout.test_publication import (
 
 TP = {"tensor_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
+LORA = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("phi3", {}),
+    "phi3 tp2": ("phi3", {"strategy": "megatron", "megatron": TP}),
+    "phi3 adapter": ("phi3", {"strategy": "megatron", "megatron": TP, "lora": LORA}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe ep2": ("qwen2_moe", {"strategy": "megatron", "megatron": EP}),
     "qwen2_moe tp2": ("qwen2_moe", {"strategy": "megatron", "megatron": TP}),
@@ -33,7 +37,7 @@ async def test_an_engine_samples_as_the_trainer_computes(
     stack: Stack, model: Callable[[str], Path], tmp_path: Path, case: str
 ):
     kind, changes = CASES[case]
-    await stack.open(model(kind), TRAINER | changes)
+    await stack.open(model(kind), TRAINER | changes, adapter_rank=LORA["rank"] if "lora" in changes else 0)
     greedy_before = None
     for version in range(2):
         stamp = await stack.publish(version)

@@ -67,6 +67,7 @@ FAMILIES = (
     "mixtral",
     "qwen2_moe",
     "qwen2_moe-normalized",
+    "phi3",
 )
 
 
@@ -169,7 +170,7 @@ FAMILY_LAYOUTS = {
     **{kind: Layout(kind, 1, num_updates=1) for kind in FAMILIES},
     **{
         f"{kind}-{name}": Layout(kind, 2, megatron, SMALL, num_updates=1)
-        for kind, splits in (("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}),)
+        for kind, splits in (("phi3", {"tp2": TP, "pp2": PP}), ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}))
         for name, megatron in splits.items()
     },
     "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),

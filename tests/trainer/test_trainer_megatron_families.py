@@ -27,6 +27,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CHANGES: dict[str, dict[str, Any]] = {
     "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
@@ -45,6 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "qkv_bias": False,
     },
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}, **TOKENS},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 HALF = ("qwen3-bf16", "qwen3_moe-bf16")

@@ -37,6 +37,8 @@ PARAMETERS = [
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "llama", [(24,)]),
     ("mlp.linear_fc1.weight", None, "llama", [(8, 24), (8, 24)]),
     ("mlp.linear_fc2.weight", None, "llama", [(24, 8)]),
+    ("self_attention.linear_qkv.weight", None, "phi3", [(48, 24)]),
+    ("mlp.linear_fc1.weight", None, "phi3", [(16, 24)]),
     ("mlp.shared_experts.linear_fc1.weight", None, "qwen2_moe", [(12, 24), (12, 24)]),
     ("mlp.shared_experts.linear_fc2.weight", None, "qwen2_moe", [(24, 12)]),
     ("mlp.shared_experts.gate_weight", None, "qwen2_moe", [(1, 24)]),
@@ -97,6 +99,16 @@ def test_names_of_transformer_engine_are_known_too(local: str, te: str, family: 
     assert (one.names, one.order, one.is_expert) == (other.names, other.order, other.is_expert)
 
 
+def test_a_fused_checkpoint_tensor_has_its_parts_one_below_the_other() -> None:
+    name, rows = "decoder.layers.1.self_attention.linear_qkv.weight", (24, 12, 12)
+    fused, apart = (WeightMap(shape_of(family)).part(name) for family in ("phi3", "qwen3"))
+    parts = [torch.randn(height, 24) for height in rows]
+    assert fused.names == ("model.layers.1.self_attn.qkv_proj.weight",) and fused.is_fused
+    for size in (1, 2, 4, 8):
+        for rank in range(size):
+            assert torch.equal(fused.cut([torch.cat(parts)], rank, size), apart.cut(parts, rank, size))
+
+
 def test_experts_have_their_familys_names() -> None:
     def names(family: str, name: str) -> tuple[str, ...]:
         return WeightMap(shape_of(family)).part(f"decoder.layers.1.{name}").names
@@ -112,7 +124,7 @@ def test_experts_have_their_familys_names() -> None:
 def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
     weight_map = WeightMap(shape_of("qwen3_moe"))
     others = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-    is_own = lambda name, family: name not in others and family != "qwen2_moe"  # noqa: E731
+    is_own = lambda name, family: name not in others and family not in ("phi3", "qwen2_moe")  # noqa: E731
     names = [full_name(p[0]) for p in PARAMETERS if is_own(p[0], p[2])]
     names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
     ordered = sorted(names, key=lambda name: weight_map.part(name).order)
