@@ -107,7 +107,7 @@ class Architecture:
         return layers + sum(map(self.weight_parameters, self.outside_layers))
 
     def tensor_sizes(self) -> Iterator[int]:
-        """Yields how many numbers each checkpoint tensor has, in the checkpoint's order, with a layer's experts last."""
+        """Yields how many numbers each checkpoint tensor has in the checkpoint's order, with a layer's experts last."""
         first, *last = self.outside_layers
         yield self.weight_parameters(first)
         layer = list(self._layer_sizes())
