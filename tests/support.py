@@ -37,6 +37,9 @@ _SHAPE = {
     "initializer_range": 0.1,
 }
 
+ROOT = Path(__file__).parents[1]
+"""Root of the repository."""
+
 
 # Families whose head size is that of the hidden state divided by the heads.
 _OTHER_SHAPE = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | {"hidden_size": 128}

@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 
 from services.common.rpc.client import Client
 from tests.support import descendants, free_port, make_model, running, service_command, still_there
@@ -183,7 +184,7 @@ def replica_info(address: str) -> pb.GetInfoResponse:
     async def ask() -> pb.GetInfoResponse:
         client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
         try:
-            return await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=10)
+            return await client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=10)
         finally:
             await client.close()
 
