@@ -91,7 +91,7 @@ class Family:
     """Lists the weights of one layer in the order of the checkpoint."""
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_KEYS)
     """Maps the Architecture's sizes that config.json must have to its keys."""
-    flags: Mapping[str, bool] = field(default_factory=dict)
+    flags: Mapping[str, bool] = field(default_factory=dict[str, bool])
     """Maps the config keys that `Weight.if_true` names to their defaults."""
     required: Mapping[str, Any] = field(default_factory=lambda: REQUIRED)
     """Maps config keys to the only value that strategy megatron accepts."""

@@ -41,7 +41,7 @@ def model_architecture(hf: PretrainedConfig) -> Architecture:
     Raises:
         InvalidInput: A size is missing, or dense layers and experts are mixed.
     """
-    return make_architecture(hf.to_dict(), hf.name_or_path)
+    return make_architecture(hf.to_dict(), str(hf.name_or_path))
 
 
 def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
