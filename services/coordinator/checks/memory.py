@@ -9,7 +9,6 @@ this model's widths in every term: grouped-query attention, a gated MLP, and num
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
@@ -85,7 +84,7 @@ class StateBytes:
         return cls(gradient, master, moments, 1 - offloaded)
 
 
-def _num_bytes(options: Mapping[str, Any], name: str) -> int:
+def _num_bytes(options: Mapping[str, object], name: str) -> int:
     dtype, field = str(options.get(name, "fp32")).lower(), f"trainer.megatron.optimizer_config_kwargs.{name}"
     if dtype not in _BYTES:
         raise InvalidInput(f"{field}: {dtype!r} is not one of {', '.join(_BYTES)}", field=field)
