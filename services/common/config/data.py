@@ -2,8 +2,9 @@
 
 import datetime
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -23,8 +24,8 @@ class FilesConfig(Strict):
     prompt_column: str = "prompt"
     """Column with the prompts: text, or a list of messages with role and content."""
     overlong: Literal["fail", "drop"] = "fail"
-    """What to do if a row has more tokens than allowed: fail stops with an error; drop leaves the row out and logs how
-    many were dropped."""
+    """What to do if a row is longer than data.max_prompt_tokens (for `lockstep sft`: data.max_tokens): fail stops with
+    an error; drop leaves the row out and logs how many were dropped."""
     bad_rows: Literal["fail", "drop"] = "fail"
     """What to do if a row is unusable, such as an empty prompt: fail stops with an error; drop leaves the row out and
     logs how many were dropped."""
@@ -70,8 +71,11 @@ class FilesConfig(Strict):
     @field_validator("eval", mode="before")
     @classmethod
     def _name_paths(cls, value: Any) -> Any:
-        paths = (value,) if isinstance(value, str | Path) else value
-        if not isinstance(paths, list | tuple) or not all(isinstance(path, str | Path) for path in paths):
+        given: Any = (value,) if isinstance(value, str | Path) else value
+        if not isinstance(given, list | tuple):
+            return value
+        paths = cast(Sequence[Any], given)
+        if not all(isinstance(path, str | Path) for path in paths):
             return value
         named = {_name_of(Path(path)): path for path in paths}
         if len(named) < len(paths):
@@ -92,7 +96,8 @@ class DataConfig(FilesConfig):
     prompts_per_step: int = Field(ge=1)
     """Number of distinct prompts per step. Each gets one prompt group of rollout.completions_per_prompt samples."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum prompt length in tokens, including the chat template and special tokens; see `overlong`."""
+    """Maximum prompt length in tokens, including the chat template and special tokens. data.overlong says what happens
+    to longer prompts."""
     answer_column: str = "answer"
     """Column with the reference answers: text that is passed to the scorers."""
     extra_columns: tuple[str, ...] | None = None

@@ -1,7 +1,7 @@
 """Defines the config of a supervised run, `lockstep sft`: the same trainer section, its own data and evaluation."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -21,7 +21,8 @@ class SftDataConfig(FilesConfig):
     samples_per_step: int = Field(ge=1)
     """Number of distinct rows per step. The batch is split over ranks and micro-batches."""
     max_tokens: int = Field(default=4096, ge=2)
-    """Maximum length of a row in tokens, including prompt, responses and chat template; see `overlong`."""
+    """Maximum length of a row in tokens, including prompt, responses and chat template. data.overlong says what happens
+    to longer rows."""
     response_column: str = "response"
     """Column with the responses: text."""
     messages_column: str | None = None
@@ -38,7 +39,7 @@ class SftEvaluationConfig(Strict):
     """Evaluates on the held-out rows of data.eval: mean loss over all trained tokens, and perplexity."""
 
     eval_freq: int = Field(default=0, ge=0)
-    """Evaluate every this many steps, and after the last step. 0 evaluates after no step."""
+    """Evaluate every this many steps, and after the last step; 0 turns this off."""
     eval_before_train: bool = True
     """Evaluate the starting weights before the first step, if data.eval names a file."""
 
@@ -103,10 +104,15 @@ class SftConfig(Strict):
         """Sets loss.kind to sft if it is unset; `_loss_fits` rejects any other kind."""
         if not isinstance(values, dict):
             return values
-        trainer = values.get("trainer") or {}
-        if not isinstance(trainer, dict) or not isinstance(loss := trainer.get("loss") or {}, dict):
-            return values
-        return {**values, "trainer": {**trainer, "loss": {"kind": "sft", **loss}}}
+        table = cast(dict[str, Any], values)
+        trainer: Any = table.get("trainer") or {}
+        if not isinstance(trainer, dict):
+            return table
+        section = cast(dict[str, Any], trainer)
+        loss: Any = section.get("loss") or {}
+        if not isinstance(loss, dict):
+            return table
+        return {**table, "trainer": {**section, "loss": {"kind": "sft", **cast(dict[str, Any], loss)}}}
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 # (index in the order of prompts, prompt) -> scored group, or None if it has no score.
 DrawOne = Callable[[int, Prompt], Awaitable[ScoredGroup | None]]
-# Completes a useful group while other prompts are still being tried.
-Finish = Callable[[ScoredGroup], Awaitable[ScoredGroup]]
+# Told of each group as it is decided, by its place in the order of prompts; None if the group is not useful.
+Decide = Callable[[int, ScoredGroup | None], None]
 
 
 class Drop(StrEnum):
@@ -50,20 +50,20 @@ class Selected:
     """(samples, samples that passed) by prompt id; empty without a curriculum."""
 
 
-async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, finish: Finish | None = None) -> Selected:
+async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, decide: Decide | None = None) -> Selected:
     """Samples `prompts` until there are enough useful groups.
 
     Args:
         config: The run's config.
         prompts: Distinct prompts, in the order in which they are tried.
         draw: Samples and scores one of them.
-        finish: Completes a useful group.
+        decide: Told of every tried group; with `keep: arrival` places count in order of arrival.
 
     Raises:
-        LockstepError: TOO_FEW_GROUPS if too few groups are useful; or an error of `draw` or `finish`.
+        LockstepError: TOO_FEW_GROUPS if too few groups are useful; or as `draw`.
     """
     at_once = config.selection.over_sampling.at_once(config.data.prompts_per_step)
-    selection = _Selection(config, prompts, draw, finish)
+    selection = _Selection(config, prompts, draw, decide)
     with contextlib.suppress(_EnoughError):
         await gather(selection.fill_one_place() for _ in range(at_once))
     return selection.result()
@@ -81,8 +81,8 @@ class _Attempt:
 
 
 class _Selection:
-    def __init__(self, config: Config, prompts: Iterator[Prompt], draw: DrawOne, finish: Finish | None):
-        self._config, self._draw, self._finish = config, draw, finish
+    def __init__(self, config: Config, prompts: Iterator[Prompt], draw: DrawOne, decide: Decide | None):
+        self._config, self._draw, self._decide = config, draw, decide
         self._wanted, dynamic = config.data.prompts_per_step, config.selection.dynamic
         at_once = config.selection.over_sampling.at_once(self._wanted)
         budget = max(at_once, int(self._wanted * dynamic.max_rounds)) if dynamic.enabled else at_once
@@ -96,10 +96,11 @@ class _Selection:
             self._num_started += 1
             group = await self._draw(index, prompt)
             drop = self._why_dropped(group)
-            if self._finish and group and drop is None:
-                group = await self._finish(group)
             self._num_useful += drop is None
             self._tried[index] = _Attempt(prompt, group, drop)
+            if self._decide:
+                by_arrival = self._config.selection.over_sampling.keep == "arrival"
+                self._decide(len(self._tried) - 1 if by_arrival else index, group if drop is None else None)
             if self._is_decided():
                 raise _EnoughError
             if drop is None or self._num_useful >= self._wanted:  # enough groups are done: no need to start another

@@ -88,10 +88,12 @@ async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) 
     prompts = prompts_to_try(
         context.data, config, step, lambda _, window: run.record.ledger.success_rates(stamp.version, window)
     )
-    selected = await select(
-        config, prompts, lambda index, prompt: context.collector.one(index, prompt, draw), context.forwards.add
-    )
-    batch = to_table(selected.groups, mask_truncated=config.selection.overlong.mask_truncated)
+    async with context.forwards.of_batch() as forwards:
+        selected = await select(
+            config, prompts, lambda index, prompt: context.collector.one(index, prompt, draw), forwards.decide
+        )
+        groups = await forwards.complete(selected.groups)
+    batch = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     return compute_advantages(batch, config.advantage, kl_coef=kl_coef(run, stamp.version)), selected
 
 

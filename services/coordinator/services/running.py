@@ -6,20 +6,22 @@ from contextlib import asynccontextmanager, closing, contextmanager
 
 from rich.console import Console
 
+from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import Unavailable
+from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
 from services.coordinator.observe.watchers import watchers
 from services.coordinator.runs.resume import Start, open_run
-from services.coordinator.runs.run import Run
+from services.coordinator.runs.run import ConfigT, Run
 from services.coordinator.services.launch import SERVICES, Addresses, Fleet, launch
 
 _EXIT_ERROR_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def recorded_run(config: Config, console: Console | None, start: Start | None = None) -> Iterator[Run]:
+def recorded_run(config: ConfigT, console: Console | None, start: Start | None = None) -> Iterator[Run[ConfigT]]:
     """Opens the run's record, its log and its watchers.
 
     Args:
@@ -39,7 +41,7 @@ def recorded_run(config: Config, console: Console | None, start: Start | None = 
 
 @asynccontextmanager
 async def running_services(
-    run: Run, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
+    run: Run[AnyConfig], given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
 ) -> AsyncIterator[Addresses]:
     """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 
@@ -60,16 +62,13 @@ async def unless_one_dies(fleet: Fleet) -> AsyncIterator[None]:
     Raises:
         Unavailable: SERVICE_DIED, with the last lines of the service's log.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(fleet.watch())
-            try:
-                yield
-            except Unavailable:
-                # A call failed before the exit was noticed. The error of the exit is better: it includes the log.
-                await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
-                raise
-            finally:
-                watching.cancel()
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # the first error is the service's death, the others follow from it
+    async with task_group() as group:
+        watching = group.create_task(fleet.watch())
+        try:
+            yield
+        except Unavailable:
+            # A call failed before the exit was noticed. The error of the exit is better: it includes the log.
+            await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
+            raise
+        finally:
+            watching.cancel()

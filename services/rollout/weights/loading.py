@@ -1,11 +1,11 @@
-"""How received buckets get into the engine: watched, then checked, then directly."""
+"""Loads received buckets into the engine: first by a recorded reload, then by a checked one, then by direct copies."""
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig
 
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import Bucket, Plan, unpack
@@ -14,17 +14,17 @@ from services.rollout.weights.direct import DirectMap, Recorder
 
 log = logging.getLogger(__name__)
 
-# Buckets at once: two on their way and one that is being loaded.
+# Buckets in memory at the same time: two being received and one being loaded.
 NUM_BUFFERS = 3
 
-# (number of the bucket, bucket, its bytes), as they arrive.
+# (index of the bucket, bucket, its bytes), in the order of arrival.
 Arrivals = Iterator[tuple[int, Bucket, torch.Tensor]]
 
 
 class Loading:
-    """The state of one engine worker under one plan. `load` is called once for every publication."""
+    """Loads publications of one plan into one engine worker. Call `load` once for every publication."""
 
-    def __init__(self, model: nn.Module, model_config: Any, plan: Plan, device: torch.device):
+    def __init__(self, model: nn.Module, model_config: ModelConfig, plan: Plan, device: torch.device):
         self._model, self._model_config, self._device = model, model_config, device
         self._plan = plan
         self._map: DirectMap | None = None
@@ -32,17 +32,17 @@ class Loading:
         self._problem = not_plain(model)
 
     @property
-    def buffers(self) -> list[torch.Tensor] | None:
-        """Where bucket i is to be received: buffer i modulo their number; None: each bucket needs memory of its own."""
+    def buffers(self) -> Sequence[torch.Tensor] | None:
+        """Returns the buffers to receive into (bucket i into buffer i % n), or None if each bucket needs new memory."""
         return self._map.buffers if self._map and self._is_checked else None
 
     def load(self, arrivals: Arrivals) -> None:
         """Loads one publication and waits for the device."""
-        if self._is_checked:
+        if self._map and self._is_checked:
             for index, _, _ in arrivals:
                 self._map.load(index)
         elif self._map:
-            self._reload_and_check(arrivals)
+            self._reload_and_check(self._map, arrivals)
         elif self._problem:
             self._reload(arrivals)
         else:
@@ -51,7 +51,7 @@ class Loading:
             torch.accelerator.synchronize()
 
     def abort(self) -> None:
-        """Leaves the engine reloadable after a publication that broke off."""
+        """Makes the engine reloadable again after an incomplete publication."""
         if not self._is_checked:
             abort_reload(self._model)
             self._map = None
@@ -76,8 +76,8 @@ class Loading:
         buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
         self._map = DirectMap(recorder.copies, len(self._plan.buckets), buffers)
 
-    def _reload_and_check(self, arrivals: Arrivals) -> None:
-        direct, received = self._map, WeightDigest("", self._device)
+    def _reload_and_check(self, direct: DirectMap, arrivals: Arrivals) -> None:
+        received = WeightDigest("", self._device)
 
         def digested() -> Arrivals:
             for index, bucket, flat in arrivals:
@@ -90,8 +90,8 @@ class Loading:
             direct.digest_loaded(loaded, index, bucket.start)
         self._is_checked = loaded.hexdigest() == received.hexdigest()
         if not self._is_checked:
-            self._give_up("what was loaded is not what the copies would load")
+            self._give_up("the reload wrote other bytes than the recorded copies would")
 
     def _give_up(self, problem: str) -> None:
         self._problem, self._map = problem, None
-        log.info("publications go through vLLM's reload: %s", problem)
+        log.info("publications use vLLM's slower reload: %s", problem)

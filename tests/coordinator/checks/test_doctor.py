@@ -189,7 +189,7 @@ async def test_services(reward: str) -> None:
     assert "idle" in answered.found and "no run" in answered.found
     nobody = f"127.0.0.1:{free_port()}"
     wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
-    assert_fails(wrong, FAIL, f"{reward} is not the address of a trainer service", "swapped")
+    assert_fails(wrong, FAIL, f"{reward} is not a trainer service", "swapped")
     assert_fails(lost, FAIL, nobody, "start the service")
     assert_fails(untried, WARN, f"not tried: no answer from trainer {reward}, rollout {nobody}", "above")
 
@@ -197,7 +197,7 @@ async def test_services(reward: str) -> None:
 async def test_service_that_wants_certificates(tmp_path: Path) -> None:
     server, address = await serve(Certificates(tmp_path).of(Role.REWARD))
     (finding,) = await examine_services(Addresses(reward=address))
-    assert_fails(finding, FAIL, "the service wants mTLS: pass --tls", "certificates")
+    assert_fails(finding, FAIL, "the service requires mTLS: pass --tls", "certificates")
     await server.grpc.stop(None)
 
 

@@ -107,6 +107,6 @@ async def test_without_a_certificate_of_the_authority_nothing_is_answered(certif
 async def test_the_wrong_role_is_named_with_the_method(certificates, address):
     as_rollout = Coordinator(address, Transport(Credentials(certificates.of(Role.ROLLOUT))))
     async with as_rollout as coordinator:
-        with pytest.raises(PermissionDenied, match=r"of rollout, and .*/StopRun may be called by") as refused:
+        with pytest.raises(PermissionDenied, match=r"for rollout, but .*/StopRun may only be called by") as refused:
             await coordinator.stop("run", now=True)
     assert refused.value.reason is Reason.WRONG_ROLE

@@ -1,6 +1,6 @@
 """Defines the config section `trainer`: strategy, loss, optimizer, adapters and profiler."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -52,7 +52,7 @@ class OptimConfig(Strict):
             raise ValueError(f"decay_steps {self.decay_steps} must be above warmup_steps {self.warmup_steps}")
         if (self.schedule == "wsd") != (self.wsd_decay_steps is not None):
             raise ValueError("wsd_decay_steps and schedule wsd need each other: set both or neither")
-        if self.wsd_decay_steps is not None and self.wsd_decay_steps > self.decay_steps - self.warmup_steps:
+        if self.wsd_decay_steps and self.decay_steps and self.wsd_decay_steps > self.decay_steps - self.warmup_steps:
             raise ValueError(
                 f"wsd_decay_steps {self.wsd_decay_steps} must be at most decay_steps {self.decay_steps} "
                 f"- warmup_steps {self.warmup_steps}: the decay cannot start before the warmup has ended"
@@ -131,8 +131,8 @@ class ProfilerConfig(Strict):
     ranks: tuple[int, ...] = ()
     """Ranks to profile; empty profiles none."""
     first_step: int = Field(default=1, ge=0)
-    """First training step to profile, counted from 0 since the run was opened. Step 0 is unrepresentative: it compiles
-    and allocates."""
+    """First training step to profile, counted from 0 since the run was opened. Step 0 is not representative, because it
+    also compiles and allocates."""
     num_steps: int = Field(default=1, ge=1)
     """Number of training steps to profile; each rank writes them to one Chrome trace."""
     record_shapes: bool = False
@@ -162,7 +162,8 @@ class TrainerConfig(Strict):
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass instead of storing them."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
-    """Maximum number of tokens in one micro-batch of packed sequences on one rank."""
+    """Maximum number of tokens in one micro-batch of packed sequences on one rank. It must be at least the length of
+    the longest possible sequence."""
     num_minibatches: int = Field(default=1, ge=1)
     """Number of optimizer updates per batch. Each update uses an equal share of the prompt groups, and each sample is
     used once."""
@@ -197,7 +198,7 @@ def require_used(section: Strict, strategy: str, *, key: str) -> None:
     value: Any = section.model_dump(include={other}, exclude_defaults=True).get(other)
     path = f"{key}.{other}"
     while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
+        name, value = next(iter(cast(dict[str, Any], value).items()))
         path += f".{name}"
     if path != f"{key}.{other}":
         raise ValueError(f"{path} is not used by strategy {strategy}: set {key}.strategy={other}, or leave it out")
