@@ -63,7 +63,7 @@ async def test_two_ends_of_one_authority_talk(certificates, address) -> None:
 
 async def test_the_wrong_role_arrives_typed(certificates, address) -> None:
     with pytest.raises(
-        PermissionDenied, match=r"of reward, and /lockstep.reward.v1.RewardService/Score .* coordinator"
+        PermissionDenied, match=r"for reward, but /lockstep.reward.v1.RewardService/Score .* coordinator"
     ) as e:
         await score(address, mtls(certificates.of(Role.REWARD)))
     assert e.value.reason is Reason.WRONG_ROLE
@@ -82,7 +82,7 @@ async def unauthenticated(address: str, transport: Transport) -> str:
 
 async def test_a_name_that_the_certificate_lacks_is_named_with_the_fix(certificates, address) -> None:
     why = await unauthenticated(address.replace(HOST, "localhost"), mtls(certificates.of(Role.COORDINATOR)))
-    assert "not for 'localhost'" in why
+    assert "not valid for 'localhost'" in why
     assert "--host localhost" in why
 
 
