@@ -1,4 +1,4 @@
-"""What Prometheus is told of the calls that a server answers."""
+"""Defines the Prometheus metrics of the calls that a server answers."""
 
 import asyncio
 import time
@@ -10,16 +10,22 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from services.common.errors import LockstepError, Reason
 
 SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0, 1800.0)
-"""Upper bounds of the buckets of every histogram, in seconds: a call may take a millisecond or half an hour."""
+"""Bucket upper bounds of all histograms, in seconds. A call may take a millisecond or half an hour."""
 
 
 class RpcMetrics:
     """Counts and times the calls that a server answers."""
 
     def __init__(self, registry: CollectorRegistry | None):
-        self._started = Counter("lockstep_rpc_started_total", "Calls that came in.", ["method"], registry=registry)
+        self._started = Counter(
+            "lockstep_rpc_started_total", "Calls that were received.", ["method"], registry=registry
+        )
         self._seconds = Histogram(
-            "lockstep_rpc_seconds", "Time to answer a call to its end.", ["method"], registry=registry, buckets=SECONDS
+            "lockstep_rpc_seconds",
+            "Time from receiving a call to its end.",
+            ["method"],
+            registry=registry,
+            buckets=SECONDS,
         )
         self._finished = Counter(
             "lockstep_rpc_finished_total",
@@ -36,7 +42,7 @@ class RpcMetrics:
 
     @contextmanager
     def call(self, method: str) -> Generator[None]:
-        """One call, from here to the end of the block."""
+        """Counts and times the block as one call."""
         self._started.labels(method).inc()
         begin, code, reason = time.perf_counter(), "OK", ""
         try:
@@ -44,7 +50,7 @@ class RpcMetrics:
         except LockstepError as error:
             code, reason = error.code.name, error.reason.value
             raise
-        except (asyncio.CancelledError, GeneratorExit):  # by its deadline too
+        except (asyncio.CancelledError, GeneratorExit):  # also when the deadline has passed
             code = "CANCELLED"
             raise
         except Exception:
