@@ -17,7 +17,7 @@ from tests.rollout.rollout_stack import PlayedTrainer, greedy_by_transformers
 
 # Members give up after this long without news. Loading takes a tenth of it.
 TIMEOUT_S = 3.0
-SILENT_SENDER = Path(__file__).with_name("silent_sender.py")
+SILENT_SENDER = Path(__file__).parents[1] / "silent_sender.py"
 
 
 class Wire:
