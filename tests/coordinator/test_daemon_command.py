@@ -15,9 +15,7 @@ from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
 from services.common.rpc.client import Client
 from tests.coordinator.daemon_lab import Fakes, fake_services, run_settings
-from tests.support import free_port
-
-_TIMEOUT_S = 120.0
+from tests.support import PATIENCE_S, free_port, until
 
 
 class Command:
@@ -41,11 +39,11 @@ class Command:
 
     async def end(self) -> tuple[int, str]:
         """Exit code and output."""
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.process.wait(), self.output
 
     async def until(self, text: str) -> None:
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while text not in self.output:
                 assert self.process.returncode is None, self.output
                 await asyncio.sleep(0.02)
@@ -57,7 +55,7 @@ async def served(directory: Path, address: str) -> AsyncIterator[Command]:
     daemon = await Command.start(directory, "coordinator", "serve", "--listen", address)
     client = Client(address, coordinator_pb2_grpc.CoordinatorServiceStub)
     try:
-        info = await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=_TIMEOUT_S, wait_for_ready=True)
+        info = await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=PATIENCE_S, wait_for_ready=True)
         assert (info.info.service, info.runs_dir) == ("coordinator", str(directory / "runs"))
         yield daemon
     finally:
@@ -94,6 +92,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             assert code == 0 and "running" in output and "1 of 3" in output
             await watch.until("2.000")
             await log.until("run run-")
+            await until(fakes.trainer.training.is_set)  # the second step
             daemon.process.terminate()
             await daemon.until("ending after the steps in progress of 1 runs")
             fakes.trainer.permits.release()
