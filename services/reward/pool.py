@@ -21,6 +21,8 @@ START_TIMEOUT_S = 60.0
 """For a worker to import its function; sympy takes about one second, a user's module perhaps torch."""
 MAX_REPLY_BYTES = 16 << 20
 """A thousand samples of a group, each failed with all the text that worker.py keeps of an error."""
+# For a process that has closed its pipe, which it mostly does by ending, to be gone.
+_END_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ class Worker:
         return reply
 
     async def _exit_code(self) -> int:
-        """Of a process that closed its pipe: its own code if it ends within a second, else that of our kill."""
+        """Of a process that closed its pipe: its own code if it ends soon, else that of our kill."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(_END_S):
                 await self._process.wait()
         await self.kill()
         return self._process.returncode

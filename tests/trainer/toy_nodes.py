@@ -16,8 +16,8 @@ from services.common.process import configure_logging
 from services.trainer.ranks import calls as ranks
 from services.trainer.ranks.calls import Message, Ranks, follow
 
-# In the place of 5 s and 30 s.
-HEARTBEAT_MS, SILENCE_MS = 100, 1_000
+# In the place of 5 s and 30 s. A busy machine may let the thread that answers wait for a second or two.
+HEARTBEAT_MS, SILENCE_MS = 400, 4_000
 LOST = 3
 
 
