@@ -23,7 +23,7 @@ run: setup
 test: setup lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-services test-parts
 
-FIRST_HALF := tests/common tests/e2e tests/fault tests/reward
+FIRST_HALF := tests/common tests/deploy tests/e2e tests/fault tests/reward
 
 test-services: setup
 	@$(BIN)/python -m pytest $(FIRST_HALF) 2>&1 | sed -u ''
@@ -37,7 +37,8 @@ lint: setup
 	$(BIN)/lint-imports
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
+	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=protos $(PROTOS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.dataplane

@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
-from services.coordinator.observe.frontend import OnTerminal
+from services.coordinator.observe.frontend import TerminalFrontend
 from services.coordinator.rl.session import run_session
 from services.coordinator.services.launch import Addresses
 
@@ -36,7 +36,7 @@ _KEPT = {
 def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -> Path:
     """Runs the quickstart with `overrides` below `directory` and keeps where its steps went; the run's directory."""
     config = load(Config, [_CONFIG, *overrides, f"runs_dir={directory}"])
-    outcome = asyncio.run(run_session(config, Addresses(), OnTerminal(Console())))
+    outcome = asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line]
     warm = steps[min(_WARM_UP, len(steps) - 1) :]  # of a run that was interrupted, what there is

@@ -18,6 +18,8 @@ async def open_publisher(trainer: Trainer, rollout: Rollout, config: Config, run
     version = await trainer.open(run_id, "")
     await rollout.open(run_id, trainer.opened.model_card)
     run: Any = SimpleNamespace(
-        config=config, run_id=run_id, next_epoch=lambda num: 1, record_published=lambda stamp: None
+        config=config,
+        run_id=run_id,
+        record=SimpleNamespace(next_epoch=lambda num: 1, record_published=lambda stamp: None),
     )
     return Publisher(trainer, rollout, run), version

@@ -29,7 +29,7 @@ from services.coordinator.rl.collect import Collector
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Trainer
 from services.coordinator.services.launch import Addresses, launch
-from services.coordinator.services.lifecycle import unless_service_dies
+from services.coordinator.services.running import unless_one_dies
 
 _LINE_BYTES, _GRACE_S = 64 << 20, 10.0
 
@@ -118,7 +118,8 @@ async def serving(config: Config) -> AsyncIterator[Service]:
     async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
         trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
         try:
-            stamp = await unless_service_dies(_publish(trainer, rollout, config), fleet)
+            async with unless_one_dies(fleet):
+                stamp = await _publish(trainer, rollout, config)
             pids = [child.process.pid for child in fleet._children if child.name.startswith("rollout")]
             yield Service(rollout, config, stamp, pids)
         finally:

@@ -15,7 +15,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from lockstep.rollout.v1 import rollout_pb2
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from rich.console import Console
 
 from benchmarks.publishing import open_publisher
@@ -62,10 +64,15 @@ async def measure(config: Config, idle_s: float) -> dict[str, list[float]]:
 async def _publish(trainer: Trainer, rollout: Rollout, version: int, largest: int) -> dict[str, float]:
     """One publication as `Publisher` does it, with what each end says about it; `largest`: bytes of a bucket."""
     begin = time.perf_counter()
-    send = trainer._client.call("SendWeights", trainer_pb2.SendWeightsRequest(epoch=1, version=version), timeout_s=120)
-    request = rollout_pb2.ReceiveWeightsRequest(epoch=1, version=version)
-    receives = [replica._client.call("ReceiveWeights", request, timeout_s=120) for replica in rollout.replicas]
-    sent, *received = await gather([send, *receives])
+    to_send = trainer_pb2.SendWeightsRequest(epoch=1, version=version)
+    to_receive = rollout_pb2.ReceiveWeightsRequest(epoch=1, version=version)
+    sent, received = await asyncio.gather(
+        trainer._client.call(TrainerService.SendWeights, to_send, timeout_s=120),
+        gather(
+            replica._client.call(RolloutService.ReceiveWeights, to_receive, timeout_s=120)
+            for replica in rollout.replicas
+        ),
+    )
     assert {answer.digest for answer in received} == {sent.stamp.digest}
     moved = time.perf_counter()
     await gather(replica.commit(sent.stamp) for replica in rollout.replicas)

@@ -46,6 +46,9 @@ _SHAPE = {
     "initializer_range": 0.1,
 }
 
+ROOT = Path(__file__).parents[1]
+"""Root of the repository."""
+
 
 def make_model(directory: Path, kind: str) -> Path:
     """Writes a random Qwen3 model, `untied`, `tied`, `moe` or, with 4 layers, `deep`, with a character tokenizer."""

@@ -1,8 +1,8 @@
-"""Every failure that crosses a process boundary: exceptions here, gRPC status with a typed reason on the wire.
+"""Defines the errors that cross process boundaries: exceptions here, gRPC statuses with a typed reason on the wire.
 
-Each class fixes one gRPC code; `reason` says which case it is, in a word that programs compare and people can search
-for. Both travel as `google.rpc.ErrorInfo(reason, domain="lockstep", metadata)`, so the caller raises the same class
-that the callee raised.
+Each class has one gRPC code; `reason` identifies the case by a word that programs can compare and people can search
+for. Both are sent as `google.rpc.ErrorInfo(reason, domain="lockstep", metadata)`, so that the caller raises the same
+class that the callee raised.
 """
 
 from enum import StrEnum
@@ -13,19 +13,20 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "lockstep"
-# A status travels in HTTP/2 headers, which are refused as a whole when they are too large. Room for a message and a
-# few values of this size, percent-encoded and in base64.
+# A status is sent in HTTP/2 headers, which are rejected as a whole if they are too large. The headers have room for a
+# message and a few metadata values of this size, percent-encoded and in base64.
 _MAX_TEXT_BYTES = 4 << 10
 MAX_HEADER_BYTES = 64 << 10
 
 
 class Reason(StrEnum):
-    """What went wrong, one word per case."""
+    """Identifies what went wrong, one word per case."""
 
     INVALID_CONFIG = "INVALID_CONFIG"
     INVALID_INPUT = "INVALID_INPUT"
+    UNSUPPORTED_VERSION = "UNSUPPORTED_VERSION"
     NOT_FOUND = "NOT_FOUND"
-    # Who may call
+    # Authentication and authorization
     BAD_CERTIFICATE = "BAD_CERTIFICATE"
     WRONG_ROLE = "WRONG_ROLE"
     # The on-policy contract
@@ -41,7 +42,7 @@ class Reason(StrEnum):
     NOT_JOINED = "NOT_JOINED"
     PLAN_MISMATCH = "PLAN_MISMATCH"
     EPOCH_ABORTED = "EPOCH_ABORTED"
-    # State and life of a service
+    # State and lifecycle of a service
     RUN_NOT_OPEN = "RUN_NOT_OPEN"
     WRONG_STATE = "WRONG_STATE"
     ENGINE_DEAD = "ENGINE_DEAD"
@@ -59,7 +60,7 @@ class Reason(StrEnum):
 
 
 class LockstepError(Exception):
-    """Base of all. `metadata` is string to string: what a program or a person needs to act on it."""
+    """Base class of all errors. `metadata` maps strings to strings: what a program or a person needs to act on it."""
 
     code = grpc.StatusCode.INTERNAL
     default_reason = Reason.INTERNAL
@@ -72,42 +73,42 @@ class LockstepError(Exception):
 
 
 class InvalidInput(LockstepError, ValueError):
-    """The caller's input. `field` names what to change."""
+    """The caller's input is invalid. The metadata key `field` names the input to change."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     default_reason = Reason.INVALID_INPUT
 
 
 class NotFound(LockstepError, LookupError):
-    """A file, checkpoint or name that does not exist."""
+    """A file, checkpoint or name does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
     default_reason = Reason.NOT_FOUND
 
 
 class Unauthenticated(LockstepError):
-    """Two ends do not accept each other's certificates."""
+    """Client and server do not accept each other's certificates."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     default_reason = Reason.BAD_CERTIFICATE
 
 
 class PermissionDenied(LockstepError):
-    """The caller's certificate is valid and of a role that may not do this."""
+    """The caller's certificate is valid, but its identity may not make this call."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     default_reason = Reason.WRONG_ROLE
 
 
 class PreconditionFailed(LockstepError):
-    """Right request, wrong state or wrong policy stamp. Never retried as it is."""
+    """The request is valid, but the state or the policy stamp is wrong. Never retry it unchanged."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     default_reason = Reason.WRONG_STATE
 
 
 class Unavailable(LockstepError):
-    """The service, or what it needs, is gone. Idempotent calls may go elsewhere."""
+    """The service, or something that it needs, is gone. Idempotent calls may be retried on another replica."""
 
     code = grpc.StatusCode.UNAVAILABLE
     default_reason = Reason.UNREACHABLE
@@ -121,28 +122,28 @@ class Overloaded(LockstepError):
 
 
 class Aborted(LockstepError):
-    """A weight-group epoch was abandoned; form the next one."""
+    """An epoch of the weight group was abandoned. Form the next one."""
 
     code = grpc.StatusCode.ABORTED
     default_reason = Reason.EPOCH_ABORTED
 
 
 class DeadlineExceeded(LockstepError, TimeoutError):
-    """No answer within the deadline of the call."""
+    """The call was not answered before its deadline."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     default_reason = Reason.DEADLINE
 
 
 class DataLoss(LockstepError):
-    """Bytes on disk are not the bytes that were written."""
+    """The bytes on disk are not the ones that were written."""
 
     code = grpc.StatusCode.DATA_LOSS
     default_reason = Reason.CORRUPT_CHECKPOINT
 
 
 class InternalError(LockstepError):
-    """A bug or a broken device, with where it happened."""
+    """A bug or a broken device. The message says where it happened."""
 
 
 ERROR_CLASSES: tuple[type[LockstepError], ...] = (
@@ -162,8 +163,8 @@ _CLASS_OF_CODE = {cls.code: cls for cls in ERROR_CLASSES}
 
 
 def to_status(error: LockstepError) -> grpc.Status:
-    """The gRPC status that carries `error`, for `context.abort_with_status`."""
-    # The begin of a message says what happened, the end of a traceback where.
+    """Returns the gRPC status that carries `error`, for `context.abort_with_status`."""
+    # Keep the start of the message, which says what happened, and the end of a traceback, which says where.
     message = error.message.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")
     metadata = {
         key: value.encode(errors="replace")[-_MAX_TEXT_BYTES:].decode(errors="ignore")
@@ -177,7 +178,7 @@ def to_status(error: LockstepError) -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.RpcError, *, target: str) -> LockstepError:
-    """The exception that the callee raised, or the nearest class where the status is gRPC's own."""
+    """Returns the exception that the callee raised, or the nearest class if the status came from gRPC itself."""
     code, message = error.code(), error.details() or error.code().name
     if code is grpc.StatusCode.CANCELLED:  # the server went away in the middle of the call
         code = grpc.StatusCode.UNAVAILABLE

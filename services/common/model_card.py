@@ -1,6 +1,7 @@
-"""The model without its weights: the small files that an engine and a tokenizer need, as bytes.
+"""Reads and writes model cards: the small files of a model, without weights, that an engine and a tokenizer need.
 
-The trainer reads them from its model directory; rollout and coordinator need no copy of the model and no hub.
+The trainer reads them from its model directory, so rollout and coordinator need neither a copy of the model nor access
+to the Hugging Face hub.
 """
 
 import json
@@ -23,11 +24,12 @@ _OPTIONAL = (
 
 
 def read_model_card(model_path: str | Path) -> ModelCard:
-    """The card of a model directory.
+    """Returns the card of a model directory.
 
     Raises:
-        NotFound: There is no such directory, or it has no config.json.
-        InvalidInput: config.json is not JSON, or names code of its own (`auto_map`), which is never run.
+        NotFound: The directory does not exist or has no config.json.
+        InvalidInput: config.json or tokenizer_config.json is not a JSON object, or asks to run code that comes with the
+            model (`auto_map`), which is never run.
     """
     directory = Path(model_path)
     if not directory.is_dir():
@@ -44,7 +46,7 @@ def write_model_card(card: ModelCard, directory: Path) -> None:
     """Writes the card's files into `directory`.
 
     Raises:
-        InvalidInput: The card brings a file that no card has, or names code of its own.
+        InvalidInput: The card has an unexpected file, or asks to run code that comes with the model.
     """
     _refuse_code(card, directory)
     for name in card.files:
@@ -61,10 +63,10 @@ def _refuse_code(card: ModelCard, source: Path) -> None:
         except ValueError as error:
             raise InvalidInput(f"model: {source / name} is not JSON: {error}", field="model") from error
         if not isinstance(content, dict):
-            raise InvalidInput(f"model: {source / name} does not hold a JSON object", field="model")
+            raise InvalidInput(f"model: {source / name} is not a JSON object", field="model")
         if "auto_map" in content:
             raise InvalidInput(
-                f"model: {source / name} has auto_map, which asks to run Python code that comes with the model; "
-                "Lockstep never does. Use a model that transformers supports by itself and remove auto_map",
+                f"model: {source / name} has auto_map, which asks to run Python code that comes with the model. "
+                "Lockstep never runs such code: use a model that transformers supports by itself and remove auto_map",
                 field="model",
             )

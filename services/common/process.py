@@ -1,4 +1,4 @@
-"""How a service process begins and how it ends with the one that started it."""
+"""Sets up service processes, and ends them together with the process that started them."""
 
 import gc
 import logging
@@ -14,7 +14,7 @@ _GRACE_S = 10.0
 
 
 def configure_logging(service: str, kind: LogFormat = "text") -> None:
-    """One line per record on stderr, with time, level and service."""
+    """Logs to stderr, one line per record, with time, level and service."""
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(formatter(kind, service))
     logging.basicConfig(level=logging.INFO, handlers=[to_stderr], force=True)
@@ -24,8 +24,8 @@ def configure_logging(service: str, kind: LogFormat = "text") -> None:
 def import_before_fork(*modules: str) -> None:
     """Imports modules for processes that will be forked from this one.
 
-    Nothing is collected meanwhile, which would take an eighth of the time; and none of it ever, since a collection in a
-    fork would copy all its pages.
+    Garbage collection is off during the imports, because it would take an eighth of their time. The imported objects
+    are never collected either, because a collection in a fork would copy all their pages.
     """
     gc.disable()
     for module in modules:
@@ -35,7 +35,7 @@ def import_before_fork(*modules: str) -> None:
 
 
 def exit_with(pid: int) -> None:
-    """Ends this process when `pid` ends: SIGTERM to itself, then, if that does not help, at once."""
+    """Ends this process when process `pid` ends: with SIGTERM, or with os._exit if it still runs 10 s later."""
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The policy stamp: which weights, and what to say when they are not the right ones."""
+"""Compares policy stamps, which identify weights by version and digest."""
 
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
@@ -6,11 +6,11 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 
 
 def require_stamp(expected: PolicyStamp, held: PolicyStamp, *, who: str) -> None:
-    """Holds the on-policy contract: `expected` must be exactly what `who` holds.
+    """Enforces the on-policy contract: `held`, the stamp of the service `who`, must equal `expected`.
 
     Raises:
-        InvalidInput: No stamp was given.
-        PreconditionFailed: `held` is unpublished, older, newer, or of other content.
+        InvalidInput: `expected` is empty.
+        PreconditionFailed: `held` is unpublished, is older or newer, or has another digest.
     """
     if not expected.digest:
         raise InvalidInput("expected_stamp: required", field="expected_stamp")
@@ -35,5 +35,5 @@ def require_stamp(expected: PolicyStamp, held: PolicyStamp, *, who: str) -> None
 
 
 def show(stamp: PolicyStamp) -> str:
-    """A stamp for people."""
+    """Formats a stamp for messages."""
     return f"version {stamp.version} ({stamp.digest[:8]})"

@@ -22,8 +22,8 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
     return [task.result() for task in tasks]
 
 
-def to_the_end(method: Method) -> Method:
-    """Goes on when the caller gives up: what the call began must be recorded before the next call."""
+def shielded(method: Method) -> Method:
+    """Lets a call go on when its caller gives up: what it began must be recorded before the next call."""
 
     @functools.wraps(method)
     async def call(*args: Any) -> Any:

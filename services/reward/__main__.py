@@ -1,11 +1,11 @@
-"""`lockstep-reward --listen HOST:PORT`, or `python -m services.reward`: scores completions."""
+"""Runs the reward service: `lockstep-reward --listen HOST:PORT`, or `python -m services.reward`."""
 
 from services.common.rpc.command import ServeOptions, serve_from_command_line
 from services.common.rpc.server import Server
 
 
 async def run(options: ServeOptions) -> int:
-    """Serves until a signal."""
+    """Serves until a signal arrives."""
     from lockstep.reward.v1 import reward_pb2_grpc
 
     from services.reward.metrics import RewardMetrics
@@ -24,7 +24,7 @@ async def run(options: ServeOptions) -> int:
 
 
 def main() -> None:
-    """Entry point."""
+    """Starts the reward service from the command line."""
     serve_from_command_line("reward", run)
 
 

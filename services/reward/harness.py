@@ -1,19 +1,22 @@
-"""Runs inside of the sandbox: one program, each test in a fork of its own.
+"""Runs one program inside the sandbox, with each test in a fork of its own.
 
     argv[1]: descriptor of the job, JSON {"program", "setup", "test_sizes", "timeout_s", "max_output_bytes", "rlimits"}
-    argv[2]: descriptor of the tests, JSON one after the other; each fork reads its own, so no process knows another's
+    argv[2]: descriptor of the tests, concatenated JSON; each fork reads only its own, so no process sees another's test
     -> {}                                    ready: the program has not run yet
-    -> {"output": "..."} or {"output": null} one line for each test; null unless it ended by itself with status 0
+    -> {"output": "..."} or {"output": null} one line per test; null unless the test exited by itself with status 0
 
-Kinds of tests: `stdin` {"input"} answers with what the program prints; `call` {"function", "args"} with the result as
-JSON; `value` {"expression"} with the result as `encode` writes it; `script` {"code", "nonce"} with the nonce if the
-code ran to its end. Nothing here is trusted: the scorer compares the output outside, with values that never come here.
-A script is the exception, since its expected values are part of the code; so program and script run in a
-subinterpreter, whose frames, modules and garbage collector do not lead to the nonce. What a test leaves in /tmp is
-removed before the next.
+Kinds of tests: `stdin` {"input"} outputs what the program prints; `call` {"function", "args"} outputs the result as
+JSON; `value` {"expression"} outputs the result as `encode` writes it; `script` {"code", "nonce"} outputs the nonce if
+the code ran to its end.
 
-Standard library only, for nothing else is there. json alone takes several milliseconds; but it brings re, collections
-and functools, which most programs import, and which every fork has for free then.
+Nothing in here is trusted: the scorer compares the output outside, with values that never enter the sandbox. Scripts
+are the exception, because their expected values are part of their code. Program and script therefore run in a
+subinterpreter whose frames, modules and garbage collector cannot reach the nonce. Files that a test leaves in /tmp are
+removed before the next test.
+
+This module imports only the standard library, because the sandbox has nothing else. Importing json takes several
+milliseconds, but it also imports re, collections and functools, which most programs need and which every fork then has
+at no cost.
 """
 
 import gc
@@ -28,7 +31,8 @@ from contextlib import suppress
 
 ModuleType, SourceFileLoader = type(sys), type(json.__loader__)
 
-# Before the program, and between it and the script: what it patched that most scripts build on is as before again.
+# _SAVE runs before the program, _RESTORE between program and script: it undoes the program's patches of what most
+# scripts depend on.
 _SAVE = """
 import builtins, sys
 del sys.settrace, sys.setprofile  # a trace function can jump over the rest of a caller's lines
@@ -55,7 +59,7 @@ if "unittest" in sys.modules:
 
 
 class _Text(SourceFileLoader):
-    """Loads source that is in memory."""
+    """Loads a module from source in memory."""
 
     def __init__(self, name: str, source: str):
         super().__init__(name, "program.py")
@@ -66,10 +70,10 @@ class _Text(SourceFileLoader):
 
 
 def encode(value: object) -> object:
-    """`value` as JSON that keeps its type; equal values have equal encodings.
+    """Encodes `value` as JSON that keeps its type; equal values have equal encodings.
 
     Raises:
-        TypeError: It is not made of the plain types alone.
+        TypeError: The value contains objects that are not of plain types.
     """
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
@@ -90,16 +94,16 @@ def encode(value: object) -> object:
 
 
 def main() -> None:
-    """Runs all tests; returns in the fork of a `stdin` test, when the program has."""
+    """Runs all tests. It returns only in the fork of a `stdin` test, after the program has finished."""
     job_descriptor, tests = map(int, sys.argv[1:])
     with os.fdopen(job_descriptor) as file:
         job = json.load(file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1
-    gc.freeze()  # so that a fork's collector leaves the pages that it shares with this process alone
+    gc.freeze()  # keeps the garbage collector of a fork from copying the pages that it shares with this process
     _reply({})
     offset = 0
     for size in job["test_sizes"]:
-        _empty("/tmp")  # if that fails, so do all further tests
+        _empty("/tmp")  # if this fails, all further tests fail
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
@@ -135,7 +139,7 @@ def _reply(message: dict) -> None:
 
 
 def _output(child: int, read_end: int, job: dict) -> str | None:
-    """What the child writes until it ends; nothing that it started outlives this."""
+    """Returns what the child writes until it ends, and kills everything that it started."""
     deadline, ended, output = time.monotonic() + job["timeout_s"], False, bytearray()
     pidfd, poll = os.pidfd_open(child), select.poll()
     poll.register(pidfd, select.POLLIN)
@@ -150,9 +154,9 @@ def _output(child: int, read_end: int, job: dict) -> str | None:
                 poll.unregister(read_end)
     os.close(pidfd)
     with suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)  # everything in this process namespace but this process, its first
+        os.kill(-1, signal.SIGKILL)  # everything in this process namespace except this process, which is process 1
     succeeded = _wait_for_all()[child] == 0
-    # Every writer is dead, so this ends.
+    # Every writer is dead, so this loop ends.
     while len(output) <= job["max_output_bytes"] and (chunk := os.read(read_end, 65536)):
         output += chunk
     if not (ended and succeeded) or len(output) > job["max_output_bytes"]:
@@ -161,7 +165,7 @@ def _output(child: int, read_end: int, job: dict) -> str | None:
 
 
 def _wait_for_all() -> dict[int, int]:
-    """The statuses of all children, which are dead or about to be; orphans become children of process 1."""
+    """Waits for all children, which are dead or dying, and returns their statuses. Process 1 adopts orphans."""
     statuses = {}
     with suppress(ChildProcessError):
         while True:
@@ -170,7 +174,7 @@ def _wait_for_all() -> dict[int, int]:
 
 
 def _redirect(test: dict, write_end: int) -> None:
-    """Standard streams of a program: its input, and the pipe if what it prints is the answer. Nothing leads outside."""
+    """Sets the standard streams of a program: its input, and the pipe if its output is the answer; else /dev/null."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
@@ -193,7 +197,7 @@ def _load(module: ModuleType, *sources: str) -> None:
 
 
 def _stdin(job: dict, test: dict, write_end: int) -> None:
-    """The program as `python program.py`; exceptions and exits go on to the interpreter."""
+    """Runs the program like `python program.py`; exceptions and exits propagate to the interpreter."""
     sys.argv[:] = ["program.py"]
     sys.modules["__main__"] = module = ModuleType("__main__")
     _load(module, job["setup"], job["program"])
@@ -229,7 +233,7 @@ def _script(job: dict, test: dict, write_end: int) -> None:
 
 
 def _answer(write_end: int, text: str) -> None:
-    """Ends the process at once: what the program registered for its end does not run."""
+    """Writes the answer and ends the process at once, without running the program's exit handlers."""
     with os.fdopen(write_end, "wb") as file:
         file.write(text.encode())
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What Prometheus is told of scoring."""
+"""Defines the Prometheus metrics of the reward service."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,26 +7,26 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class RewardMetrics:
-    """Counted by the servicer and the run."""
+    """Counts and gauges that the servicer and the scoring run update."""
 
     def __init__(self, registry: CollectorRegistry | None = None):
         self._scores = Counter(
             "lockstep_reward_scores_total",
-            "Samples by scorer and outcome: scored, or why there is no score.",
+            "Samples by scorer and outcome: scored, or the reason why there is no score.",
             ["scorer", "outcome"],
             registry=registry,
         )
         self._queue = Gauge(
-            "lockstep_reward_queue_samples", "Samples that were received and not answered yet.", registry=registry
+            "lockstep_reward_queue_samples", "Samples that were received and are not scored yet.", registry=registry
         )
 
     def count(self, scorer: str, outcome: str) -> None:
-        """One sample has been graded by one scorer."""
+        """Counts one sample that one scorer has finished, with its outcome."""
         self._scores.labels(scorer, outcome).inc()
 
     @contextmanager
     def scoring(self, num_samples: int) -> Iterator[None]:
-        """These samples wait for their answer, from here to the end of the block."""
+        """Counts the samples as queued until the end of the block."""
         self._queue.inc(num_samples)
         try:
             yield

@@ -1,6 +1,6 @@
-"""A pool of processes that each call one function, and that can be killed at any moment without harm to the others.
+"""Runs a pool of processes that call one function and can be killed at any time without affecting each other.
 
-The protocol with them is that of services/reward/worker.py.
+services/reward/worker.py describes the protocol.
 """
 
 import asyncio
@@ -18,28 +18,29 @@ from services.reward.scorers.base import FailureReason, ScoringError
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""For a worker to import its function; sympy takes about one second, a user's module perhaps torch."""
+"""Time limit for a worker to import its function. sympy takes about 1 s; a user's module may import torch."""
 MAX_REPLY_BYTES = 16 << 20
-"""A thousand samples of a group, each failed with all the text that worker.py keeps of an error."""
-# For a process that has closed its pipe, which it mostly does by ending, to be gone.
-_END_S = 10.0
+"""Enough for a group of 1000 samples that all fail with the longest error text that worker.py keeps."""
+# How long a process that has closed its pipe may take to exit, which on a busy machine is more than a moment.
+_EXIT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a worker calls, and how it starts."""
+    """Says what a worker calls and how it starts."""
 
     path: str
-    """`module:function`."""
+    """Function to call, as `module:function`."""
     max_memory_bytes: int | None = None
-    """Limit of its address space."""
+    """Limit of the worker's address space."""
     init: dict[str, Any] | None = None
-    """If set, the function is called once at the start, with these keywords, for a pair: what to call, its digest."""
+    """If set, the function is called once at the start with these keyword arguments. It returns a pair: the function
+    that scores, and its digest."""
     start_timeout_s: float = START_TIMEOUT_S
 
 
 class Worker:
-    """One process with one call at a time. After a call without an answer it is dead, and the next call restarts it."""
+    """Runs one process, one call at a time. A call without an answer kills the process; the next call restarts it."""
 
     def __init__(self, target: Target):
         self._target = target
@@ -48,21 +49,21 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs and waits for a call."""
+        """Whether the process is running."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def pid(self) -> int:
-        """Process id of the last start, 0 before the first."""
+        """Returns the id of the last started process; 0 if none was started."""
         return self._process.pid if self._process else 0
 
     async def start(self) -> None:
         """Starts the process and waits until its function is imported.
 
         Raises:
-            ScoringError: It cannot be imported, or its source is no longer that of the first start.
+            ScoringError: The function cannot be imported, or its source has changed since the first start.
         """
-        # Pipes and JSON, so nothing is pickled; a session of its own, so that its children can be killed with it.
+        # JSON over pipes, so that nothing is pickled; a new session, so that its children can be killed with it.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -77,15 +78,15 @@ class Worker:
         reply = await self._request(start, target.start_timeout_s)
         if self.source_digest not in ("", reply["source_digest"]):
             await self.kill()
-            raise ScoringError(FailureReason.ERROR, "its source changed since OpenRun; close and open the run")
+            raise ScoringError(FailureReason.ERROR, "its source changed since OpenRun; close and reopen the run")
         self.source_digest = reply["source_digest"]
 
     async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The process's reply, starting it if it is dead.
+        """Sends a call and returns the reply. Starts the process first if it is dead.
 
         Raises:
-            ScoringError: TIMEOUT after `timeout_s`, CRASHED if the process died or its answer is none, or what
-                the function raised.
+            ScoringError: TIMEOUT after `timeout_s`; CRASHED if the process died or its reply is invalid; or the error
+                that the function raised.
         """
         if not self.alive:
             await self.start()
@@ -110,7 +111,7 @@ class Worker:
         except (EOFError, OSError):
             raise ScoringError(FailureReason.CRASHED, f"worker died with exit code {await self._exit_code()}") from None
         except ValueError as error:
-            detail = f"its reply is above {MAX_REPLY_BYTES} bytes or no JSON: {error}"
+            detail = f"its reply has more than {MAX_REPLY_BYTES} bytes or is not JSON: {error}"
             raise ScoringError(FailureReason.CRASHED, detail) from error
         finally:
             if not answered:
@@ -120,9 +121,9 @@ class Worker:
         return reply
 
     async def _exit_code(self) -> int:
-        """Of a process that closed its pipe: its own code if it ends soon, else that of our kill."""
+        """Returns the exit code of a process that closed its pipe. Kills it if it does not exit within `_EXIT_S`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(_EXIT_S):
                 await self._process.wait()
         await self.kill()
         return self._process.returncode
@@ -131,13 +132,13 @@ class Worker:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         await self._process.stdin.drain()
         line = await self._process.stdout.readline()
-        if not line.endswith(b"\n"):  # cut off, if there is any
+        if not line.endswith(b"\n"):  # empty or incomplete: the process died
             raise EOFError
         return json.loads(line)
 
 
 class WorkerPool:
-    """`num_workers` processes that call `target`. A dead one is replaced while the others go on."""
+    """Runs `num_workers` processes that call `target`. A dead one is restarted while the others continue."""
 
     def __init__(self, target: Target, *, num_workers: int, timeout_s: float):
         self._workers = [Worker(target) for _ in range(num_workers)]
@@ -148,19 +149,19 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers."""
+        """Returns the process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
     @property
     def source_digest(self) -> str:
-        """Hash of the source file that the workers loaded."""
+        """Returns the hash of the source file that the workers loaded."""
         return self._workers[0].source_digest
 
     async def open(self) -> None:
-        """Starts all workers at once. After a failure or cancellation, `close` what did start.
+        """Starts all workers concurrently. After a failure or cancellation, call `close` to end those that started.
 
         Raises:
-            ScoringError: One cannot start.
+            ScoringError: A worker cannot start.
         """
         results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
         for error in results:
@@ -170,18 +171,18 @@ class WorkerPool:
             self._idle.put_nowait(worker)
 
     async def call(self, fields: dict[str, Any]) -> float:
-        """The function's score for `fields`; waits for an idle worker first, which the time limit does not count.
+        """Returns the function's score for `fields`. Waiting for an idle worker does not count against the time limit.
 
         Raises:
-            ScoringError: As Worker.call; CRASHED if the pool is closed.
+            ScoringError: As in Worker.call; CRASHED if the pool is closed.
         """
         return (await self._call({"fields": fields}))["score"]
 
     async def call_group(self, fields: dict[str, Any], num_samples: int) -> list[float | ScoringError]:
-        """The function's scores for `fields` of a group, in one call: a number or a failure for each sample.
+        """Returns the function's scores for the `fields` of a group, from one call: a number or failure per sample.
 
         Raises:
-            ScoringError: As `call`, for the group as a whole.
+            ScoringError: As in `call`, if the whole group has no scores.
         """
         reply = await self._call({"fields": fields, "num_samples": num_samples})
         return [_to_error(score) if isinstance(score, dict) else score for score in reply["scores"]]
@@ -196,7 +197,7 @@ class WorkerPool:
             self._give_back(worker)
 
     async def close(self) -> None:
-        """Kills all workers; calls in progress and calls that wait fail as CRASHED."""
+        """Kills all workers; calls in progress and waiting calls fail as CRASHED."""
         self._closed = True
         for restart in self._restarts:
             restart.cancel()
@@ -216,7 +217,7 @@ class WorkerPool:
         try:
             await worker.start()
         except (ScoringError, OSError) as error:
-            # The next call on it tries again and has the error as its answer.
+            # The next call on this worker tries again and fails with the error.
             log.warning("a worker did not restart: %s", error)
 
 

@@ -1,4 +1,7 @@
-"""`python -m services.reward.probe`: exit code 0 if programs can be run in a sandbox here, else 1 and why not."""
+"""Checks that this host can run programs in a sandbox: `python -m services.reward.probe`.
+
+The exit code is 0 if it can; otherwise it is 1, and stderr says why.
+"""
 
 import asyncio
 import sys
@@ -18,7 +21,7 @@ async def _probe() -> None:
 
 
 def main() -> None:
-    """Makes one sandbox."""
+    """Creates one sandbox and exits."""
     try:
         asyncio.run(_probe())
     except ScoringError as error:

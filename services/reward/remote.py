@@ -1,4 +1,4 @@
-"""JSON to and from one URL, for scorers on other machines: rate limit, deadline, retries. No answer is trusted."""
+"""Posts JSON to one URL for scorers on other servers, with rate limit, deadline and retries. Answers are untrusted."""
 
 import asyncio
 import email.utils
@@ -21,7 +21,7 @@ _MAX_DETAIL_BYTES = 300
 
 
 class _MayPassError(Exception):
-    """A failure that another try may not have, the cause being the answer if there is none left."""
+    """A failure that a retry may fix. `error` is raised if no retries are left."""
 
     def __init__(self, error: ScoringError, retry_after_s: float = 0.0):
         super().__init__(str(error))
@@ -30,13 +30,13 @@ class _MayPassError(Exception):
 
 
 class Remote:
-    """Posts to `config.url`. A failure of the connection and a 5xx are tried again.
+    """Posts to `config.url`. Connection failures and 5xx statuses are retried.
 
     Args:
-        config: Its url, key file and limits.
-        timeout_s: For one `post` with its retries, from when its first request may be sent.
-        request_timeout_s: For one request; one that is late is tried again. None for no limit but `timeout_s`.
-        retry_statuses: Statuses below 500 that are tried again too.
+        config: Has the URL, key file and limits.
+        timeout_s: Time limit for one `post` including retries, from when its first request may be sent.
+        request_timeout_s: Time limit for one request, which is then retried. None for no limit except `timeout_s`.
+        retry_statuses: Statuses below 500 that are retried too.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Remote:
         self._closed = False
 
     async def open(self) -> None:
-        """Reads the key and makes the session; sends nothing.
+        """Reads the key and creates the session; sends nothing.
 
         Raises:
             ScoringError: The key cannot be read.
@@ -70,15 +70,15 @@ class Remote:
             headers=headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,  # a small answer must not become a large one
+            auto_decompress=False,  # a small answer must not decompress to a huge one
             trust_env=False,
         )
 
     async def post(self, message: Mapping[str, Any]) -> Any:
-        """The JSON value that answers `message`. Waits first until the limits allow it, which `timeout_s` leaves out.
+        """Posts `message` and returns the JSON answer. Waiting for the rate limits does not count against `timeout_s`.
 
         Raises:
-            ScoringError: TIMEOUT after `timeout_s` or if the last request was late, CRASHED if closed, else ERROR.
+            ScoringError: TIMEOUT after `timeout_s` or if the last request timed out, CRASHED if closed, else ERROR.
         """
         payload = json.dumps(message).encode()
         try:
@@ -96,7 +96,7 @@ class Remote:
             self._scopes.discard(scope)
 
     async def close(self) -> None:
-        """Ends the session; posts in progress and posts that wait fail as CRASHED."""
+        """Closes the session; posts in progress and waiting posts fail as CRASHED."""
         self._closed = True
         for scope in self._scopes:
             scope.reschedule(asyncio.get_running_loop().time())
@@ -153,13 +153,13 @@ class Remote:
             raise ScoringError(FailureReason.CRASHED, "the run was closed")
 
     def _error(self, detail: str, reason: FailureReason = FailureReason.ERROR) -> ScoringError:
-        # Servers like to quote a key that they do not know.
+        # Servers often quote a key that they reject.
         detail = detail.replace(self._key, "***") if self._key else detail
         return ScoringError(reason, f"{self._host}: {detail}")
 
 
 async def _read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The body, or a little more than `max_bytes` of it."""
+    """Returns the body; a longer one is cut somewhere after `max_bytes`."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
@@ -174,16 +174,16 @@ def _read_key(path: Path) -> str:
         with path.open("rb") as file:
             key = file.read(_MAX_KEY_BYTES).decode("ascii").strip()
     except (OSError, ValueError) as error:
-        # The error of a decoding quotes what was read.
+        # Do not show a decoding error, because it quotes the key.
         what = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ScoringError(FailureReason.ERROR, f"api_key_file {path}: {what}") from None
     if not key or not key.isprintable() or " " in key:
-        raise ScoringError(FailureReason.ERROR, f"api_key_file {path}: must hold one key and nothing else")
+        raise ScoringError(FailureReason.ERROR, f"api_key_file {path}: must contain one key and nothing else")
     return key
 
 
 def _retry_after_s(header: str) -> float:
-    """Seconds that the header asks for, a number or a date (RFC 9110, 10.2.3); 0 if it is neither."""
+    """Returns the seconds that a Retry-After header asks for, as a number or a date (RFC 9110, 10.2.3); else 0."""
     if header.isdecimal():
         return float(header[:10])
     try:

@@ -1,4 +1,4 @@
-"""The scorers of one run and how they make a reward."""
+"""Runs the scorers of one run and combines their scores into rewards."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ SCORERS: dict[str, type[Scorer]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a sample has no reward, and which scorer says so."""
+    """Says why a sample has no reward, and which scorer failed."""
 
     reason: FailureReason
     scorer: str
@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reward, or the first failure in the order of the config; `components` has the scores that there are."""
+    """Holds a sample's reward, or the first failure in config order; `components` has the scores that succeeded."""
 
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class ScoringRun:
-    """Scores samples by one config. Holds processes: always `close` it."""
+    """Scores samples as one config says. Owns processes, so always `close` it."""
 
     def __init__(self, config: RewardConfig, metrics: RewardMetrics | None = None):
         self._config, self._metrics = config, metrics or RewardMetrics()
@@ -61,7 +61,7 @@ class ScoringRun:
 
     @property
     def scorer(self) -> str:
-        """Name, version and weight of the scorers, e.g. `math 1/math-verify-0.9.0 x 1 + length 1 x 0.1`."""
+        """Returns name, version and weight of each scorer, e.g. `math 1/math-verify-0.9.0 x 1 + length 1 x 0.1`."""
         parts = zip(self._config.scorers, self._scorers, strict=True)
         return " + ".join(f"{config.component} {scorer.version} x {config.weight:g}" for config, scorer in parts)
 
@@ -69,7 +69,7 @@ class ScoringRun:
         """Starts all scorers.
 
         Raises:
-            InvalidInput: One cannot start; names which.
+            InvalidInput: A scorer cannot start; the message names it.
         """
         results = await asyncio.gather(*(scorer.open() for scorer in self._scorers), return_exceptions=True)
         for index, (config, error) in enumerate(zip(self._config.scorers, results, strict=True)):
@@ -80,12 +80,12 @@ class ScoringRun:
                 raise error
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Scores one prompt group, `items`, by all scorers at once; the outcomes are in their order."""
+        """Scores one prompt group with all scorers concurrently. Returns one outcome per item, in order."""
         columns = await gather(_score_group(scorer, items) for scorer in self._scorers)
         return [self._combine(results) for results in zip(*columns, strict=True)]
 
     async def close(self) -> None:
-        """Ends all scorers; scores in progress fail as CRASHED."""
+        """Closes all scorers; scores in progress fail as CRASHED."""
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
     def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:

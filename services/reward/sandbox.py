@@ -1,8 +1,9 @@
-"""One program in a sandbox of its own: bubblewrap, rlimits and a system call filter.
+"""Runs each program in a sandbox of its own: bubblewrap, rlimits and a system call filter.
 
-Closed to it: the network, every file but Python's own and the C libraries, all processes but its own, the environment,
-and our user id where the service runs as root. Its only writable place is a small /tmp in memory that vanishes with it.
-There is no way to run a program without all of that: what bwrap or the kernel refuses is an error.
+A program has no access to the network, to files other than Python's own and the C libraries, to processes other than
+its own, or to the environment. If the service runs as root, the program runs under another user id. The only writable
+place is a small /tmp in memory, which is removed with the sandbox. A program is never run without all of that: if bwrap
+or the kernel refuses any of it, that is an error.
 """
 
 import asyncio
@@ -25,12 +26,12 @@ from services.reward.scorers.base import FailureReason, ScoringError
 from services.reward.seccomp import filter_program
 
 START_TIMEOUT_S = 30.0
-"""For bwrap and the interpreter, about 30 ms on an idle machine."""
+"""Time limit for starting bwrap and the interpreter, which takes about 30 ms on an idle machine."""
 REPLY_GRACE_S = 5.0
-"""For the reply after a test's own time limit, which the harness keeps."""
+"""Extra time for the reply, in addition to a test's own time limit, which the harness enforces."""
 _NOBODY = 65534
 PYTHON = str(Path(sys._base_executable).resolve())
-"""The interpreter that the virtual environment is made of."""
+"""Interpreter that the virtual environment is based on."""
 _HARNESS = Path(__file__).with_name("harness.py")
 _NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "tkinter", "ensurepip", "config-*")
 _PROBE = "import socket\ntry: socket.socket()\nexcept PermissionError: print('closed')"
@@ -38,7 +39,7 @@ _PROBE = "import socket\ntry: socket.socket()\nexcept PermissionError: print('cl
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. Memory is that of one process; all of its processes share the disk, which is memory."""
+    """Limits one program. `memory_bytes` is per process; all its processes share the disk, which is in memory."""
 
     timeout_s: float
     memory_bytes: int
@@ -48,11 +49,11 @@ class Limits:
 
     @property
     def rlimits(self) -> dict[str, int]:
-        """By the names of setrlimit(2). A test's wall-clock limit comes first; that of CPU time is its backstop."""
+        """Returns the limits by their setrlimit(2) names. The CPU limit only backs up a test's wall-clock limit."""
         return {
             "RLIMIT_CPU": math.ceil(self.timeout_s) + 1,
             "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_NPROC": self.max_processes + 1,  # and the harness
+            "RLIMIT_NPROC": self.max_processes + 1,  # 1 more for the harness
             "RLIMIT_FSIZE": self.disk_bytes,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
@@ -62,7 +63,7 @@ class Limits:
 
 
 class Sandbox:
-    """Runs programs, each in a sandbox of its own. `open` it first, `close` it always."""
+    """Runs programs, each in a sandbox of its own. Call `open` first, and always call `close`."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -71,10 +72,10 @@ class Sandbox:
         self._is_root = os.getuid() == 0
 
     async def open(self) -> None:
-        """Makes one sandbox to see that it can be made.
+        """Creates one sandbox, to check that this host can.
 
         Raises:
-            ScoringError: It cannot; says what to install or allow.
+            ScoringError: It cannot; the message says what to install or allow.
         """
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -88,19 +89,19 @@ class Sandbox:
         async with self.run(_PROBE, [{"kind": "stdin", "input": ""}]) as replies:
             outputs = [output async for output in replies]
         if outputs != ["closed\n"]:
-            raise ScoringError(FailureReason.ERROR, f"a sandbox does not do what it must: {outputs}")
+            raise ScoringError(FailureReason.ERROR, f"the sandbox does not block sockets: a probe printed {outputs}")
 
     def close(self) -> None:
-        """Removes what `open` made. Programs that run end with their caller."""
+        """Removes the files that `open` created. Running programs end with their callers."""
         self._files.close()
 
     @contextlib.asynccontextmanager
     async def run(
         self, program: str, tests: Sequence[dict[str, Any]], setup: str = ""
     ) -> AsyncIterator[AsyncIterator[str | None]]:
-        """The outputs of `program` in `tests` (see harness.py), in order; None where it failed, hung or broke a limit.
+        """Yields the output of `program` in each test (see harness.py); None if it failed, hung or exceeded a limit.
 
-        All of its processes have ended when the context has, however it is left.
+        All of its processes have ended when the context exits, whatever the reason.
 
         Raises:
             ScoringError: The sandbox did not start.
@@ -122,7 +123,7 @@ class Sandbox:
             await _end(process, pidfd)
 
     async def _start(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
-        """The bwrap process, and the end of the pipe on which it names the first process of its namespace."""
+        """Starts bwrap. Returns its process, and the read end of the pipe on which it reports its first child's pid."""
         info, info_write = os.pipe()
         with contextlib.ExitStack() as files:
             files.callback(os.close, info_write)
@@ -134,7 +135,7 @@ class Sandbox:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
-                    limit=6 * self._limits.max_output_bytes + 4096,  # JSON writes a control character as six
+                    limit=6 * self._limits.max_output_bytes + 4096,  # JSON encodes a control character as 6 bytes
                     pass_fds=(job_file, tests_file, filter_file, info_write),
                     start_new_session=True,
                     cwd="/",
@@ -148,9 +149,9 @@ class Sandbox:
         return process, info
 
     def _as_nobody(self) -> list[str]:
-        """A root user's processes are exempt from RLIMIT_NPROC, in user namespaces too.
+        """Returns a command prefix that drops root, because RLIMIT_NPROC does not limit root, even in user namespaces.
 
-        Not by subprocess's own `user`, for which it forks where it otherwise does not: gRPC's handlers would run.
+        The `user` argument of subprocess is not used, because it forces a fork, which would run gRPC's fork handlers.
         """
         if not self._is_root:
             return []
@@ -160,7 +161,7 @@ class Sandbox:
         return [setpriv, f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--"]
 
     def _readable(self, prefix: Path, folder: Path) -> Path:
-        """The interpreter's directory, or links to what is needed of it if it is in root's private directory."""
+        """Returns the interpreter's directory, or links to the needed files if others than root cannot read it."""
         if not self._is_root or all(path.stat().st_mode & 0o001 for path in (prefix, *prefix.parents)):
             return prefix
         standard = Path(sysconfig.get_path("stdlib"))
@@ -179,9 +180,12 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def _bwrap_arguments(source: Path, prefix: Path, disk_bytes: int) -> list[str]:
-    """All but the filter: namespaces, no capabilities, and a root with nothing in it but Python and the C libraries."""
+    """Returns bwrap's arguments except the filter's.
+
+    They give the program new namespaces, no capabilities, and a root directory with only Python and the C libraries.
+    """
     arguments = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    # The harness is process 1: no process in there can kill, stop or outlive it.
+    # The harness is process 1, so no process in the sandbox can kill, stop or outlive it.
     arguments += ["--as-pid-1"]
     arguments += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--clearenv"]
     arguments += ["--setenv", "PYTHONHASHSEED", "0"]  # the same program gives the same output
@@ -191,7 +195,7 @@ def _bwrap_arguments(source: Path, prefix: Path, disk_bytes: int) -> list[str]:
         elif path.is_dir():
             arguments += ["--ro-bind", str(path), str(path)]
     arguments += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    # The stdlib of a distribution's Python is in /usr/lib already; others have a prefix of their own.
+    # A distribution's Python has its standard library in /usr/lib, which is bound above; others have their own prefix.
     arguments += ["--ro-bind", str(source / "bin" / Path(PYTHON).name), PYTHON]
     if not prefix.joinpath("lib").samefile("/usr/lib"):
         arguments += ["--ro-bind", str(source / "lib"), str(prefix / "lib")]
@@ -202,7 +206,7 @@ def _bwrap_arguments(source: Path, prefix: Path, disk_bytes: int) -> list[str]:
 
 
 def _memory_file(data: bytes, files: contextlib.ExitStack) -> int:
-    """A descriptor to read `data` from."""
+    """Returns a file descriptor from which `data` can be read."""
     file = files.enter_context(os.fdopen(os.memfd_create("sandbox"), "r+b"))
     file.write(data)
     file.seek(0)
@@ -222,7 +226,7 @@ async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
 
 
 async def _outputs(process: asyncio.subprocess.Process, count: int, timeout_s: float) -> AsyncIterator[str | None]:
-    """None for all that is missing or unreadable: after the start, that is the program's doing."""
+    """Yields an output per test; None if it is missing or invalid, which after the start is the program's fault."""
     for _ in range(count):
         try:
             async with asyncio.timeout(timeout_s):
@@ -233,12 +237,12 @@ async def _outputs(process: asyncio.subprocess.Process, count: int, timeout_s: f
 
 
 async def _end(process: asyncio.subprocess.Process, pidfd: int | None) -> None:
-    """Kills the first process of the namespace, and with it the kernel kills all others; waits until they are gone."""
+    """Kills the first process of the namespace, so that the kernel kills all others; waits until they are gone."""
     with contextlib.suppress(ProcessLookupError):
         if pidfd is None:
-            process.kill()  # --die-with-parent does the rest
+            process.kill()  # --die-with-parent kills the others
         else:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # bwrap itself lives on to reap it
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # bwrap itself stays alive to reap it
     if pidfd is not None:
         os.close(pidfd)
     await process.communicate()

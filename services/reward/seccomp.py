@@ -1,7 +1,8 @@
-"""The system call filter of the sandbox: a classic BPF program as in seccomp(2), for bwrap's --seccomp.
+"""Builds the system call filter of the sandbox: a classic BPF program as in seccomp(2), for bwrap's --seccomp.
 
-Namespaces and rlimits are the walls; this closes what they leave open: calls that reach the kernel's rarely used parts,
-memory that no rlimit counts (memfd, System V), sockets of families without a namespace (vsock), and new namespaces.
+Namespaces and rlimits do most of the isolation. The filter closes what they leave open: calls into rarely used parts of
+the kernel, memory that no rlimit counts (memfd, System V), sockets of families without a namespace (vsock), and new
+namespaces.
 """
 
 import errno
@@ -34,7 +35,8 @@ _DENIED = {
         "memfd_create": 279, "kexec_file_load": 294, "bpf": 280, "userfaultfd": 282, "mq_open": 180,
     },
 }  # fmt: skip
-# From 424 on all architectures number alike: io_uring, open_tree to fspick, pidfd_getfd, mount_setattr, memfd_secret.
+# Numbers from 424 on are the same on all architectures: io_uring, open_tree to fspick, pidfd_getfd, mount_setattr,
+# memfd_secret.
 _DENIED_EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 443, 447)
 
 _CLONE_NEW = 0x7E020000  # every CLONE_NEW* flag of clone: user, pid, net, ipc, uts, cgroup, mount
@@ -45,10 +47,10 @@ _X32 = 0x40000000
 
 
 def filter_program() -> bytes:
-    """The filter for this machine.
+    """Returns the filter for this machine.
 
     Raises:
-        ScoringError: There is none for its architecture.
+        ScoringError: There is no filter for the machine's architecture.
     """
     machine = platform.machine()
     if machine not in _DENIED:
@@ -61,7 +63,7 @@ def filter_program() -> bytes:
         (_LOAD, 0, 0, _NUMBER_AT),
         (_JUMP_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        # Its flags are in memory, out of a filter's sight; libc falls back to clone.
+        # clone3 has its flags in memory, which a filter cannot read. With ENOSYS, libc falls back to clone.
         *_when(_CLONE3, errno.ENOSYS),
         *(step for number in denied for step in _when(number, errno.EPERM)),
         (_JUMP_EQUAL, 0, 3, _CLONE[machine]),

@@ -1,4 +1,4 @@
-"""The reward service on the wire: lockstep.reward.v1."""
+"""Implements the gRPC service lockstep.reward.v1.RewardService."""
 
 import asyncio
 import hashlib
@@ -13,8 +13,8 @@ from lockstep.types.v1 import types_pb2
 from services.common.config.load import parse_json
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.rpc.server import service_info
-from services.common.tasks import to_the_end
+from services.common.rpc.server import NO_RUN, OpenedRun, service_info
+from services.common.tasks import shielded
 from services.common.telemetry.context import within
 from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun
@@ -27,30 +27,32 @@ _FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """One open run at a time. `Score` changes nothing, so it can be repeated and spread over replicas."""
+    """Serves one open run at a time. `Score` changes no state, so it can be retried and spread over replicas."""
 
     def __init__(self, metrics: RewardMetrics | None = None) -> None:
         self._metrics = metrics or RewardMetrics()
         self._run: ScoringRun | None = None
-        self._opened = ("", "")  # run id, digest of the config section
+        self._opened = NO_RUN
         self._changing = asyncio.Lock()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
-        """State and versions."""
+        """Returns state and versions."""
         state, libraries = "open" if self._run else "idle", ("math-verify", "sympy")
         info = service_info("reward", state, run=self._opened, libraries=libraries)
         return pb.GetInfoResponse(info=info)
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
-        """Starts the scorers. The same again changes nothing; another run or config ends the scorers that are open.
+        """Starts the scorers.
+
+        Repeating the call changes nothing; a call with another run or config closes the open scorers first.
 
         Raises:
-            InvalidInput: The config is wrong or a scorer cannot start.
+            InvalidInput: The config is invalid or a scorer cannot start.
         """
         if not request.run_id:
             raise InvalidInput("run_id: must not be empty", field="run_id")
         config = parse_json(RewardConfig, request.config_json)
-        opened = (request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
+        opened = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
             if self._run is None or opened != self._opened:
                 await self._close()
@@ -58,27 +60,27 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 log.info("run %s opened: %s", request.run_id, self._run.scorer)
             return pb.OpenRunResponse(scorer=self._run.scorer)
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
-        """Ends the scorers of the run; nothing to do if it is not the open one."""
+        """Closes the scorers of the run; does nothing if it is not the open run."""
         async with self._changing:
-            if request.run_id == self._opened[0]:
+            if request.run_id == self._opened.run_id:
                 await self._close()
         return pb.CloseRunResponse()
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
-        """Scores one prompt group, its samples at once. Cancelling the call kills the workers that are busy with it.
+        """Scores the samples of one prompt group concurrently. Canceling the call kills the workers that work on it.
 
         Raises:
-            PreconditionFailed: No run is open, or SCORER_CHANGED, another than the caller's.
-            InvalidInput: There is no candidate, or a field cannot be read.
+            PreconditionFailed: RUN_NOT_OPEN if no run is open, SCORER_CHANGED if another run than the caller's is.
+            InvalidInput: There is no candidate, or a field cannot be parsed.
         """
         if self._run is None:
             raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
-        if request.run_id != (opened := self._opened[0]):
+        if request.run_id != (opened := self._opened.run_id):
             message = (
-                f"run {opened} opened its scorers here after run {request.run_id}: give each run a reward service of "
-                "its own, and start that one again; it resumes"
+                f"run {opened} opened its scorers on this service after run {request.run_id}: give each run its own "
+                "reward service and start the earlier run again; it resumes"
             )
             raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
         scorer = self._run.scorer
@@ -92,12 +94,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return pb.ScoreResponse(scores=[_to_message(outcome) for outcome in outcomes], scorer=scorer)
 
     async def close(self) -> None:
-        """Closes the open run, for the end of the process."""
+        """Closes the open run. Call it before the process ends."""
         async with self._changing:
             await self._close()
 
     async def _close(self) -> None:
-        run, self._run, self._opened = self._run, None, ("", "")
+        run, self._run, self._opened = self._run, None, NO_RUN
         if run:
             await run.close()
 
@@ -106,7 +108,7 @@ async def _open(config: RewardConfig, metrics: RewardMetrics) -> ScoringRun:
     run = ScoringRun(config, metrics)
     try:
         await run.open()
-    except BaseException:  # cancellation too: no process may stay behind
+    except BaseException:  # cancellation too: no process may be left running
         await run.close()
         raise
     return run

@@ -1,4 +1,4 @@
-"""A worker process: calls one function for each line of JSON on stdin and answers with a line of JSON.
+"""Runs a worker process, which calls one function for each line of JSON on stdin and replies with a line of JSON.
 
     -> {"target": "package.module:function", "init": null, "max_memory_bytes": 4294967296}     first line
     <- {"source_digest": "3f2a..."}                                                            ready
@@ -7,7 +7,8 @@
     -> {"fields": {"completion": ["...", "..."], ...}, "num_samples": 2}                       a prompt group
     <- {"scores": [1.0, {"reason": "ERROR", "detail": "..."}]}   or   {"reason": ..., "detail": ...}
 
-It ends with its parent in every case: on end of input, and by the kernel's signal if it is busy when the parent dies.
+The process always ends with its parent: at the end of input, or by a signal from the kernel if it is busy when the
+parent dies.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ _MAX_DETAIL_CHARS = 1000
 
 
 def main() -> None:
-    """Serves until end of input."""
+    """Serves calls until the end of input."""
     _die_with_parent()
     requests, replies = _take_stdio()
     start = json.loads(requests.readline() or "null")
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def _take_stdio() -> tuple[TextIO, TextIO]:
-    """The pipes to the parent, moved out of reach of functions that read stdin or print."""
+    """Returns the pipes to the parent, moved to other descriptors so that functions may read stdin or print."""
     requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -71,7 +72,7 @@ def _limit(max_memory_bytes: int | None) -> None:
 
 
 def _load(target: str, init: dict[str, Any] | None) -> tuple[Callable[..., Any], str]:
-    """The function that `module:function` names and the hash of its module's source; with `init`, what it answers."""
+    """Returns the function `module:function` and the hash of its module's source; with `init`, what it returns."""
     module_name, _, function_name = target.partition(":")
     module = importlib.import_module(module_name)
     function = getattr(module, function_name)
@@ -94,7 +95,7 @@ def _answer(function: Callable[..., Any], message: dict[str, Any], runner: async
     except ScoringError as error:
         return _failure(error.reason, error.detail)
     except MemoryError:
-        # What is left of this process is not to be trusted with the next sample.
+        # After running out of memory the process must not score further samples.
         sys.exit("worker: out of memory (reward.max_memory_gib)")
     except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
         return _failure(FailureReason.ERROR, error)

@@ -38,10 +38,11 @@ def _prepare() -> None:
     if not torch.cuda.is_available():
         # A fork reads no variables; with two threads of OpenMP an engine is slow and adds up in an order of chance.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        import_before_fork("services.rollout.engine_fork")
-        from services.rollout.engine_fork import fork_engines
+        # The servicer is what the service itself needs, and most of what an engine needs.
+        import_before_fork("services.rollout.compat.vllm.engine_fork", "services.rollout.servicer")
+        from services.rollout.compat.vllm.engine_fork import fork_engines
 
-        fork_engines()
+        fork_engines(preload=["services.rollout.weights.receiver"])
 
 
 async def run(options: ServeOptions) -> int:

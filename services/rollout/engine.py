@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, TypeVarTuple, get_args
 
 import torch
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, ModelCard, SamplingParams
@@ -23,7 +23,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
+from services.rollout.compat.vllm.client import abort_samples
+from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.adapter import adapter_request
+from services.rollout.weights.receiver import WeightReceiver
+
+Arguments = TypeVarTuple("Arguments")
+Answer = TypeVar("Answer")
 
 _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
 
@@ -42,8 +48,8 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
         # What was sampled from, temperature included: the trainer's log-probabilities are compared with these.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "worker_extension_cls": "services.rollout.weights.receiver.WeightReceiver",
-        "scheduler_cls": "services.rollout.scheduler.scheduler",
+        "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
+        "scheduler_cls": f"{scheduler.__module__}.{scheduler.__qualname__}",
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():
@@ -156,24 +162,27 @@ class Engine:
             seed=seed,
         )
 
-    async def workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every worker, and notices if the engine dies meanwhile: vLLM's answer would never come.
+    async def call_workers(
+        self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments
+    ) -> list[Answer]:
+        """Calls a method of every worker, such as `WeightReceiver.lockstep_join`; returns their answers.
+
+        It notices if the engine dies meanwhile: vLLM's answer would never come.
 
         Raises:
             Unavailable: The engine died.
         """
-        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
+        name = method.__name__
+        call = asyncio.ensure_future(self._llm.collective_rpc(name, args=args))
         await asyncio.wait({call, self._died}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done() or isinstance(call.exception(), EngineDeadError):
             call.cancel()
-            raise Unavailable(f"the engine died during {method}", reason=Reason.ENGINE_DEAD)
+            raise Unavailable(f"the engine died during {name}", reason=Reason.ENGINE_DEAD)
         return call.result()
 
     async def pause(self) -> None:
         """Aborts what is sampled."""
-        # AsyncLLM.pause_generation would also sleep 20 ms, to let aborted samples be reported first. Nobody waits for
-        # that here: each of them says itself that it was aborted.
-        await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+        await abort_samples(self._llm)
 
     async def resume(self) -> None:
         """Samples again. What is asked for from here on finds nothing that is in the prefix cache by now.

@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
-from services.common.rpc.server import service_info
+from services.common.rpc.server import NO_RUN, OpenedRun, service_info
 from services.common.stamps import require_stamp, show
-from services.common.tasks import gather, to_the_end
+from services.common.tasks import gather, shielded
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.engine import Engine
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
+from services.rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """With `counts` vLLM counts too, such as the use of its KV cache, for whoever reads `registry`."""
         self._fail, self._metrics, self._counts = fail, RolloutMetrics(registry, self._state), counts
         self._engine: Engine | None = None
-        self._run: tuple[str, str] = ("", "")  # run id, digest of the config section
+        self._run = NO_RUN
         self._adapter_rank = 0
         self._max_samples = 0
         self._stamp: PolicyStamp | None = None
@@ -54,12 +55,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             max_samples=self._max_samples,
         )
 
-    @to_the_end
+    @shielded
     async def OpenRun(self, request: rollout_pb2.OpenRunRequest, context: Any) -> rollout_pb2.OpenRunResponse:
         config = parse_json(RolloutConfig, request.config_json)
         if self._counts:
             config = with_statistics(config)
-        run = (request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
+        run = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
             if self._engine and (self._run, self._adapter_rank) != (run, request.adapter_rank):
                 await self._close()
@@ -71,10 +72,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 self._run, self._adapter_rank, self._max_samples = run, request.adapter_rank, config.max_samples
         return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Any) -> rollout_pb2.CloseRunResponse:
         async with self._changing:
-            if request.run_id == self._run[0]:  # not a late close of a run that another has replaced
+            if request.run_id == self._run.run_id:  # not a late close of a run that another has replaced
                 await self._close()
         return rollout_pb2.CloseRunResponse()
 
@@ -118,7 +119,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:
             self._epoch, self._joined = epoch, False
             group, plan = request.group.SerializeToString(), request.plan.SerializeToString()
-            answers = await engine.workers("lockstep_join", group, plan, request.base_rank)
+            answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
             self._raise_errors(answers)
             self._joined = True
         return rollout_pb2.JoinWeightGroupResponse(plan_digest=answers[0]["plan_digest"])
@@ -132,7 +133,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:
             self._stamp = self._received = None
             await engine.pause()
-            answers = await engine.workers("lockstep_receive", request.version)
+            answers = await engine.call_workers(WeightReceiver.lockstep_receive, request.version)
             self._joined = not any("error" in answer for answer in answers)
             self._raise_errors(answers)
             digests = {answer["digest"] for answer in answers}
@@ -176,7 +177,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:
             if self._engine is not None:
                 raise PreconditionFailed(
-                    f"run {self._run[0]} is open on this replica, which a test broadcast would disturb; end it first"
+                    f"run {self._run.run_id} is open on this replica, which a test broadcast would disturb; "
+                    "end it first"
                 )
             return rollout_pb2.ReceiveTestBroadcastResponse(outcome=await take_part(request.group, request.rank))
 
@@ -188,7 +190,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def _close(self) -> None:
         engine, self._engine = self._engine, None
         self._stamp = self._received = None
-        self._joined, self._epoch, self._run = False, -1, ("", "")
+        self._joined, self._epoch, self._run = False, -1, NO_RUN
         if engine:
             await engine.close()
 

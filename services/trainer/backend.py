@@ -1,9 +1,12 @@
-"""What a training strategy must do. The loop over mini-batches, the losses and the contract are not its business."""
+"""What a training strategy must do, and what only some can do, each as a protocol of its own.
+
+The loop over mini-batches, the losses and the contract are not its business.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -32,9 +35,11 @@ class Backend(Protocol):
     @property
     def data_rank(self) -> int:
         """Which of the ranks with different samples this is; ranks that share their samples have the same."""
+        ...
 
-    def forward(self, packs: Sequence[Pack], temperature: float, *, of_base: bool = False) -> list[torch.Tensor]:
-        """The model's outputs, float32 [K, N], at each pack's targets; `of_base` without its adapters. No gradient."""
+    def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+        """Returns the model's outputs, float32 [K, N], at each pack's targets, without gradient."""
+        ...
 
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
@@ -43,43 +48,31 @@ class Backend(Protocol):
 
         Returns each pack's outputs [K, N], without gradient, and the metrics, summed like the gradients.
         """
+        ...
 
     def reduce(self, value: torch.Tensor, op: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
         """Combines a tensor over the ranks that hold different samples."""
+        ...
 
     def step(self, lr: float, weight_decay: float) -> float:
         """Clips the gradient and applies it, decaying matrices only; returns its 2-norm before the clip."""
+        ...
 
     def discard_gradients(self) -> None:
         """Forgets what was accumulated."""
+        ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere."""
-
-    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """`weights`, of each round of `weight_turns` those that this rank sends; for backends that have turns."""
-
-    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's adapters in PEFT's names, like `weights`; nothing if the whole model is trained."""
-
-    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The frozen weights that the adapters are beside, in the names and order of `weights`."""
-
-    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and order of `adapter`, with meta tensors."""
+        ...
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         """Names and order of `weights`, with meta tensors."""
+        ...
 
-    def weight_turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Which rank had best send how many of `weights` in buckets of this size; empty if that is rank 0 for all."""
-
-    def save(self, directory: Path) -> Callable[[], None] | None:
-        """Writes model and optimizer state into `directory`, each rank its part.
-
-        A backend that writes while training goes on returns, once it has its copy, what writes: every rank calls that,
-        outside of the order of the collectives, and it returns or raises when all ranks have written.
-        """
+    def save(self, directory: Path) -> None:
+        """Writes model and optimizer state into `directory`, each rank its part."""
+        ...
 
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, on any number of ranks.
@@ -87,9 +80,66 @@ class Backend(Protocol):
         Raises:
             InternalError: It could not be read, and the weights are half of the one and half of the other.
         """
+        ...
 
     def close(self) -> None:
         """Forgets what is kept outside of this object."""
+        ...
+
+
+@runtime_checkable
+class SeveralSenders(Protocol):
+    """A backend whose ranks can share the sending of a publication, since they hold different weights."""
+
+    def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """Returns the slots of a publication in order, each a rank and how many of `weights` it sends.
+
+        Slots fit buckets of `bucket_bytes`. The list is empty if rank 0 had best send all.
+        """
+        ...
+
+    def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """Yields `weights` in rounds of `sender_slots`, of each round those that this rank sends."""
+        ...
+
+
+@runtime_checkable
+class Adapters(Protocol):
+    """A backend that can train adapters beside a frozen base. These methods are for a config with adapters."""
+
+    def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+        """Returns what `forward` would without the adapters."""
+        ...
+
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the frozen weights that the adapters are beside, in the names and order of `weights`."""
+        ...
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the policy's adapters in PEFT's names, like `weights`."""
+        ...
+
+    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns names and order of `adapter`, with meta tensors."""
+        ...
+
+
+@runtime_checkable
+class BackgroundSaves(Protocol):
+    """A backend that can write a checkpoint while training goes on."""
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether the config asks for it."""
+        ...
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copies model and optimizer state and returns what writes the copy into `directory`.
+
+        Every rank calls that, outside of the order of the collectives, and it returns or raises when all ranks have
+        written.
+        """
+        ...
 
 
 def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:

@@ -17,12 +17,12 @@ from lockstep.types.v1 import types_pb2
 from services.common import batch as batches
 from services.common.config.load import parse_json
 from services.common.config.trainer.section import TrainerConfig
-from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
-from services.common.rpc.server import service_info
+from services.common.rpc.server import OpenedRun, service_info
 from services.common.stamps import require_stamp
-from services.common.tasks import to_the_end
+from services.common.tasks import shielded
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
@@ -30,7 +30,7 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.ranks.calls import GRACE_S, Ranks
+from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.network import published_host
 from services.trainer.ranks.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.ranks.worker import CONFIGS, Worker
@@ -79,13 +79,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         state = "open" if self._roles else "idle"
         policy = self._roles.get(Role.POLICY)
-        run = (self._run_id, policy.asked if policy else "")
+        run = OpenedRun(self._run_id, policy.asked if policy else "")
         info = service_info("trainer", state, run=run, libraries=("torch", "transformers"))
         info.libraries.update(accelerator_libraries())
         stamp = policy.stamp if policy else types_pb2.PolicyStamp()
         return pb.GetInfoResponse(info=info, stamp=stamp, num_ranks=self._ranks.num_ranks)
 
-    @to_the_end
+    @shielded
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
         role = _role(request.role)
         config = parse_json(CONFIGS[role], request.config_json)
@@ -99,7 +99,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         answer.version, answer.last_batch_id = held.state.version, held.state.last_batch_id
         return answer
 
-    @to_the_end
+    @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         async with self._saving, self._changing:
             if request.run_id != self._run_id:
@@ -120,7 +120,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         data_ranks = held.data_ranks
         parts, order = forward_parts(samples, held.config, max(data_ranks) + 1)
         answers = await self._ranks.call(
-            "forward", [parts[rank] for rank in data_ranks], role=role, temperature=header.temperature
+            Worker.forward, [parts[rank] for rank in data_ranks], role=role, temperature=header.temperature
         )
         # Ranks that share samples give the same answer.
         tables = [batches.decode(answers[data_ranks.index(rank)].frames) for rank in range(len(parts))]
@@ -133,7 +133,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, samples = await receive(requests)
         return await self._train(header, samples, begin)
 
-    @to_the_end
+    @shielded
     async def _train(self, header: pb.TrainHeader, samples: pa.Table, begin: float) -> pb.TrainResponse:
         received_s = time.perf_counter() - begin
         role = _role(header.role, is_trained=True)
@@ -144,7 +144,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             _check_contract(header, samples, role, held)
             parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
             answers = await self._ranks.call(
-                "train",
+                Worker.train,
                 [parts[rank] for rank in held.data_ranks],
                 temperature=header.temperature,
                 version=held.state.version,
@@ -173,7 +173,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 field="store_host",
             )
         self._epoch, self._epoch_timeout_s = request.group.epoch, request.group.timeout_s
-        answers = await self._killing_epoch_on_cancel("join", group=request.group.SerializeToString().hex())
+        answers = await self._killing_epoch_on_cancel(Worker.join, group=request.group.SerializeToString().hex())
         return pb.JoinWeightGroupResponse(plan_digest=answers[0].body["plan_digest"])
 
     async def SendWeights(self, request: pb.SendWeightsRequest, context: Any) -> pb.SendWeightsResponse:
@@ -188,9 +188,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 )
             skips_base = False
             if policy.opened.plan.adapter_config_json:
-                agreed = await self._killing_epoch_on_cancel("agree")
+                agreed = await self._killing_epoch_on_cancel(Worker.agree)
                 skips_base = agreed[0].body["skips_base"]
-            answers = await self._killing_epoch_on_cancel("send", version=request.version, skips_base=skips_base)
+            answers = await self._killing_epoch_on_cancel(Worker.send, version=request.version, skips_base=skips_base)
             sent = answers[0].body
             policy.digest = sent["digest"]
             self._metrics.sent(sent["num_bytes"], sent["duration_s"])
@@ -201,7 +201,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             cost=_most([answer.body["cost"] for answer in answers if answer.body]),
         )
 
-    @to_the_end
+    @shielded
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         role = _role(request.role, is_trained=True)
         async with self._saving:
@@ -213,32 +213,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                         reason=Reason.STALE_STAMP,
                     )
                 checkpoint.begin(Path(request.path))
-                answers = await self._ranks.call("save", path=request.path, state=vars(held.state), role=role)
+                answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
             # An empty answer: the ranks have their copies and write them, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
         return pb.SaveCheckpointResponse(**answer)
 
-    @to_the_end
-    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Any) -> pb.LoadCheckpointResponse:
-        async with self._saving, self._changing:
-            policy = self._held()
-            state = await asyncio.to_thread(checkpoint.verify, Path(request.path))
-            try:
-                await self._ranks.call("load", path=request.path)
-            except InternalError:  # in the middle: nobody knows what is held
-                await self._close()
-                raise
-            policy.state, policy.digest = state, ""
-        return pb.LoadCheckpointResponse(version=state.version)
-
-    @to_the_end
+    @shielded
     async def ExportHuggingFace(
         self, request: pb.ExportHuggingFaceRequest, context: Any
     ) -> pb.ExportHuggingFaceResponse:
         self._held()
         async with self._changing:
             checkpoint.begin(Path(request.path))
-            answers = await self._ranks.call("export", path=request.path)
+            answers = await self._ranks.call(Worker.export, path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
 
     async def SendTestBroadcast(
@@ -268,7 +255,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await self._close()
         self._roles.pop(role, None)
         answers = await self._ranks.call(
-            "open",
+            Worker.open,
             role=role,
             config_json=request.config_json,
             model_path=request.model_path,
@@ -294,13 +281,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
         self._store.renew()  # and nobody is told
-        await self._ranks.call("close")
+        await self._ranks.call(Worker.close)
 
-    async def _killing_epoch_on_cancel(self, method: str, **arguments: Any) -> Any:
+    async def _killing_epoch_on_cancel(self, command: Command, **arguments: Any) -> list[Message]:
         # A sender that is still connecting cannot be told that another has given up.
         grace_s = self._epoch_timeout_s + GRACE_S
         try:
-            return await self._ranks.call(method, grace_s=grace_s, **arguments)
+            return await self._ranks.call(command, grace_s=grace_s, **arguments)
         except asyncio.CancelledError:
             self._kill_epoch()  # the caller gave up on a member; nobody else should wait for it
             raise

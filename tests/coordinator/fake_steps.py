@@ -16,9 +16,11 @@ from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.rl.collect import Collector
 from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.step import collect
+from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.resume import open_run
-from services.coordinator.runs.run import Phase, Run
+from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_prompt, replicas
 
 GREEDY_TOKEN = 77  # the others are below 50
@@ -80,15 +82,15 @@ class Steps:
     async def live(self, first: int, last: int) -> dict[int, pa.Table]:
         """The batches of the steps first..last-1, as a coordinator takes them that begins with version `first`."""
         run = Run(self.config, open_run(self.config))
-        parts: Any = SimpleNamespace(data=self.data, collector=self.collector, forwards=Forwards((), self.config))
+        context: Any = SimpleNamespace(data=self.data, collector=self.collector, forwards=Forwards((), self.config))
         batches = {}
         try:
             run.begin(first, ())
             for version in range(first, last):
                 stamp = stamp_of(version)
                 with run.phase(Phase.GENERATING):
-                    batches[version] = await run.recorded_batch(stamp) or await collect(run, parts, stamp)
-                run.finish_step(version + 1, {}, batches[version])
+                    batches[version] = await run.recorded_batch(stamp) or await collect(run, context, stamp)
+                run.finish_step(version + 1, step_metrics(run, {}, batches[version]))
         finally:
             run.close()
         return batches

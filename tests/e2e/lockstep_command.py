@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 
 from services.common.rpc.client import Client
 from tests.support import PATIENCE_S, descendants, free_port, make_model, running, service_command, still_there
@@ -185,7 +186,7 @@ def replica_info(address: str) -> pb.GetInfoResponse:
     async def ask() -> pb.GetInfoResponse:
         client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
         try:
-            return await client.call("GetInfo", pb.GetInfoRequest(), timeout_s=PATIENCE_S)
+            return await client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S)
         finally:
             await client.close()
 

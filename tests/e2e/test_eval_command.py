@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from tests.e2e.lockstep_command import invoke
+from tests.support import ROOT
 
-QUICKSTART = Path(__file__).parents[2] / "deploy" / "quickstart" / "model"
+QUICKSTART = ROOT / "deploy" / "quickstart" / "model"
 NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 24, 4, 8
 
 

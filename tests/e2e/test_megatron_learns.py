@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from tests.e2e.lockstep_command import invoke
+from tests.support import ROOT
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = ROOT / "deploy"
 
 
 def test_the_quickstart_learns_on_megatron(tmp_path: Path):

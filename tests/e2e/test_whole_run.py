@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.common.watched import parse, value
+from tests.common.telemetry.watched import parse, value
 from tests.e2e.lockstep_command import NUM_STEPS, numbers, reference
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import Completion, PolicyStamp, SamplingParams, WeightGroup, WeightPlan
 from transformers import AutoModelForCausalLM
 
@@ -57,21 +59,21 @@ class Replica:
     async def open(self, model: Path, run_id: str, *, adapter_rank: int = 0, **config: object) -> pb.OpenRunResponse:
         config_json, card = json.dumps({"max_model_len": MAX_MODEL_LEN} | config), read_model_card(model)
         request = pb.OpenRunRequest(run_id=run_id, config_json=config_json, model_card=card, adapter_rank=adapter_rank)
-        return await self.client.call("OpenRun", request, timeout_s=1200, wait_for_ready=True)
+        return await self.client.call(RolloutService.OpenRun, request, timeout_s=1200, wait_for_ready=True)
 
     async def info(self) -> pb.GetInfoResponse:
-        return await self.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=PATIENCE_S)
+        return await self.client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S)
 
     async def join(self, group: WeightGroup, plan: WeightPlan, base_rank: int = 1) -> pb.JoinWeightGroupResponse:
         request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
-        return await self.client.call("JoinWeightGroup", request, timeout_s=PATIENCE_S)
+        return await self.client.call(RolloutService.JoinWeightGroup, request, timeout_s=PATIENCE_S)
 
     async def receive(self, epoch: int, version: int) -> pb.ReceiveWeightsResponse:
         request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
-        return await self.client.call("ReceiveWeights", request, timeout_s=PATIENCE_S)
+        return await self.client.call(RolloutService.ReceiveWeights, request, timeout_s=PATIENCE_S)
 
     async def commit(self, stamp: PolicyStamp) -> None:
-        await self.client.call("CommitWeights", pb.CommitWeightsRequest(stamp=stamp), timeout_s=PATIENCE_S)
+        await self.client.call(RolloutService.CommitWeights, pb.CommitWeightsRequest(stamp=stamp), timeout_s=PATIENCE_S)
 
     async def generate(
         self,
@@ -87,7 +89,7 @@ class Replica:
             prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
             sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | sampling),
         )
-        answers = [answer async for answer in self.client.stream("Generate", request, timeout_s=1200)]
+        answers = [answer async for answer in self.client.stream(RolloutService.Generate, request, timeout_s=1200)]
         assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
         return sorted(answers, key=lambda answer: int(answer.prompt_id))
 
@@ -126,7 +128,7 @@ class Stack:
             bucket_bytes=BUCKET_BYTES,
         )
         self.opened, *_ = await asyncio.gather(
-            self.trainer.call("OpenRun", request, timeout_s=1200, wait_for_ready=True),
+            self.trainer.call(TrainerService.OpenRun, request, timeout_s=1200, wait_for_ready=True),
             *(replica.open(model, self.run_id, adapter_rank=adapter_rank) for replica in self.replicas),
         )
 
@@ -151,8 +153,9 @@ class Stack:
         self.epoch += 1
         self.members, base_rank = members, self.opened.plan.num_senders
         group = self.group(world_size=base_rank + len(members), timeout_s=60)
+        request = trainer_pb2.JoinWeightGroupRequest(group=group)
         joined = await asyncio.gather(
-            self.trainer.call("JoinWeightGroup", trainer_pb2.JoinWeightGroupRequest(group=group), timeout_s=PATIENCE_S),
+            self.trainer.call(TrainerService.JoinWeightGroup, request, timeout_s=PATIENCE_S),
             *(replica.join(group, self.opened.plan, rank) for rank, replica in enumerate(members, base_rank)),
         )
         assert len({answer.plan_digest for answer in joined}) == 1
@@ -161,7 +164,7 @@ class Stack:
         """Another publication in the same epoch."""
         request = trainer_pb2.SendWeightsRequest(epoch=self.epoch, version=version)
         sent, *received = await asyncio.gather(
-            self.trainer.call("SendWeights", request, timeout_s=PATIENCE_S),
+            self.trainer.call(TrainerService.SendWeights, request, timeout_s=PATIENCE_S),
             *(replica.receive(self.epoch, version) for replica in self.members),
         )
         assert {answer.digest for answer in received} == {sent.stamp.digest}

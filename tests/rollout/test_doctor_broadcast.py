@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import Aborted, InvalidInput, PermissionDenied, PreconditionFailed
@@ -96,7 +98,7 @@ async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(given: Addre
     request = trainer_pb2.SendTestBroadcastRequest(num_receivers=1, host="127.0.0.1", timeout_s=2.0)
     groups = []
     with pytest.raises(Aborted, match=r"waited 2 s for all members to join") as caught:
-        async for answer in client.stream("SendTestBroadcast", request, timeout_s=PATIENCE_S):
+        async for answer in client.stream(TrainerService.SendTestBroadcast, request, timeout_s=PATIENCE_S):
             groups.append(answer.group)
     assert caught.value.metadata["route"] == "lo 127.0.0.1"
     # Nobody else may come later: the secret was of this broadcast only.
@@ -106,7 +108,10 @@ async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(given: Addre
     for field, wrong in (("num_receivers", {"num_receivers": 0}), ("timeout_s", {"timeout_s": 1e9})):
         request = trainer_pb2.SendTestBroadcastRequest(**{"num_receivers": 1, "timeout_s": 1.0} | wrong)
         with pytest.raises(InvalidInput, match=field):
-            _ = [answer async for answer in client.stream("SendTestBroadcast", request, timeout_s=PATIENCE_S)]
+            _ = [
+                answer
+                async for answer in client.stream(TrainerService.SendTestBroadcast, request, timeout_s=PATIENCE_S)
+            ]
     await client.close()
 
 
@@ -114,7 +119,7 @@ async def test_a_replica_with_a_run_refuses(played: PlayedTrainer):
     group = types_pb2.WeightGroup(store_host="127.0.0.1", store_port=1, world_size=2, timeout_s=1.0)
     request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=1)
     with pytest.raises(PreconditionFailed, match="run played is open on this replica"):
-        await played.replica.client.call("ReceiveTestBroadcast", request, timeout_s=PATIENCE_S)
+        await played.replica.client.call(RolloutService.ReceiveTestBroadcast, request, timeout_s=PATIENCE_S)
 
 
 async def test_services_of_a_run_or_without_an_answer_are_left_alone():
@@ -123,7 +128,7 @@ async def test_services_of_a_run_or_without_an_answer_are_left_alone():
     (finding,) = await check_publication(given, idle(given) | {"rollout b:1": run})
     assert (finding.verdict, "rollout b:1 has run r open" in finding.found) == (WARN, True)
     (finding,) = await check_publication(given, {"rollout b:1": run})
-    assert (finding.verdict, "not tried without trainer a:1" in finding.found) == (WARN, True)
+    assert (finding.verdict, "not tried: no answer from trainer a:1" in finding.found) == (WARN, True)
 
 
 def sent(digest: str = "same", route: str = "eth0 10.0.0.1") -> types_pb2.TestBroadcast:
@@ -163,7 +168,7 @@ async def test_which_replica_it_is(monkeypatch: pytest.MonkeyPatch):
 
     same, other = await judged(monkeypatch, {"b:1": sent(), "c:1": sent("other")})
     assert (same.verdict, other.verdict) == (OK, FAIL)
-    assert "64 MiB in 0.500 s, 0.1 GB/s, by nccl" in same.found and "other bytes than were sent" in other.found
+    assert "64 MiB in 0.500 s, 0.1 GB/s, by nccl" in same.found and "the bytes differ from those sent" in other.found
 
     (refused,) = await judged(monkeypatch, {"b:1": PermissionDenied("wrong role"), "c:1": gave_up})
     assert (refused.verdict, refused.found) == (WARN, "not tried: wrong role")

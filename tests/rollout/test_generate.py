@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
 from services.common.errors import InvalidInput
@@ -73,7 +74,9 @@ async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
     )
 
     async def consume() -> None:
-        async with contextlib.aclosing(played.replica.client.stream("Generate", request, timeout_s=1200)) as answers:
+        async with contextlib.aclosing(
+            played.replica.client.stream(RolloutService.Generate, request, timeout_s=1200)
+        ) as answers:
             async for _ in answers:
                 raise AssertionError("a group finished before the call was cancelled")
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from tests.support import make_model
-from tests.trainer import fsdp_lab
+from tests.trainer import fsdp_harness
 from tests.trainer.deployment import Deployment, deployed
-from tests.trainer.fsdp_lab import KINDS, Lab
-from tests.trainer.labs import start_lab
+from tests.trainer.fsdp_harness import KINDS, Harness
+from tests.trainer.harness_processes import start_harness
 
 disable_progress_bar()
 
@@ -30,22 +30,22 @@ def trainer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lab(trainer_files: Path) -> Iterator[Lab]:
+def harness(trainer_files: Path) -> Iterator[Harness]:
     """A world of one rank, in this process."""
-    lab = Lab(dist.HashStore(), 0, 1, trainer_files / "models")
-    yield lab
-    lab.worker.close()
+    harness = Harness(dist.HashStore(), 0, 1, trainer_files / "models")
+    yield harness
+    harness.worker.close()
 
 
 @pytest.fixture(scope="session")
-def worlds(trainer_files: Path, lab: Lab) -> dict[int, Path]:
-    """Results of every scenario of fsdp_lab by world size."""
+def worlds(trainer_files: Path, harness: Harness) -> dict[int, Path]:
+    """Results of every scenario of fsdp_harness by world size."""
     results = {world: trainer_files / f"world{world}" for world in (1, 2)}
     for directory in results.values():
         directory.mkdir()
-    ranks = [start_lab("fsdp_lab", rank, 2, results[2]) for rank in range(2)]
+    ranks = [start_harness("fsdp_harness", rank, 2, results[2]) for rank in range(2)]
     try:
-        fsdp_lab.run_all(lab, results[1])
+        fsdp_harness.run_all(harness, results[1])
         for rank in ranks:
             rank.join(1200)
         assert [rank.exitcode for rank in ranks] == [0, 0]

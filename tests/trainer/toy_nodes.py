@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from services.common.process import configure_logging
 from services.trainer.ranks import calls as ranks
-from services.trainer.ranks.calls import Message, Ranks, follow
+from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 
 # In the place of 5 s and 30 s. A busy machine may let the thread that answers wait for a second or two.
 HEARTBEAT_MS, SILENCE_MS = 400, 4_000
@@ -39,14 +39,17 @@ class Worker:
         self.rank = rank
         self.gate = threading.Event()
 
+    @rank_command
     def echo(self, *, value: int) -> Message:
         return Message({"value": value})
 
+    @rank_command
     def lose_1(self, *, number: int) -> None:
         if self.rank == 1:
             os.kill(os.getpid(), number)
         self.gate.wait()
 
+    @rank_command
     def keep_1_busy(self, *, duration_s: float) -> Message:
         """With the interpreter's lock held all the time, as some libraries do."""
         if self.rank == 1:

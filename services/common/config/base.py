@@ -3,10 +3,10 @@
 from pydantic import BaseModel, ConfigDict
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Pattern of what files and directories are named by."""
+"""Pattern that a name must match to be used for a file or directory."""
 
 
 class Strict(BaseModel):
-    """Unknown keys are errors, nothing mutates it, and a default is checked like any other value."""
+    """Rejects unknown keys, is immutable, and validates defaults like any other value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)

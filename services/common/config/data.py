@@ -1,4 +1,4 @@
-"""What the coordinator reads to make prompts."""
+"""Defines the config section `data`: the files that the coordinator reads and how it turns rows into prompts."""
 
 import datetime
 import re
@@ -11,34 +11,38 @@ from services.common.config.base import NAME, Strict
 
 
 class FilesConfig(Strict):
-    """Parquet files of rows, and how they become text."""
+    """Names the Parquet files of rows and says how rows become text."""
 
     train: tuple[Path, ...] = Field(min_length=1)
-    """Parquet file of training rows, or a list of files that are read as one, in this order."""
+    """Parquet file with the training rows, or a list of files that are concatenated in this order."""
     eval: dict[str, Path] = Field(default_factory=dict)
-    """Held-out Parquet files by the name that their metrics and samples carry, of letters, digits, `.`, `_` and `-`; a
-    bare path is named `<folder>-<file>`."""
+    """Held-out Parquet files as a table of name: path. The name (letters, digits, `.`, `_` and `-`) labels the file's
+    metrics and samples. A path given without a name is named `<folder>-<file>`."""
     shuffle: bool = True
-    """A new order in every epoch, drawn from the run's seed; otherwise always the order of the files."""
+    """Shuffle the rows anew in every epoch, with the run's seed; false keeps the order of the files."""
     prompt_column: str = "prompt"
-    """Column of prompts: text, or a list of messages with role and content."""
+    """Column with the prompts: text, or a list of messages with role and content."""
     overlong: Literal["fail", "drop"] = "fail"
-    """A row that is too long is an error, or is left out and counted in the log."""
+    """What to do if a row has more tokens than allowed: fail stops with an error; drop leaves the row out and logs how
+    many were dropped."""
     bad_rows: Literal["fail", "drop"] = "fail"
-    """A row that cannot be used is an error, or is left out and counted in the log."""
+    """What to do if a row is unusable, such as an empty prompt: fail stops with an error; drop leaves the row out and
+    logs how many were dropped."""
     chat: bool = False
-    """Put text into the model's chat template, a prompt as one user message. Lists of messages are always templated."""
+    """Apply the model's chat template to text, with a prompt as one user message. The template is always applied to
+    lists of messages."""
     system_prompt: str | None = Field(default=None, min_length=1)
-    """System message put before every templated row."""
+    """System message to put before every row that the chat template is applied to."""
     template_date: datetime.date | None = None
-    """Today's date for a chat template that asks for it: fixed, so that a resumed run sees the same rows."""
+    """Date to give to a chat template that writes today's date. It is fixed so that a resumed run sees the same
+    rows; required by such a template."""
     add_special_tokens: bool = True
-    """Let the tokenizer put its special tokens, such as BOS, around a text prompt. Never done to templated prompts: the
-    template writes its own."""
+    """Let the tokenizer add its special tokens, such as BOS, to a text prompt. They are never added to a templated
+    prompt, because the chat template writes its own."""
     chat_template: Path | None = None
-    """Jinja file used in place of the model's own chat template."""
+    """Jinja file to use instead of the model's own chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further variables of the chat template, such as enable_thinking."""
+    """Extra variables to pass to the chat template, such as enable_thinking."""
 
     @field_validator("train", mode="before")
     @classmethod
@@ -58,8 +62,8 @@ class FilesConfig(Strict):
         for name, path in value.items():
             if not re.fullmatch(NAME, name):
                 raise ValueError(
-                    f"{name!r} is no name: give letters, digits, '.', '_' and '-', the first a letter or digit, as in "
-                    f"{{held-out: {path}}}"
+                    f"{name!r} is not a valid name: use letters, digits, '.', '_' and '-', starting with a letter or "
+                    f"digit, as in {{held-out: {path}}}"
                 )
         return value
 
@@ -71,7 +75,7 @@ class FilesConfig(Strict):
             return value
         named = {_name_of(Path(path)): path for path in paths}
         if len(named) < len(paths):
-            raise ValueError("two files would have the same name: name them, as in {short: a.parquet, long: b.parquet}")
+            raise ValueError("two files would get the same name: name them, as in {short: a.parquet, long: b.parquet}")
         return named
 
 
@@ -81,15 +85,15 @@ def _name_of(path: Path) -> str:
 
 
 class DataConfig(FilesConfig):
-    """Prompts to train on and to evaluate on, as Parquet files."""
+    """Names the Parquet files of prompts to train on and to evaluate on."""
 
     max_eval_prompts: int | None = Field(default=None, ge=1)
-    """Only the first rows of each eval file; all if unset."""
+    """Number of rows to use from the start of each eval file; null uses all."""
     prompts_per_step: int = Field(ge=1)
-    """Prompt groups of one batch, all different."""
+    """Number of distinct prompts per step. Each gets one prompt group of rollout.completions_per_prompt samples."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt, template and special tokens included."""
+    """Maximum prompt length in tokens, including the chat template and special tokens; see `overlong`."""
     answer_column: str = "answer"
-    """Column of reference answers: text, handed to the scorer."""
+    """Column with the reference answers: text that is passed to the scorers."""
     extra_columns: tuple[str, ...] | None = None
-    """Further columns handed to the scorer; all of them if unset."""
+    """Other columns to pass to the scorers; null passes all."""

@@ -1,4 +1,4 @@
-"""When the held-out sets of data.eval are evaluated, and how each is sampled and counted."""
+"""Defines the config section `evaluation`: when and how the held-out sets of data.eval are evaluated."""
 
 import difflib
 from typing import Self
@@ -11,20 +11,21 @@ from services.common.config.rollout import RolloutConfig, Temperature
 
 
 class EvalSetConfig(Strict):
-    """How one set of data.eval is sampled and what is reported of it; by default one greedy completion per prompt."""
+    """Says how one set of data.eval is sampled and what is reported; by default one greedy completion per prompt."""
 
     temperature: Temperature = 0.0
-    """Softmax temperature; 0 is greedy, others are at least 0.01."""
+    """Sampling temperature: 0 for greedy decoding, or at least 0.01."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of one answer; as in evaluation.max_tokens if unset."""
+    """Maximum tokens per completion; null uses evaluation.max_tokens."""
     num_samples: int = Field(default=1, ge=1)
-    """Completions of each prompt, n; the reward that is reported is the mean of all (avg@n)."""
+    """Number n of completions per prompt. The reported reward is the mean over all of them (avg@n)."""
     max_prompts: int | None = Field(default=None, ge=1)
-    """Only the first prompts, of those that data.max_eval_prompts leaves; all if unset."""
+    """Number of prompts to use from the start of this set, after data.max_eval_prompts is applied; null uses all."""
     pass_k: tuple[int, ...] = ()
-    """Report pass@k for these k, each at most num_samples: the chance that one of k completions passes."""
+    """Values of k to report pass@k for, each at most num_samples. pass@k is the estimated probability that at least one
+    of k completions passes."""
     pass_threshold: float = Field(default=1.0, allow_inf_nan=False)
-    """A completion passes if its reward is at least this."""
+    """Minimum reward for a completion to count as passed in pass@k."""
 
     @model_validator(mode="after")
     def _samples_suffice(self) -> Self:
@@ -33,7 +34,7 @@ class EvalSetConfig(Strict):
         if max(self.pass_k, default=0) > self.num_samples:
             raise ValueError(
                 f"pass_k {max(self.pass_k)} is above num_samples {self.num_samples}: raise num_samples to at least "
-                f"{max(self.pass_k)}, better to several times that"
+                f"{max(self.pass_k)}, preferably to several times that"
             )
         return self
 
@@ -41,34 +42,35 @@ class EvalSetConfig(Strict):
     def _samples_vary(self) -> Self:
         if self.num_samples > 1 and not self.temperature > 0:
             raise ValueError(
-                f"num_samples {self.num_samples} needs a temperature above 0: greedy samples of a prompt are equal"
+                f"num_samples {self.num_samples} needs a temperature above 0: all greedy samples of a prompt are "
+                "identical"
             )
         return self
 
 
 class EvaluationConfig(Strict):
-    """Evaluation on the held-out prompts of data.eval."""
+    """Configures evaluation on the held-out prompts of data.eval."""
 
     eval_freq: int = Field(default=0, ge=0)
-    """Steps between evaluations, 0 for none; the last step is evaluated too unless this is 0."""
+    """Evaluate every this many steps, and after the last step. 0 evaluates after no step."""
     eval_before_train: bool = True
-    """Evaluate the first published weights."""
+    """Evaluate the starting weights before the first step, if data.eval names a file."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of one answer; as in training if unset."""
+    """Maximum tokens per completion; null uses rollout.sampling.max_tokens."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
-    """Sampling and metrics by the name of a set in data.eval; a set without settings is sampled greedily, once."""
+    """Settings of each set, by its name in data.eval. A set without settings gets one greedy completion per prompt."""
 
     def settings(self, name: str) -> EvalSetConfig:
-        """Of the set `name`; its `max_tokens` is None only where both are unset."""
+        """Returns the settings of the set `name`; `max_tokens` is None only if neither set nor section sets it."""
         settings = self.sets.get(name, EvalSetConfig())
         return settings.model_copy(update={"max_tokens": settings.max_tokens or self.max_tokens})
 
 
 def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutConfig) -> None:
-    """The rules between the sections.
+    """Checks the rules that involve several sections.
 
     Raises:
-        ValueError: There is nothing to evaluate, a set does not exist, or an answer may not fit the engine.
+        ValueError: There is nothing to evaluate, a set does not exist, or a completion may exceed the engine's limit.
     """
     if evaluation.eval_freq and not data.eval:
         raise ValueError("evaluation.eval_freq is set but data.eval names no file")

@@ -1,4 +1,4 @@
-"""From YAML files and dotted overrides to one checked config, with errors that a person can act on."""
+"""Builds a validated config from YAML files and dotted overrides, with errors that a person can act on."""
 
 import difflib
 import os
@@ -18,7 +18,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Key:
-    """One config key: `trainer.optim.lr`, its type, default and help."""
+    """Describes one config key: its dotted path such as `trainer.optim.lr`, type, default and help."""
 
     path: str
     type: str
@@ -27,7 +27,7 @@ class Key:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a table that sets a key twice, of which YAML would forget the first."""
+    """Rejects a table that sets a key twice. PyYAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -38,25 +38,26 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def load(model: type[Model], args: Sequence[str]) -> Model:
-    """Builds `model` from `args` in order: paths of YAML files and `a.b.c=value` overrides, later ones winning.
+    """Builds `model` from `args`, which are paths of YAML files and `a.b.c=value` overrides; later ones win.
 
     Raises:
-        InvalidInput: A file is missing or not YAML, a key is unknown, or a value is wrong; names which and where.
+        InvalidInput: A file is missing or not YAML, a key is unknown, or a value is invalid. The message names the key
+            and where it was set.
     """
     tree: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for arg in args:
-        is_override = "=" in arg and not os.path.exists(arg)  # unlike Path.exists, also if it is too long for a path
+        is_override = "=" in arg and not os.path.exists(arg)  # Path.exists raises if arg is too long for a path
         part = _parse_override(arg) if is_override else _read_yaml(Path(arg))
         _merge(tree, part, origin, source="command line" if is_override else arg)
     return _validate(model, tree, origin)
 
 
 def parse_json(model: type[Model], text: str) -> Model:
-    """Builds `model` from the JSON of a config section that came over the wire.
+    """Builds `model` from a config section that was received as JSON.
 
     Raises:
-        InvalidInput: It does not fit this service's schema.
+        InvalidInput: The JSON does not fit this service's schema.
     """
     try:
         return model.model_validate_json(text)
@@ -65,7 +66,7 @@ def parse_json(model: type[Model], text: str) -> Model:
 
 
 def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel], str] | None = None) -> Iterator[Key]:
-    """All keys below `model`, depth first, in the order of their fields; an optional table that was listed, once."""
+    """Yields all keys of `model`, depth first and in field order. An optional table is expanded only the first time."""
     listed = {} if listed is None else listed
     for name, field in model.model_fields.items():
         nested = _models_of(field.annotation)
@@ -87,7 +88,7 @@ def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel],
 
 
 def _shown(default: object) -> str:
-    """A default as the user's Python or YAML would have it."""
+    """Returns a default as Python source, with a path as a string."""
     return repr(str(default) if isinstance(default, Path) else default)
 
 
@@ -110,7 +111,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
             f"{path} is not YAML: {' '.join(str(error).split())}", reason=Reason.INVALID_CONFIG
         ) from error
     if content is not None and not isinstance(content, dict):
-        raise InvalidInput(f"{path} must hold a table of keys, not a {type(content).__name__}")
+        raise InvalidInput(f"{path} must contain a table of keys, not a {type(content).__name__}")
     return content or {}
 
 
@@ -144,7 +145,7 @@ def _validate(model: type[Model], tree: Mapping[str, Any], origin: Mapping[str, 
 
 def _explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str, str]) -> InvalidInput:
     found = error.errors(include_url=False)
-    # A list whose elements are wrong is also said to be empty.
+    # Pydantic also reports a list whose elements are invalid as too short; keep the errors of the elements only.
     details = [one for one in found if not any(_is_below(other["loc"], one["loc"]) for other in found)]
     lines = [_explain_one(model, detail, origin) for detail in details]
     first = ".".join(str(part) for part in details[0]["loc"])

@@ -1,4 +1,7 @@
-"""How a run is watched: Prometheus, OpenTelemetry, trackers and logs. None of it changes a number of the run."""
+"""Defines the config section `observability`: Prometheus, OpenTelemetry, trackers and logs.
+
+None of these settings affects the results of a run.
+"""
 
 from typing import Annotated, Literal
 
@@ -8,42 +11,44 @@ from services.common.config.base import Strict
 
 
 class WandbConfig(Strict):
-    """Numbers of every step in Weights & Biases; extra: wandb."""
+    """Logs the metrics of every step to Weights & Biases; needs the extra `wandb`."""
 
     kind: Literal["wandb"] = "wandb"
-    """Weights & Biases."""
+    """Log the metrics of every step to Weights & Biases. Install the extra `wandb`."""
     project: str = Field(default="lockstep", min_length=1)
-    """Project, which is made if there is none."""
+    """Project name; the project is created if it does not exist."""
     entity: str | None = Field(default=None, min_length=1)
-    """User or team; the account's own default if unset."""
+    """User or team that owns the project; null uses the account's default."""
     mode: Literal["online", "offline"] = "online"
-    """offline keeps the numbers in the run's directory, for `wandb sync`."""
+    """offline writes to the run's directory, to be uploaded later with `wandb sync`."""
 
 
 class MlflowConfig(Strict):
-    """Numbers of every step in MLflow; extra: mlflow."""
+    """Logs the metrics of every step to MLflow; needs the extra `mlflow`."""
 
     kind: Literal["mlflow"] = "mlflow"
-    """MLflow."""
+    """Log the metrics of every step to MLflow. Install the extra `mlflow`."""
     experiment: str = Field(default="lockstep", min_length=1)
-    """Experiment, which is made if there is none."""
+    """Experiment name; the experiment is created if it does not exist."""
     uri: str | None = Field(default=None, min_length=1)
-    """Tracking URI, such as http://HOST:5000; MLflow's own default if unset."""
+    """Tracking URI, such as http://HOST:5000; null uses MLflow's default."""
 
 
 TrackerConfig = Annotated[WandbConfig | MlflowConfig, Field(discriminator="kind")]
 
 
 class ObservabilityConfig(Strict):
-    """How the run is watched. All of it may differ when a run goes on."""
+    """Configures metrics, traces, trackers and logs. All keys may be changed when a run resumes."""
 
     metrics_address: str = ""
-    """HOST:PORT of the coordinator's page for Prometheus; none if empty. Services started here get one each too."""
+    """HOST:PORT to serve the coordinator's Prometheus metrics on; empty serves none. Services that this command starts
+    then serve their own metrics too."""
     metrics_insecure: bool = False
-    """Serve that page on an interface other than loopback."""
+    """Allow metrics_address to be an interface other than loopback. Metrics are plaintext and unauthenticated."""
     otel_endpoint: str = ""
-    """URL of an OTLP/gRPC collector for a trace of each step, services included; none if empty. Extra: otel."""
+    """URL of an OTLP/gRPC collector to send a trace of each step to, including the services' spans; empty sends none.
+    Install the extra `otel`."""
     log_format: Literal["text", "json"] = "text"
-    """Lines of logs/: for people, or JSON objects."""
+    """Format of the lines in logs/: text for people, or JSON objects."""
     trackers: tuple[TrackerConfig, ...] = ()
-    """Where else the numbers go, each with its kind."""
+    """Experiment trackers to log metrics to; each entry has a kind, wandb or mlflow."""

@@ -1,4 +1,4 @@
-"""What the rollout service reads: sampling and the engine."""
+"""Defines the config section `rollout`: sampling and the engine."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -7,57 +7,57 @@ from pydantic import AfterValidator, Field, model_validator
 from services.common.config.base import Strict
 
 MIN_TEMPERATURE = 0.01
-"""Between 0 and this vLLM samples at this, and says so in its log only."""
+"""vLLM raises any temperature between 0 and this to this, and only logs that it did."""
 
 
 def _is_sampled(temperature: float) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; give that or more, or 0 for greedy samples")
+        raise ValueError(f"vLLM would sample at {MIN_TEMPERATURE}; set at least that, or 0 for greedy decoding")
     return temperature
 
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_is_sampled)]
-"""What the engine samples at exactly."""
+"""A temperature that the engine uses exactly as given."""
 
 
 class SamplingConfig(Strict):
-    """How completions are drawn."""
+    """Says how completions are sampled."""
 
     temperature: Temperature = 1.0
-    """Softmax temperature; the trainer divides its logits by the same. At least 0.01."""
+    """Sampling temperature, at least 0.01. The trainer divides its logits by the same value."""
     max_tokens: int = Field(default=1024, ge=1)
-    """Most tokens of one completion, the stop token included."""
+    """Maximum tokens per completion, including the stop token."""
     top_p: float = 1.0
-    """Only 1.0: the trainer's log-probabilities would not be those that were sampled from."""
+    """Must be 1.0: with nucleus sampling, completions would not follow the distribution that the trainer computes."""
     top_k: int = 0
-    """Only 0 (off), for the same reason."""
+    """Must be 0 (off), for the same reason as top_p."""
 
     @model_validator(mode="after")
     def _no_truncation(self) -> Self:
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
-                "truncated sampling is refused: samples would come from another distribution than the one that is "
-                "trained; leave top_p at 1.0 and top_k at 0 and use temperature"
+                "truncated sampling is refused: samples would not come from the distribution that is trained; leave "
+                "top_p at 1.0 and top_k at 0 and use temperature"
             )
         return self
 
 
 class RolloutConfig(Strict):
-    """Replicas of the policy in vLLM."""
+    """Configures the replicas of the policy in vLLM."""
 
     num_replicas: int = Field(default=1, ge=1)
-    """Replicas that `lockstep run` starts on this host when no address is given."""
+    """Number of replicas that `lockstep run` starts on this host if no --rollout address is given."""
     completions_per_prompt: int = Field(default=8, ge=1)
-    """Samples of one prompt group, n."""
+    """Number n of samples per prompt, which form one prompt group."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training completions."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Engine weights; auto is bfloat16 on GPU and float32 on CPU."""
+    """Data type of the engine's weights; auto is bfloat16 on GPU and float32 on CPU."""
     max_model_len: int = Field(default=4096, ge=2)
-    """Longest prompt plus completion, in tokens."""
+    """Maximum length of prompt plus completion, in tokens (vLLM max_model_len)."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs (or CPU processes) of one replica."""
+    """Number of GPUs (or CPU processes) per replica (vLLM tensor_parallel_size)."""
     max_samples: int = Field(default=256, ge=1)
-    """Most samples that one engine runs at once (vLLM max_num_seqs)."""
+    """Maximum number of samples that one engine generates concurrently (vLLM max_num_seqs)."""
     engine: dict[str, Any] = Field(default={})
-    """More vLLM engine arguments, passed on untouched."""
+    """Additional vLLM engine arguments, passed through unchanged."""

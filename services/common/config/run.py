@@ -1,4 +1,4 @@
-"""The one config tree of a run. Each service reads its section; the coordinator reads all of it."""
+"""Defines the config of a run. Each service reads its own section; the coordinator reads all of it."""
 
 from pathlib import Path
 from typing import Self
@@ -19,114 +19,118 @@ from services.common.megatron.layout import Layout, check_layout, data_parallel_
 
 
 class CheckpointConfig(Strict):
-    """When to save, what to keep."""
+    """Says when to save checkpoints and how many to keep."""
 
     save_freq: int = Field(default=0, ge=0)
-    """Steps between checkpoints, 0 for none; the last step is saved too unless this is 0. A stopped run is saved
-    where it is in any case."""
+    """Save a checkpoint every this many steps, and after the last step. 0 saves none. A run that is stopped early saves
+    a checkpoint in either case."""
     max_ckpts_to_keep: int = Field(default=3, ge=1)
-    """Older checkpoints are deleted once a newer one is verified."""
+    """Number of policy checkpoints to keep. Older ones are deleted after a newer one has been verified."""
     max_critic_ckpts_to_keep: int = Field(default=1, ge=1)
-    """The same for the critic's, without which a run does not resume."""
+    """Number of critic checkpoints to keep. A run with a critic can resume only from a step that has both."""
     export_at_end: bool = True
-    """Write the final policy as a Hugging Face model directory."""
+    """Export the final policy as a Hugging Face model directory, `model` in the run's directory."""
 
 
 class WeightsConfig(Strict):
-    """Publication of weights from the trainer to the rollout replicas."""
+    """Configures publication: sending weights from the trainer to the rollout replicas."""
 
     bucket_bytes: int = Field(default=512 << 20, ge=1 << 10)
-    """Most bytes of a bucket, which is packed, sent and loaded at once; a larger tensor has one of its own."""
+    """Maximum bucket size in bytes. Weights are packed, sent and loaded one bucket at a time; a tensor larger than this
+    gets a bucket of its own."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """No member of the weight group waits longer for another before the epoch is aborted."""
+    """Seconds that a member of the weight group waits for another member before it aborts the publication."""
 
 
 class TimeoutsConfig(Strict):
-    """Deadline of each kind of call, in seconds."""
+    """Sets a deadline for each kind of call, in seconds."""
 
     info_s: float = Field(default=10.0, gt=0)
-    """GetInfo and other small questions."""
+    """Deadline in seconds for GetInfo and other small requests."""
     open_s: float = Field(default=600.0, gt=0)
-    """OpenRun: engines start, models load."""
+    """Deadline in seconds for OpenRun, which starts engines and loads models."""
     generate_s: float = Field(default=3600.0, gt=0)
-    """One prompt group."""
+    """Deadline in seconds for generating one prompt group."""
     score_s: float = Field(default=300.0, gt=0)
-    """One prompt group."""
+    """Deadline in seconds for scoring one prompt group."""
     train_s: float = Field(default=3600.0, gt=0)
-    """One batch, Forward or Train."""
+    """Deadline in seconds for one Forward or Train call, which processes one batch."""
     publish_s: float = Field(default=300.0, gt=0)
-    """Joining a weight group, sending, receiving or committing."""
+    """Deadline in seconds for each call of a publication: joining the weight group, sending, receiving, committing."""
     checkpoint_s: float = Field(default=1800.0, gt=0)
-    """Saving, loading or exporting."""
+    """Deadline in seconds for saving, loading or exporting a checkpoint."""
 
 
 class Config(Strict):
-    """A run."""
+    """Configures a reinforcement-learning run."""
 
     name: str = Field(default="run", pattern=NAME)
-    """Names the run's directory below runs_dir."""
+    """Name of the run, and of its directory in runs_dir."""
     runs_dir: Path = Path("runs")
-    """Where runs keep their files."""
+    """Directory that holds the directories of all runs."""
     model: str
-    """Model directory in the Hugging Face format, on the trainer's host."""
+    """Path of the starting model on the trainer's host: a directory in Hugging Face format."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Of everything random: data order, sampling, initialisation."""
+    """Random seed for data order, sampling and initialization."""
     num_steps: int = Field(default=100, ge=1)
-    """Batches to train on; the policy version at the end."""
+    """Number of training steps. Each step trains on one batch and raises the policy version by 1."""
     resume: str = "auto"
-    """auto: the newest verified checkpoint, else a fresh start; never; must; or the path of a checkpoint."""
+    """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
+    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint to resume
+    from."""
     trace: bool = False
-    """Keep spans of the loop and of every call to a service started here in trace.json, for Perfetto."""
+    """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
+    that this command started."""
     data: DataConfig
     """Prompts."""
     rollout: RolloutConfig = RolloutConfig()
-    """Sampling."""
+    """Generation."""
     selection: SelectionConfig = SelectionConfig()
-    """Prompts to try and groups to train on."""
+    """Choice of the prompts to try and the groups to train on."""
     reward: RewardConfig
     """Scoring."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """Credit."""
+    """Advantages."""
     trainer: TrainerConfig = TrainerConfig()
-    """Update."""
+    """Training of the policy."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The model that a KL penalty holds the policy near; held only if there is one."""
+    """Reference model of the KL penalties; loaded only if a KL penalty is set."""
     critic: CriticConfig | None = None
-    """The value model that advantage.kind gae needs."""
+    """Value model; required by advantage.kind gae, unset for all other kinds. `critic: {}` uses its defaults."""
     weights: WeightsConfig = WeightsConfig()
-    """Publication."""
+    """Publication of weights."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """Checkpoints and export."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Held-out accuracy."""
+    """Evaluation on held-out prompts."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    """Deadlines."""
+    """Deadlines of calls."""
     observability: ObservabilityConfig = ObservabilityConfig()
     """Metrics, traces, trackers and logs."""
 
     @property
     def run_dir(self) -> Path:
-        """Directory of this run's files."""
+        """Returns the directory of this run's files."""
         return self.runs_dir / self.name
 
     @property
     def needs_reference(self) -> bool:
-        """Whether loss or reward has a KL penalty."""
+        """Whether the loss or the reward has a KL penalty."""
         return self.trainer.loss.kl_coef > 0 or self.advantage.needs_reference
 
     @property
     def is_reference_the_base(self) -> bool:
-        """The frozen base under the policy's adapters is the reference, unless that has settings of its own."""
+        """Whether the reference is the frozen base under the policy's adapters: true if `reference` is left unset."""
         return self.trainer.lora.rank > 0 and self.reference == ReferenceConfig()
 
     @property
-    def models_beside(self) -> tuple[str, ...]:
-        """Sections of the models that see a batch beside the policy; the reference may be the policy's base."""
+    def auxiliary_roles(self) -> tuple[str, ...]:
+        """Returns the sections of the other models that process each batch; the reference may be the policy's base."""
         return ("reference",) * self.needs_reference + ("critic",) * (self.critic is not None)
 
     @property
     def models(self) -> dict[str, TrainerConfig]:
-        """What the ranks of each model are given, by the model's section in this config."""
+        """Returns the settings for the ranks of each model, keyed by the model's section in this config."""
         models = {"trainer": self.trainer}
         if self.needs_reference and not self.is_reference_the_base:
             models["reference"] = self.reference.settings(self.trainer)
@@ -142,7 +146,7 @@ class Config(Strict):
         policys = self.trainer.strategy
         roles = {name: role for name in ("reference", "critic") if (role := getattr(self, name))}
         inherited = {role.strategy for role in roles.values() if role.strategy and not getattr(role, role.strategy)}
-        if inherited <= {policys}:  # else a model beside the policy takes the other section over
+        if inherited <= {policys}:  # otherwise another model inherits the section that the policy does not use
             require_used(self.trainer, policys, key="trainer")
         for name, role in roles.items():
             require_used(role, role.strategy or policys, key=name)
@@ -162,7 +166,7 @@ class Config(Strict):
         if self.advantage.needs_values != (self.critic is not None):
             raise ValueError(
                 f"advantage.kind {self.advantage.kind} {'needs' if self.advantage.needs_values else 'does not use'} a "
-                "critic: set advantage.kind gae and critic (critic: {} for its defaults), or neither"
+                "critic: set both advantage.kind gae and critic (critic: {} for its defaults), or neither"
             )
         return self
 
@@ -208,8 +212,8 @@ class Config(Strict):
                 padded += -longest % Layout.of(model.megatron, model.num_ranks).align
             if group % samples_at_once(model) and budget < 2 * padded:
                 raise ValueError(
-                    f"rollout.completions_per_prompt {group} does not divide by {_ranks(name, model)}, so "
-                    f"long samples may spread unevenly: raise {name}.max_tokens_per_microbatch "
+                    f"rollout.completions_per_prompt {group} is not divisible by {_ranks(name, model)}, so "
+                    f"long samples may be split unevenly: raise {name}.max_tokens_per_microbatch "
                     f"{budget} to at least {2 * padded}"
                 )
         return self
@@ -226,7 +230,9 @@ class Config(Strict):
     @model_validator(mode="after")
     def _samples_vary(self) -> Self:
         if not self.rollout.sampling.temperature > 0:
-            raise ValueError("rollout.sampling.temperature must be above 0: greedy samples of a prompt are equal")
+            raise ValueError(
+                "rollout.sampling.temperature must be above 0: all greedy samples of a prompt are identical"
+            )
         return self
 
     @model_validator(mode="after")

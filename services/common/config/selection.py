@@ -1,4 +1,4 @@
-"""Which prompts a step tries and which of their groups it trains on."""
+"""Defines the config section `selection`: the prompts that a step tries and the groups that it trains on."""
 
 import math
 from collections.abc import Sequence
@@ -10,54 +10,61 @@ from services.common.config.base import Strict
 
 
 class DynamicSamplingConfig(Strict):
-    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): groups that cannot teach anything make room for others."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): replaces groups whose advantages are all zero."""
 
     enabled: bool = False
-    """Drop groups whose samples all have the same reward, and try further prompts in their place."""
+    """Drop groups whose samples all have the same reward, and try further prompts in their place (verl
+    filter_groups)."""
     component: str | None = None
-    """Compare this component of reward.scorers, such as the correctness beside a length penalty; null is the reward."""
+    """Component of reward.scorers to compare instead of the reward, such as correctness if there is a length penalty
+    too; null compares the reward."""
     max_rounds: float = Field(default=10.0, ge=1, allow_inf_nan=False)
-    """Most prompts that one step tries, over data.prompts_per_step."""
+    """Limit on the prompts that one step tries, as a multiple of data.prompts_per_step."""
     on_budget: Literal["train", "fail"] = "train"
-    """With fewer useful groups after so many prompts: train on what there is, if it is enough, or end the run."""
+    """What to do if a step reaches max_rounds with too few groups: train on the groups that it has (fails if they are
+    too few for the mini-batches and ranks), or fail the run."""
 
 
 class OverSamplingConfig(Strict):
-    """More prompts at once than a step needs."""
+    """Tries more prompts concurrently than a step needs."""
 
     factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
-    """Prompts that are tried at once, over data.prompts_per_step."""
+    """Number of prompts to try concurrently, as a multiple of data.prompts_per_step."""
     keep: Literal["index", "arrival"] = "index"
-    """index: the first useful groups in the order of the prompts, the same batch whatever the timing; arrival: those
-    that are done first, which favours short completions and differs from run to run. The rest is aborted."""
+    """Which usable groups to keep. index: the first ones in prompt order, so that the batch does not depend on timing;
+    arrival: the first ones to finish, which favors short completions and differs from run to run. All others are
+    aborted."""
 
     def at_once(self, prompts_per_step: int) -> int:
-        """Prompts that a step begins with."""
+        """Returns the number of prompts that a step starts with."""
         return math.ceil(prompts_per_step * self.factor - 1e-9)  # 10 * 1.1 is a little more than 11
 
 
 class OverlongConfig(Strict):
-    """Samples that reached max_tokens; for a softer rule see the scorer `length`."""
+    """Says what to do with samples that reached max_tokens; the scorer `length` is a gentler alternative."""
 
     mask_truncated: bool = False
-    """Leave them out of the loss (DAPO's overlong filtering); they still count in the statistics of their group."""
+    """Leave samples truncated at max_tokens out of the loss (DAPO's overlong filtering). They still count in their
+    group's mean and standard deviation."""
 
 
 class CurriculumConfig(Strict):
-    """Prompts by the share of their samples that passed in earlier steps of this run."""
+    """Orders prompts by their success rate: the share of their samples that passed in earlier steps of this run."""
 
     enabled: bool = False
-    """Try prompts with a success rate within low..high first, and those that were never tried."""
+    """First try prompts that were never tried or whose success rate (share of samples that passed in earlier steps of
+    this run) is from `low` to `high`, then the others."""
     low: float = Field(default=0.1, ge=0, le=1)
-    """Below, a prompt is too hard for now."""
+    """Lowest success rate of the preferred prompts; below it, a prompt is too hard for now."""
     high: float = Field(default=0.9, ge=0, le=1)
-    """Above, a prompt is too easy."""
+    """Highest success rate of the preferred prompts; above it, a prompt is too easy."""
     component: str | None = None
-    """Component of reward.scorers that says whether a sample passed; null is the reward."""
+    """Component of reward.scorers that decides whether a sample passed; null uses the reward."""
     pass_threshold: float = Field(default=1.0, allow_inf_nan=False)
-    """A sample passes if its reward, or component, is at least this."""
+    """Minimum reward, or value of `component`, for a sample to pass."""
     window: int | None = Field(default=None, ge=1)
-    """Only the last so many steps count, so that prompts are tried again; null is all. Use several epochs."""
+    """Number of most recent steps that success rates are computed over; null is all. Make it longer than an epoch, so
+    that prompts outside the range are tried again after a while."""
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
@@ -67,23 +74,23 @@ class CurriculumConfig(Strict):
 
 
 class SelectionConfig(Strict):
-    """Which prompts a step tries and which of their groups it trains on; by default all of the batch of the step."""
+    """Says which prompts a step tries and which groups it trains on; by default, all prompts of the step's batch."""
 
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Replace groups without a signal."""
+    """Replacement of groups whose rewards are all equal."""
     over_sampling: OverSamplingConfig = OverSamplingConfig()
-    """Try more at once."""
+    """Number of prompts tried concurrently."""
     overlong: OverlongConfig = OverlongConfig()
-    """Truncated samples."""
+    """Treatment of truncated samples."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Order of prompts."""
 
 
 def check_selection(selection: SelectionConfig, completions_per_prompt: int, components: Sequence[str]) -> None:
-    """The rules between the sections; `components` are the names in reward.scorers.
+    """Checks the rules that involve several sections; `components` are the component names of reward.scorers.
 
     Raises:
-        ValueError: Samples of a group cannot differ, or a component does not exist.
+        ValueError: A group has only one sample to compare, or a component does not exist.
     """
     if selection.dynamic.enabled and completions_per_prompt < 2:
         raise ValueError(
@@ -94,5 +101,5 @@ def check_selection(selection: SelectionConfig, completions_per_prompt: int, com
         component = getattr(selection, key).component
         if component is not None and component not in components:
             raise ValueError(
-                f"selection.{key}.component {component} is none of reward.scorers: {', '.join(components)}"
+                f"selection.{key}.component {component} is not one of reward.scorers: {', '.join(components)}"
             )

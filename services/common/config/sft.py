@@ -1,4 +1,4 @@
-"""The config tree of a supervised run, `lockstep sft`: the trainer's own section, and what differs from a run."""
+"""Defines the config of a supervised run, `lockstep sft`: the same trainer section, its own data and evaluation."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,88 +14,93 @@ from services.common.megatron.layout import Layout, check_layout, samples_at_onc
 
 
 class SftDataConfig(FilesConfig):
-    """Answers to imitate, as Parquet files: prompt and response, or whole conversations."""
+    """Names the Parquet files to imitate: prompts with responses, or whole conversations."""
 
     max_eval_rows: int | None = Field(default=None, ge=1)
-    """Only the first rows of each eval file; all if unset."""
+    """Number of rows to use from the start of each eval file; null uses all."""
     samples_per_step: int = Field(ge=1)
-    """Rows of one batch, all different; the batch is split over ranks and micro-batches."""
+    """Number of distinct rows per step. The batch is split over ranks and micro-batches."""
     max_tokens: int = Field(default=4096, ge=2)
-    """Longest row, prompt, responses and template together."""
+    """Maximum length of a row in tokens, including prompt, responses and chat template; see `overlong`."""
     response_column: str = "response"
-    """Column of responses: text."""
+    """Column with the responses: text."""
     messages_column: str | None = None
-    """Column of conversations, lists of messages with role and content, read in place of prompt and response."""
+    """Column with conversations, which are lists of messages with role and content. If set, it is read instead of
+    prompt_column and response_column."""
     train_on: Literal["all", "last"] = "all"
-    """Turns of the assistant in a conversation that are trained on. All needs a chat template that is prefix-stable."""
+    """Assistant messages of a conversation to train on: all, or only the last. all needs a chat template that does not
+    rewrite earlier messages."""
     end_token: str | None = None
-    """Token put after a response that is not templated; the only token that ends a sample if unset."""
+    """Token to append to a response that is not templated. May be unset if the model has exactly one stop token."""
 
 
 class SftEvaluationConfig(Strict):
-    """Loss on the held-out rows of data.eval: mean over all trained tokens, and perplexity."""
+    """Evaluates on the held-out rows of data.eval: mean loss over all trained tokens, and perplexity."""
 
     eval_freq: int = Field(default=0, ge=0)
-    """Steps between evaluations, 0 for none; the last step is evaluated too unless this is 0."""
+    """Evaluate every this many steps, and after the last step. 0 evaluates after no step."""
     eval_before_train: bool = True
-    """Evaluate the model before the first step."""
+    """Evaluate the starting weights before the first step, if data.eval names a file."""
 
 
 class SftConfig(Strict):
-    """A supervised run."""
+    """Configures a supervised run."""
 
     name: str = Field(default="sft", pattern=NAME)
-    """Names the run's directory below runs_dir."""
+    """Name of the run, and of its directory in runs_dir."""
     runs_dir: Path = Path("runs")
-    """Where runs keep their files."""
+    """Directory that holds the directories of all runs."""
     model: str
-    """Model directory in the Hugging Face format, on the trainer's host."""
+    """Path of the starting model on the trainer's host: a directory in Hugging Face format."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Of everything random: data order, dropout."""
+    """Random seed for data order and dropout."""
     num_steps: int | None = Field(default=None, ge=1)
-    """Batches to train on; set this or num_epochs."""
+    """Number of training steps, each on one batch. Set either this or num_epochs."""
     num_epochs: int | None = Field(default=None, ge=1)
-    """Passes over the data; the last batch is filled up from the pass after."""
+    """Number of passes over the data. If the last batch is not full, rows of one more pass fill it."""
     resume: str = "auto"
-    """auto: the newest verified checkpoint, else a fresh start; never; must; or the path of a checkpoint."""
+    """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
+    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint to resume
+    from."""
     trace: bool = False
-    """Keep spans of the loop and of every call to a service started here in trace.json, for Perfetto."""
+    """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
+    that this command started."""
     data: SftDataConfig
-    """Rows."""
+    """Rows to train and evaluate on."""
     trainer: TrainerConfig
-    """Update; trainer.loss.kind is sft."""
+    """Training; trainer.loss.kind is sft."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """Checkpoints and export."""
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
-    """Held-out loss."""
+    """Evaluation on held-out rows."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    """Deadlines."""
+    """Deadlines of calls."""
     observability: ObservabilityConfig = ObservabilityConfig()
     """Metrics, traces, trackers and logs."""
 
     @property
     def run_dir(self) -> Path:
-        """Directory of this run's files."""
+        """Returns the directory of this run's files."""
         return self.runs_dir / self.name
 
     @property
     def models(self) -> dict[str, TrainerConfig]:
-        """Settings by config section, as Config.models."""
+        """Returns the settings of the trained model, keyed by config section as in Config.models."""
         return {"trainer": self.trainer}
 
     @property
     def critic(self) -> None:
-        """There is no value model."""
+        """Returns None: a supervised run has no value model."""
 
     @property
     def weights(self) -> WeightsConfig:
-        """What the trainer plans its publications by; there are none."""
+        """Returns the defaults. The trainer plans publications by them, although a supervised run publishes nothing."""
         return WeightsConfig()
 
     @model_validator(mode="before")
     @classmethod
     def _loss_is_supervised(cls, values: Any) -> Any:
-        """Fills in the only loss there is; another that was asked for is left to `_loss_fits`."""
+        """Sets loss.kind to sft if it is unset; `_loss_fits` rejects any other kind."""
         if not isinstance(values, dict):
             return values
         trainer = values.get("trainer") or {}
@@ -107,7 +112,9 @@ class SftConfig(Strict):
     def _loss_fits(self) -> Self:
         loss = self.trainer.loss
         if loss.kind != "sft":
-            raise ValueError(f"trainer.loss.kind {loss.kind} needs samples with rewards: leave it out, it is sft here")
+            raise ValueError(
+                f"trainer.loss.kind {loss.kind} needs samples with rewards: leave it out; a supervised run uses sft"
+            )
         if loss.kl_coef:
             raise ValueError("trainer.loss.kl_coef must be 0: a supervised run has no reference model")
         return self
@@ -153,7 +160,7 @@ class SftConfig(Strict):
         uneven = self.data.samples_per_step // self.trainer.num_minibatches % samples_at_once(self.trainer)
         needed = 2 * longest if uneven else longest
         if budget < needed:
-            why = ", as the samples of a mini-batch do not divide by the ranks" if uneven else ""
+            why = ", because the samples of a mini-batch do not divide evenly by the ranks" if uneven else ""
             raise ValueError(
                 f"trainer.max_tokens_per_microbatch {budget} must be at least {needed} for data.max_tokens "
                 f"{self.data.max_tokens}{why}"

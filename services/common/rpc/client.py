@@ -1,7 +1,7 @@
 """Calls a service: every call names its deadline, and every failure is a LockstepError."""
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
 
 import grpc
 
@@ -12,9 +12,22 @@ from services.common.rpc.options import OPTIONS
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.telemetry.context import outgoing
 
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+Method = Callable[[Any, Request, Any], Answer | Awaitable[Answer]]
+"""A method of a generated servicer that answers once, such as `TrainerServiceServicer.Train`."""
+StreamMethod = Callable[[Any, Request, Any], Iterator[Answer] | AsyncIterator[Answer]]
+"""A method of a generated servicer that answers with a stream."""
+
 
 class Client:
-    """Calls one service. Every call names its deadline; every failure is the exception that the service raised."""
+    """Calls one service. Every call names its deadline; every failure is the exception that the service raised.
+
+    A call names its method by the generated servicer, `client.call(TrainerServiceServicer.Train, ...)`, where a checker
+    finds the types of request and answer. The methods of a stub would be those of one channel, and this client opens
+    another when its certificate is renewed.
+    """
 
     def __init__(self, address: str, stub: type, transport: Transport = LOCAL):
         """Does not connect yet.
@@ -28,40 +41,50 @@ class Client:
         self._channel = Channel(address, stub, transport.tls, OPTIONS)
         self._was_answered = False
 
-    async def call(self, method: str, request: Any, *, timeout_s: float, wait_for_ready: bool = False) -> Any:
-        """One answer. `request` is a message, or an async iterator of them for a client stream.
+    async def call(
+        self,
+        method: Method[Request, Answer],
+        request: Request | AsyncIterator[Any],
+        *,
+        timeout_s: float,
+        wait_for_ready: bool = False,
+    ) -> Answer:
+        """Returns the answer to `request`, which is a message, or an async iterator of them for a client stream.
 
         Raises:
             LockstepError: As the service raised it; Unavailable if it is not there, DeadlineExceeded after `timeout_s`,
                 Unauthenticated if one end refuses the other, InvalidInput if another kind of service is there.
         """
+        name = method.__name__
         if wait_for_ready:
-            timeout_s = await self._channel.connect(timeout_s, target=f"{method} at {self.address}")
+            timeout_s = await self._channel.connect(timeout_s, target=f"{name} at {self.address}")
         stub = self._channel.stub()
         try:
-            answer = await getattr(stub, method)(
+            answer: Answer = await getattr(stub, name)(
                 request, timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=outgoing()
             )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
                 await self._channel.explain()
-            raise self._failure(error, method) from error
+            raise self._failure(error, name) from error
         self._was_answered = True
         return answer
 
-    async def stream(self, method: str, request: Any, *, timeout_s: float) -> AsyncIterator[Any]:
-        """The answers of a server stream. Closing the iterator cancels the call.
+    async def stream(
+        self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Any], *, timeout_s: float
+    ) -> AsyncGenerator[Answer, None]:
+        """Yields the answers of a server stream. Closing the generator cancels the call.
 
         Raises:
             LockstepError: As in `call`.
         """
-        stub = self._channel.stub()
-        call = getattr(stub, method)(request, timeout=timeout_s, metadata=outgoing())
+        name, stub = method.__name__, self._channel.stub()
+        call = getattr(stub, name)(request, timeout=timeout_s, metadata=outgoing())
         try:
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise self._failure(error, method) from error
+            raise self._failure(error, name) from error
         finally:
             call.cancel()
 

@@ -21,7 +21,9 @@ async def require_serving(address: str, transport: Transport, *, timeout_s: floa
     """
     client = Client(address, health_pb2_grpc.HealthStub, transport)
     try:
-        answer = await client.call("Check", health_pb2.HealthCheckRequest(), timeout_s=timeout_s)
+        answer = await client.call(
+            health_pb2_grpc.HealthServicer.Check, health_pb2.HealthCheckRequest(), timeout_s=timeout_s
+        )
     finally:
         await client.close()
     if answer.status != health_pb2.HealthCheckResponse.SERVING:

@@ -11,7 +11,8 @@ import signal
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -48,7 +49,7 @@ _HANDLERS = {
 }
 
 
-class Answers(grpc.aio.ServerInterceptor):
+class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log.
 
     Every call is a span of `trace` and is counted in `metrics`; it belongs to what the caller's work belongs to. With
@@ -109,15 +110,26 @@ class Answers(grpc.aio.ServerInterceptor):
                 await context.abort_with_status(to_status(InternalError(why, traceback=where)))
 
 
-def service_info(service: str, state: str, *, run: tuple[str, str], libraries: tuple[str, ...]) -> ServiceInfo:
-    """What a service answers to GetInfo first; `run` is the open run's id and the digest of its config section."""
+@dataclass(frozen=True)
+class OpenedRun:
+    """The run that a service has open: its id and the digest of its config section, both empty without a run."""
+
+    run_id: str
+    config_digest: str
+
+
+NO_RUN = OpenedRun("", "")
+
+
+def service_info(service: str, state: str, *, run: OpenedRun, libraries: Sequence[str]) -> ServiceInfo:
+    """Returns what every service says of itself in GetInfo."""
     return ServiceInfo(
         service=service,
         version=version("lockstep-rl"),
         incarnation=INCARNATION,
         state=state,
-        run_id=run[0],
-        config_digest=run[1],
+        run_id=run.run_id,
+        config_digest=run.config_digest,
         libraries={name: version(name) for name in libraries},
         time_ns=time.time_ns(),
     )
@@ -130,8 +142,8 @@ class Server:
         self, trace: Trace = NO_TRACE, tls: Credentials | None = None, registry: CollectorRegistry | None = None
     ) -> None:
         self._tls = tls
-        answers = Answers(trace, RpcMetrics(registry), by_role=tls is not None)
-        self._server = grpc.aio.server(interceptors=[answers], options=OPTIONS)
+        interceptor = StatusInterceptor(trace, RpcMetrics(registry), by_role=tls is not None)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []

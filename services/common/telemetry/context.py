@@ -1,6 +1,6 @@
-"""What the work in progress belongs to: its run, step, group and span. Kept by contextvars, sent with every call.
+"""Tracks the context of the current work: its run, step, group and span. Contextvars hold it; every call sends it.
 
-On the wire it is two headers that other tools know too: `traceparent` (W3C Trace Context) and `baggage` (W3C Baggage).
+On the wire it is two standard headers: `traceparent` (W3C Trace Context) and `baggage` (W3C Baggage).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,39 +13,39 @@ from urllib.parse import quote, unquote
 Value = TypeVar("Value")
 
 FIELDS: Mapping[str, Callable[[str], object]] = {"run": str, "step": int, "group": str, "sample": int}
-"""Run id, policy version, prompt id, index in the group."""
+"""Maps each field to its parser: run id, policy version, prompt id, index in the group."""
 _MAX_CHARACTERS = 128
 
 TRACEPARENT: ContextVar[str] = ContextVar("lockstep_traceparent", default="")
-"""Header of the span in progress, empty without OpenTelemetry."""
+"""`traceparent` header of the current span; empty without OpenTelemetry."""
 _fields: ContextVar[Mapping[str, object]] = ContextVar("lockstep_fields", default=MappingProxyType({}))
 
 
 @contextmanager
 def scoped(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    """Sets `variable` for a block."""
+    """Sets `variable` inside the block."""
     before = variable.get()
     variable.set(value)
     try:
         yield
     finally:
-        variable.set(before)  # not by token: an async generator may be closed in another context
+        variable.set(before)  # not reset(token), because an async generator may be closed in another context
 
 
 @contextmanager
 def within(**fields: object) -> Iterator[None]:
-    """What happens in the block belongs to these of FIELDS, and to those around it."""
+    """Adds `fields`, which are keys of FIELDS, to the context of the work in the block."""
     with scoped(_fields, {**_fields.get(), **fields}):
         yield
 
 
 def fields() -> Mapping[str, object]:
-    """What the caller's work belongs to."""
+    """Returns the fields of the current work."""
     return _fields.get()
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """gRPC metadata for a call."""
+    """Returns the gRPC metadata that sends the current context with a call."""
     known = {name: quote(str(value)[:_MAX_CHARACTERS], safe="") for name, value in _fields.get().items()}
     baggage = ",".join(f"{name}={value}" for name, value in known.items())
     headers = (("traceparent", TRACEPARENT.get()), ("baggage", baggage))
@@ -54,14 +54,14 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 @contextmanager
 def incoming(metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
-    """The block belongs to what the caller's work belongs to."""
+    """Gives the work in the block the context that a caller sent in `metadata`."""
     headers = dict(metadata)
     with scoped(TRACEPARENT, str(headers.get("traceparent", ""))), within(**_parse(str(headers.get("baggage", "")))):
         yield
 
 
 def _parse(baggage: str) -> dict[str, object]:
-    """Only what is known, and fit for a line of a log: the caller may be anybody."""
+    """Parses the known fields, if short and printable. The header is untrusted and its fields go into log lines."""
     found: dict[str, object] = {}
     for member in baggage.split(","):
         name, _, quoted = member.partition("=")

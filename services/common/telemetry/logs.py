@@ -1,4 +1,4 @@
-"""How a line of a log looks: text for people or JSON for programs, with what the work in progress belongs to."""
+"""Formats log lines, as text for people or JSON for programs, with the context of the current work."""
 
 import datetime
 import json
@@ -11,7 +11,7 @@ LogFormat = Literal["text", "json"]
 
 
 def formatter(kind: LogFormat, service: str = "") -> logging.Formatter:
-    """One record a line: time, level, service, logger, message, and the run, step and group that it is about."""
+    """Returns a formatter of one line per record: time, level, service, logger, message, and run, step and group."""
     return _Json(service) if kind == "json" else _Text(service)
 
 

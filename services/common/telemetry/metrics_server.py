@@ -1,4 +1,4 @@
-"""The page that Prometheus reads. Each process has a registry of its own; names of metrics end with their unit."""
+"""Serves metrics to Prometheus. Each process has its own registry; the name of a metric ends with its unit."""
 
 import logging
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Page:
-    """Where metrics are served: nowhere, if `address` is empty."""
+    """Says where metrics are served; an empty `address` serves none."""
 
     address: str = ""
     insecure: bool = False
     field: str = "--metrics"
     consent: str = "pass --metrics-insecure"
-    """How to ask for another interface than loopback."""
+    """What an error message tells the user to do to allow another interface than loopback."""
 
 
 class Metrics:
-    """The registry of a process, which knows what the process is, and its page.
+    """Holds the metrics registry of a process and serves it.
 
     Raises:
         InvalidInput: The page's address is malformed or not loopback.
@@ -38,22 +38,25 @@ class Metrics:
         if page.address:
             self._host, self._port = parse_address(page.address, field=page.field)
             require_loopback(self._host, insecure=page.insecure, field=page.field, consent=page.consent)
-        disable_created_metrics()  # they would be a second series for each counter: when it was made
+        disable_created_metrics()  # would add a second series to each counter: its creation time
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        about = Info("lockstep_service", "What the process is.", registry=self.registry)
+        about = Info("lockstep_service", "Name, version and incarnation of the service.", registry=self.registry)
         about.info({"service": service, "version": version("lockstep-rl"), "incarnation": INCARNATION})
 
     @property
     def is_served(self) -> bool:
-        """Whether there is a page, or will be."""
+        """Whether metrics are served, or will be."""
         return bool(self._page.address)
 
     def serve(self) -> int:
-        """Answers http://HOST:PORT/metrics from a thread, if there is an address; the port, of which 0 picks one.
+        """Serves http://HOST:PORT/metrics from a thread, if there is an address.
+
+        Returns:
+            The port, which is a free one if the address has port 0; 0 if nothing is served.
 
         Raises:
-            InvalidInput: The port is in use or the host is not this one.
+            InvalidInput: The port is in use, or the address is not one of this host.
         """
         if not self._page.address:
             return 0
@@ -65,7 +68,7 @@ class Metrics:
         return self._server.server_port
 
     def close(self) -> None:
-        """Closes the page."""
+        """Stops serving."""
         if self._server:
             self._server.shutdown()
             self._server.server_close()

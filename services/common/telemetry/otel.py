@@ -1,4 +1,4 @@
-"""Spans to an OpenTelemetry collector, beside or instead of the file of services/common/telemetry/trace.py."""
+"""Sends spans to an OpenTelemetry collector, with or without the trace file of services/common/telemetry/trace.py."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 from services.common.errors import InvalidInput
 from services.common.telemetry.context import TRACEPARENT, scoped
 
-# A collector that is gone must not hold up the end of a process: services are killed 10 s after they are asked to end.
+# An unreachable collector must not delay the exit of a process: services are killed 10 s after they are asked to end.
 _TIMEOUT_S = 5.0
 
 
 class Otel:
-    """Sends spans over OTLP/gRPC, from a thread. A span's parent is the one in progress, here or at the caller.
+    """Sends spans over OTLP/gRPC, from a thread. The parent of a span is the current span, here or at the caller.
 
     Raises:
         InvalidInput: The endpoint is not a URL, or the extra `otel` is not installed.
@@ -35,7 +35,7 @@ class Otel:
             ) from error
         exporter = OTLPSpanExporter(endpoint, insecure=parts.scheme == "http", timeout=_TIMEOUT_S)
         names = {"service.name": process, "service.instance.id": instance, "service.version": version("lockstep-rl")}
-        # Of this object alone: vLLM and others may have a provider of their own.
+        # Private to this object, because vLLM and other libraries may set a global provider.
         self._provider = TracerProvider(resource=Resource.create(names))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("lockstep")
@@ -43,7 +43,7 @@ class Otel:
 
     @contextmanager
     def span(self, name: str, **arguments: object) -> Iterator[None]:
-        """From here to the end of the block; the parent of spans in it, and of those of the services called in it."""
+        """Records the block as a span, the parent of all spans in the block and in the services that it calls."""
         from opentelemetry.trace import StatusCode, set_span_in_context
 
         parent = self._headers.extract({"traceparent": TRACEPARENT.get()})
@@ -61,5 +61,5 @@ class Otel:
             span.end()
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the remaining spans."""
         self._provider.shutdown()

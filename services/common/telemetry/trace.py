@@ -1,4 +1,4 @@
-"""Spans of what a process does, in a file for Perfetto or chrome://tracing (the Trace Event Format)."""
+"""Writes spans of a process to a file for Perfetto or chrome://tracing (in the Trace Event Format)."""
 
 import itertools
 import json
@@ -15,10 +15,10 @@ from services.common.telemetry.otel import Otel
 
 
 class Trace:
-    """Appends spans to `path`, a JSON array whose end may be missing: a killed process leaves a file that can be read.
+    """Appends spans to `path`, a JSON array without its closing bracket, so that a killed process leaves a valid trace.
 
-    Times are of the host's clock, so that the files of several processes can be joined. Without a path nothing is kept.
-    The same spans go to `otel`, if there is one.
+    Times are of the host's clock, so that the files of several processes can be joined. With an empty path no file is
+    written. The same spans are sent to `otel`, if given.
     """
 
     def __init__(self, path: str | Path, process: str, otel: Otel | None = None):
@@ -28,7 +28,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, **arguments: object) -> Iterator[None]:
-        """From here to the end of the block; spans may overlap."""
+        """Records the block as a span; spans may overlap."""
         number = {"local": str(next(self._numbers))}
         self._write(ph="b", name=name, id2=number, args=arguments)
         try:
@@ -38,7 +38,7 @@ class Trace:
             self._write(ph="e", name=name, id2=number)
 
     def close(self) -> None:
-        """Sends the last spans; the file is whole without it."""
+        """Sends the remaining spans to `otel`. The file needs no close."""
         if self._otel:
             self._otel.close()
 
@@ -59,11 +59,11 @@ _current: ContextVar[Trace] = ContextVar("lockstep_trace", default=NO_TRACE)
 
 
 def span(name: str, **arguments: object) -> AbstractContextManager[None]:
-    """A span in the trace of the span in progress; nothing if there is none."""
+    """Records the block as a span in the trace of the current span; does nothing if there is none."""
     return _current.get().span(name, **arguments)
 
 
 def join(paths: list[Path], to: Path) -> None:
-    """Puts the spans of several files into one JSON array."""
+    """Writes the spans of the files `paths` to the file `to`, as one JSON array."""
     lines = [line.rstrip(",") for path in paths for line in path.read_text().splitlines() if line.endswith("},")]
     to.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -1,1 +1,1 @@
-"""Publication of weights: what is sent (plan), how it is proven (digest), and between whom (group)."""
+"""Publishes weights: what is sent (plan), how it is verified (digest), and between which members (group)."""

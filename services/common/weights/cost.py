@@ -1,4 +1,4 @@
-"""What one end of a publication spends beside moving the bytes."""
+"""Measures what a member spends on a publication in addition to moving the bytes: hashing time and memory."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 
 class Cost:
-    """Begins with a publication; `measured` once the device is done with it."""
+    """Measures one publication. Create it at the start; call `measured` once the device has finished."""
 
     def __init__(self, device: torch.device):
         self._cuda = device if device.type == "cuda" else None
@@ -20,7 +20,7 @@ class Cost:
 
     @contextmanager
     def hashing(self) -> Iterator[None]:
-        """Times a bucket's hash where it is computed."""
+        """Times the hashing of a bucket on the device that computes it."""
         if self._cuda:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -33,7 +33,7 @@ class Cost:
             self._digest_s += time.perf_counter() - begin
 
     def measured(self) -> dict[str, float]:
-        """The fields of types.v1.PublicationCost."""
+        """Returns the fields of types.v1.PublicationCost."""
         digest_s = self._digest_s + sum(begin.elapsed_time(end) for begin, end in self._kernels) / 1e3
         extra = torch.cuda.max_memory_allocated(self._cuda) - self._held_bytes if self._cuda else 0
         return {"digest_s": digest_s, "extra_bytes": extra}

@@ -1,8 +1,8 @@
-"""A 128-bit content hash of weights that is computed where the bytes are, with one host transfer per publication.
+"""Computes a 128-bit content hash of weights on the device that has them, with one host transfer per publication.
 
-Every 64-bit word is mixed with its position by a bijection (the finaliser of MurmurHash3, Appleby 2011), and two
-different functions of the result are summed modulo 2^64. A change of one word therefore always changes the hash;
-several changes cancel with probability about 2^-128. It guards against faults, not against an adversary.
+Every 64-bit word is mixed with its position by a bijection (the finalizer of MurmurHash3, Appleby 2011), and two
+different functions of the result are summed modulo 2^64. Changing one word therefore always changes the hash; several
+changes cancel out with a probability of about 2^-128. The hash protects against faults, not against an adversary.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import torch
 
 _CONSTANTS = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 _POSITION, _MIX_1, _MIX_2 = (constant - (1 << 64) for constant in _CONSTANTS)
-# Bounds the scratch memory to a few times this many bytes.
+# Limits the scratch memory to a few times this many words.
 _CHUNK_WORDS = 8 << 20
 
 
@@ -28,14 +28,14 @@ def _mix(words: torch.Tensor, first: int) -> torch.Tensor:
     return words ^ _shift_right(words, 33)
 
 
-# Of a part of the content; what is left of a WeightDigest without its plan. Nothing has (0, 0).
+# The two sums over a part of the content: the state of a WeightDigest without its plan. (0, 0) is no content.
 Sums = tuple[int, int]
 
 
 class WeightDigest:
-    """Takes the buckets of a publication in any order; `hexdigest` names the whole content.
+    """Hashes the buckets of a publication, in any order; `hexdigest` returns the hash of the whole content.
 
-    A part of the content that is known by its `sums` need not be taken again.
+    A part of the content whose `sums` are known need not be hashed again.
     """
 
     def __init__(self, plan_digest: str, device: torch.device, sums: Sums = (0, 0)):
@@ -43,7 +43,7 @@ class WeightDigest:
         self._sums = torch.tensor(sums, dtype=torch.int64, device=device)
 
     def update(self, flat: torch.Tensor, *, start: int) -> None:
-        """Adds a bucket (uint8, a multiple of 16 bytes) that begins `start` bytes into the publication."""
+        """Adds a bucket (uint8, a multiple of 16 bytes) that starts at byte `start` of the publication."""
         words, first = flat.view(torch.int64), start // 8
         if words.is_cuda:
             from services.common.weights.digest_gpu import add_sums
@@ -56,16 +56,16 @@ class WeightDigest:
             self._sums[1] += ((mixed ^ _shift_right(mixed, 29)) * _MIX_1).sum()
 
     def add(self, sums: Sums) -> None:
-        """Adds a part that was taken elsewhere."""
+        """Adds a part that was hashed elsewhere."""
         self._sums += torch.tensor(sums, dtype=torch.int64, device=self._sums.device)
 
     def sums(self) -> Sums:
-        """Of what was taken so far. Waits for the device."""
+        """Returns the sums of what was added so far. Waits for the device."""
         first, second = self._sums.tolist()
         return first, second
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits over the plan and the content. Waits for the device."""
+        """Returns the hash of plan and content as 32 hexadecimal digits. Waits for the device."""
         hasher = hashlib.blake2b(self._plan_digest.encode(), digest_size=16)
         for value in self.sums():
             hasher.update(value.to_bytes(8, "little", signed=True))

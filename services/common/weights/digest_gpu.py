@@ -1,11 +1,11 @@
-"""The weight digest's sums on a GPU: one pass over the bytes, where torch's operators would make some twenty."""
+"""Computes the sums of the weight digest on a GPU in one pass over the bytes; torch operators would take about 20."""
 
 import torch
 import triton
 import triton.language as tl
 
 _BLOCK = 1024
-_PROGRAMS = 2112  # 16 for each of an H100's or H200's 132 multiprocessors
+_PROGRAMS = 2112  # 16 for each of the 132 multiprocessors of an H100 or H200
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _sums(words_ptr, sums_ptr, num_words, first, num_rounds, POSITION: tl.conste
 
 
 def add_sums(sums_2: torch.Tensor, words: torch.Tensor, first: int, constants: tuple[int, int, int]) -> None:
-    """Adds to the digest's two sums those of `words` (int64), the first of which is word number `first`."""
+    """Adds the two sums over `words` (int64) to `sums_2`. `first` is the index of the first word in the content."""
     partial = torch.empty(_PROGRAMS, 2, dtype=torch.int64, device=words.device)
     num_rounds = triton.cdiv(words.numel(), _PROGRAMS * _BLOCK)
     with torch.cuda.device(words.device):

@@ -1,8 +1,9 @@
-"""The weight group: trainer and engine workers in one broadcast group that is made anew for every epoch.
+"""Implements the weight group: trainer and engine workers in one broadcast group that is recreated for every epoch.
 
-One code path for gloo and NCCL; only the backend object differs. Nothing touches torch.distributed's global state, so
-a group lives beside Megatron in a trainer rank and inside a vLLM worker. A member that fails or waits too long sets
-the epoch's kill key and aborts; the others see the key while they wait, so nobody waits for the dead.
+gloo and NCCL share one code path; only the backend object differs. The group does not touch the global state of
+torch.distributed, so it can exist next to Megatron in a trainer rank and inside a vLLM worker. A member that fails or
+waits too long sets the epoch's kill key and aborts. The other members check the key while they wait, so none of them
+waits for a dead member.
 """
 
 import contextlib
@@ -14,26 +15,26 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from lockstep.types.v1 import types_pb2
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from services.common.compat.torch import allreduce, broadcast, gloo_group, nccl_group
 from services.common.errors import Aborted, InvalidInput
 from services.common.rpc.network import route_to
 from services.common.weights.store import StoreAddress, StoreClient
 
-# Completion of a collective, and a key in the store, can only be asked for: torch offers no event for either.
+# Limits of the polling interval. torch offers no event for the end of a collective or for a key in the store.
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
-# A bucket travels in parts of this size: what passes through a member that does not keep it needs memory for one.
+# Buckets are sent in parts of this size, so that a member that only relays a bucket needs memory for one part.
 _PART_BYTES = 256 << 20
 _KILL_CHECK_S = 0.2
 _KILL_KEY = "killed"
-# gloo's destructor waits, holding the GIL, for operations that its abort() does not wake. Broken groups are kept
-# until those must have expired.
+# gloo's destructor holds the GIL and waits for operations that its abort() does not end. Broken groups are therefore
+# kept, with the time when their operations must have timed out.
 _graveyard: list[tuple[float, dist.ProcessGroup]] = []
 
 
 @dataclass
 class _Pace:
-    """Waits that grow with the time already waited: an end is noticed a tenth of it late, within the limits above."""
+    """Polls at intervals of a tenth of the time already waited, within the limits above."""
 
     begin: float = field(default_factory=time.monotonic)
 
@@ -44,16 +45,16 @@ class _Pace:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A broadcast on its way, in parts; their memory is held until this is forgotten."""
+    """Holds the parts of a broadcast in progress, and with them their memory."""
 
     parts: list[tuple[torch.Tensor, dist.Work]]
 
 
 class WeightGroup:
-    """One member's end of one epoch.
+    """Takes part in one epoch as one member.
 
     Raises:
-        Aborted: Not all members came within the timeout, or one of them gave up.
+        Aborted: Not all members joined within the timeout, or one of them gave up.
     """
 
     def __init__(self, group: types_pb2.WeightGroup, *, rank: int, device: torch.device):
@@ -62,10 +63,10 @@ class WeightGroup:
         self._timeout_s, self._backend = group.timeout_s, group.backend
         self._pg: dist.ProcessGroup | None = None
         self._client: StoreClient | None = None
-        self._scratch: torch.Tensor | None = None  # what passes through this member in a publication
+        self._scratch: torch.Tensor | None = None  # buffer for buckets that this member only relays
         timeout = timedelta(seconds=group.timeout_s)
         try:
-            # A client of its own for every epoch: one that was blocked in a failed wait is not used again.
+            # Every epoch has its own client, because one that was blocked in a failed wait must not be used again.
             address = StoreAddress(group.store_host, group.store_port, group.store_secret)
             self._client = StoreClient(address, group.timeout_s)
             self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", self._client)
@@ -88,49 +89,50 @@ class WeightGroup:
         self._wait_until(lambda: self._store.check(members), "all members to join")
         try:
             self._pg = self._make_backend(group.store_host, timeout)
-        except RuntimeError as error:  # a member died after it had said that it is there
+        except RuntimeError as error:  # a member died after it had joined
             self._give_up(f"the members could not connect: {error}", cause=error)
-        # Proves that every member is in before any weight moves.
+        # Proves that every member is connected before any weight is sent.
         count = torch.ones(1, device=self.device)
         self._wait(self._pg.allreduce([count]))
         if int(count.item()) != self.world_size:
             self._give_up(f"{int(count.item())} of {self.world_size} members answered")
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
-        """Starts the broadcast of `flat` from member `sender`; finish it with `wait`. All begin all in one order."""
+        """Starts the broadcast of `flat` from member `sender`; `wait` finishes it.
+
+        All members must start all broadcasts in the same order.
+        """
         return self._begin(flat.split(_part_sizes(flat.numel())), sender)
 
     def pass_on(self, num_bytes: int, sender: int) -> Transfer:
-        """Takes part in the broadcast of a flat buffer that this member has no use for."""
+        """Takes part in the broadcast of a flat buffer that this member relays but does not use."""
         return self._begin([self._unused(size) for size in _part_sizes(num_bytes)], sender)
 
     def wait(self, transfer: Transfer) -> None:
-        """Waits for a broadcast.
+        """Waits until a broadcast has finished.
 
         Raises:
-            Aborted: It failed, timed out, or another member gave up.
+            Aborted: The broadcast failed or timed out, or another member gave up.
         """
         for _, work in transfer.parts:
             self._wait(work)
 
     def agrees(self, values: Sequence[int]) -> bool:
-        """Whether all members bring the same 64-bit integers. A collective, in order with the broadcasts.
+        """Whether all members pass the same 64-bit integers. A collective call, ordered with the broadcasts.
 
         Raises:
-            Aborted: A member failed, left or was too slow.
+            Aborted: A member failed, left or timed out.
         """
         if self._pg is None:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
         own = torch.tensor(values, dtype=torch.int64, device=self.device)
-        smallest = torch.cat([own, ~own])  # of ~x is ~(the largest x)
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._wait(self._pg.allreduce([smallest], options))
+        smallest = torch.cat([own, ~own])  # the minimum of ~x is ~(the maximum of x)
+        self._wait(allreduce(self._pg, smallest, dist.ReduceOp.MIN))
         least, not_most = smallest.chunk(2)
         return torch.equal(least, ~not_most)
 
     def acknowledge(self, version: int, digest: str) -> None:
-        """Tells rank 0 that this member is done with `version`, and what its content, or its part, hashes to.
+        """Tells rank 0 that this member has finished `version`, with the digest of its content or of its part.
 
         Raises:
             Aborted: The trainer's store is gone.
@@ -140,7 +142,9 @@ class WeightGroup:
             self._store.set(f"ack/{version}/{self.rank}", digest)
 
     def acknowledged(self, version: int) -> list[str]:
-        """What each member after rank 0 acknowledged. By the store, because vLLM answers for its first engine only.
+        """Returns the digest that each member after rank 0 acknowledged.
+
+        They come through the store, because vLLM returns answers of its first engine only.
 
         Raises:
             Aborted: A member did not acknowledge in time.
@@ -150,17 +154,17 @@ class WeightGroup:
         self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge")
         with self._store_at_hand():
             digests = [digest.decode() for digest in self._store.multi_get(keys)] if keys else []
-            for key in keys:  # the same version may be sent again
+            for key in keys:  # the same version may be published again
                 self._store.delete_key(key)
         return digests
 
     def kill(self) -> None:
-        """Makes every member of the epoch give up. Any thread of any member may call it."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: its clients notice by themselves
+        """Makes every member of the epoch give up. Any thread of any member may call this."""
+        with contextlib.suppress(RuntimeError):  # the store is gone; its other clients notice by themselves
             self._store.set(_KILL_KEY, b"1")
 
     def abort(self) -> None:
-        """Leaves at once, whatever is in flight."""
+        """Leaves the epoch at once, even while broadcasts are in progress."""
         self._client.leave()
         pg, self._pg = self._pg, None
         if pg is None:
@@ -175,12 +179,10 @@ class WeightGroup:
     def _begin(self, parts: Sequence[torch.Tensor], sender: int) -> Transfer:
         if self._pg is None:
             raise Aborted(f"epoch {self.epoch} was aborted", epoch=self.epoch)
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = sender, 0
-        return Transfer([(part, self._pg.broadcast([part], options)) for part in parts])
+        return Transfer([(part, broadcast(self._pg, part, sender)) for part in parts])
 
     def _unused(self, num_bytes: int) -> torch.Tensor:
-        """Memory to pass on. NCCL's broadcasts follow one another and share it; gloo's run side by side."""
+        """Returns a buffer for relaying. NCCL's broadcasts share it, as they run one by one; gloo's run in parallel."""
         if self._backend == "gloo":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self._scratch is None or self._scratch.numel() < num_bytes:
@@ -189,24 +191,20 @@ class WeightGroup:
 
     def _make_backend(self, host: str, timeout: timedelta) -> dist.ProcessGroup:
         if self._backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [_gloo_device(host)]
-            options._timeout = timeout
-            return dist.ProcessGroupGloo(self._store, self.rank, self.world_size, options)
+            # The interface that reaches the store's host; loopback when everything is on one machine.
+            address = route_to(host).address
+            return gloo_group(self._store, self.rank, self.world_size, address=address, timeout=timeout)
         if self._backend == "nccl":
             torch.cuda.set_device(self.device)
-            options = dist.ProcessGroupNCCL.Options()
             # Our own deadline comes first; NCCL's watchdog, which ends the process, is the last resort.
-            options._timeout = max(timedelta(minutes=30), 10 * timeout)
-            pg = dist.ProcessGroupNCCL(self._store, self.rank, self.world_size, options)
-            pg.eager_connect_single_device(self.device)
-            return pg
+            last_resort = max(timedelta(minutes=30), 10 * timeout)
+            return nccl_group(self._store, self.rank, self.world_size, device=self.device, timeout=last_resort)
         raise InvalidInput(f"weight group backend {self._backend!r} is neither gloo nor nccl", field="backend")
 
     def _wait(self, work: dist.Work) -> None:
         self._wait_until(work.is_completed, "a broadcast")
         try:
-            work.wait()  # gloo raises if a peer died; NCCL orders the current stream after the broadcast
+            work.wait()  # gloo raises if a peer died; NCCL makes the current stream wait for the broadcast
         except RuntimeError as error:
             self._give_up(f"a broadcast failed: {error}", cause=error)
 
@@ -237,10 +235,5 @@ class WeightGroup:
 
 
 def _part_sizes(num_bytes: int) -> list[int]:
-    """Of a broadcast's parts, the same on all members."""
+    """Returns the sizes of a broadcast's parts in bytes, which are the same on all members."""
     return [min(_PART_BYTES, num_bytes - begin) for begin in range(0, max(num_bytes, 1), _PART_BYTES)]
-
-
-def _gloo_device(store_host: str) -> object:
-    """The interface that reaches the store's host; loopback when everything is on one machine."""
-    return dist.ProcessGroupGloo.create_device(hostname=route_to(store_host).address)

@@ -1,10 +1,10 @@
-"""What the members of a weight group must have in common."""
+"""Returns the library versions that all members of a weight group must share."""
 
 import torch
 
 
 def accelerator_libraries() -> dict[str, str]:
-    """Versions of the CUDA and NCCL that this process's torch brings; nothing if it has no CUDA."""
+    """Returns the versions of CUDA and NCCL that this process's torch was built with; empty for a CPU build."""
     if torch.version.cuda is None:
         return {}
     return {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}

@@ -1,4 +1,4 @@
-"""What a publication sends, cut into byte buckets by the same rule on both ends."""
+"""Plans what a publication sends: sender and receivers split the weights into byte buckets by the same rule."""
 
 import hashlib
 import itertools
@@ -11,12 +11,13 @@ from typing import TypeVar
 import torch
 from lockstep.types.v1 import types_pb2
 
+from services.common.compat.torch import copy_all
 from services.common.errors import InternalError, InvalidInput
 
-# Every tensor starts at a multiple of this, so that views of any dtype are aligned.
+# Every tensor starts at a multiple of this in its bucket, so that views of any dtype are aligned.
 ALIGN_BYTES = 16
-# Copied into a bucket in one call: one for each tensor would take longer than the copies, and what was gathered for
-# them is held until then.
+# Maximum bytes copied into a bucket by one call. A call per tensor would take longer than the copies themselves, but
+# the gathered tensors are kept in memory until the call.
 _COPY_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -25,8 +26,8 @@ _NOTHING = ("nothing", torch.empty(0))
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Place of one tensor in its bucket."""
+class Place:
+    """Describes the place of one tensor in its bucket."""
 
     name: str
     dtype: torch.dtype
@@ -38,45 +39,48 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive tensors of one sender, which travel as one flat uint8 buffer.
+    """Describes consecutive tensors of one sender, which are sent as one flat uint8 buffer.
 
-    `start` counts bytes from the first bucket's begin, `sender` is a member of the weight group.
+    `start` counts bytes from the start of the first bucket; `sender` is a member of the weight group.
     """
 
     start: int
     num_bytes: int
-    slots: tuple[Slot, ...]
+    places: tuple[Place, ...]
     sender: int
 
 
 class Plan:
-    """Name, dtype and shape of every weight in publication order, and the buckets that follow from them."""
+    """Holds the name, dtype and shape of every weight in publication order, and the buckets that follow from them."""
 
     def __init__(self, message: types_pb2.WeightPlan):
         self.message = message
         self.num_senders = message.num_senders
-        self.rounds = tuple(tuple(itertools.chain(*parts)) for parts in take_together(_turns(message)))
+        self.rounds = tuple(tuple(itertools.chain(*parts)) for parts in take_together(_slots(message)))
         self.buckets = tuple(itertools.chain(*self.rounds))
-        self.num_bytes = sum(slot.num_bytes for bucket in self.buckets for slot in bucket.slots)
+        self.num_bytes = sum(place.num_bytes for bucket in self.buckets for place in bucket.places)
         self.num_base_buckets = len(self.buckets)
         if self.has_adapter:
-            lengths = itertools.accumulate(len(bucket.slots) for bucket in self.buckets)
+            lengths = itertools.accumulate(len(bucket.places) for bucket in self.buckets)
             self.num_base_buckets = sum(length <= message.num_base_tensors for length in lengths)
 
     @classmethod
-    def of(cls, tensors: NamedTensors, *, bucket_bytes: int, turns: Sequence[tuple[int, int]] = ()) -> "Plan":
-        """The plan of `tensors` (meta tensors will do) in their order; `turns` are senders and numbers of tensors."""
+    def of(cls, tensors: NamedTensors, *, bucket_bytes: int, slots: Sequence[tuple[int, int]] = ()) -> "Plan":
+        """Plans the publication of `tensors`, which may be meta tensors, in their order.
+
+        `slots` lists pairs of a sender and the number of consecutive tensors that it sends.
+        """
         message = types_pb2.WeightPlan(tensors=_specs(tensors), bucket_bytes=bucket_bytes)
-        message.num_senders = 1 + max((sender for sender, _ in turns), default=0)
-        for sender, num_tensors in turns:
-            message.turns.add(sender=sender, num_tensors=num_tensors)
+        message.num_senders = 1 + max((sender for sender, _ in slots), default=0)
+        for sender, num_tensors in slots:
+            message.slots.add(sender=sender, num_tensors=num_tensors)
         return cls(message)
 
     @classmethod
     def with_adapter(
         cls, base: NamedTensors, adapter: NamedTensors, *, adapter_config_json: str, bucket_bytes: int
     ) -> "Plan":
-        """The plan of a base and, in PEFT's names, of the adapters beside it."""
+        """Plans the publication of a base model and its adapters, whose names are PEFT's."""
         specs = _specs(base)
         return cls(
             types_pb2.WeightPlan(
@@ -90,21 +94,21 @@ class Plan:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the base may be left out of a publication."""
+        """Whether the plan has adapters, so that a publication may leave the base out."""
         return bool(self.message.adapter_config_json)
 
     def first_bucket(self, *, skips_base: bool) -> int:
-        """Where a publication begins."""
+        """Returns the index of the first bucket that a publication sends."""
         return self.num_base_buckets if skips_base else 0
 
     def num_bytes_sent(self, *, skips_base: bool) -> int:
-        """Of the tensors of a publication."""
+        """Returns the total size in bytes of the tensors that a publication sends."""
         buckets = self.buckets[self.first_bucket(skips_base=skips_base) :]
-        return sum(slot.num_bytes for bucket in buckets for slot in bucket.slots)
+        return sum(place.num_bytes for bucket in buckets for place in bucket.places)
 
     @cached_property
     def digest(self) -> str:
-        """128-bit hash, in hexadecimal, of names, dtypes, shapes and adapter config, whatever the bucket size."""
+        """Returns a 128-bit hash, in hexadecimal, of names, dtypes, shapes and adapter config, but not bucket sizes."""
         hasher = hashlib.blake2b(digest_size=16)
         for spec in self.message.tensors:
             hasher.update(f"{spec.name} {spec.dtype} {list(spec.shape)}\n".encode())
@@ -112,11 +116,11 @@ class Plan:
         return hasher.hexdigest()
 
 
-def take_together(turns: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
-    """Rounds: what belongs to consecutive turns of different senders, who gather at the same time."""
+def take_together(slots: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
+    """Groups slots into rounds: consecutive slots of different senders, which can gather at the same time."""
     senders: set[int] = set()
     together: list[T] = []
-    for sender, held in turns:
+    for sender, held in slots:
         if sender in senders:
             yield together
             senders, together = set(), []
@@ -129,13 +133,13 @@ def take_together(turns: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
 def pack(
     plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Fills one new buffer (uint8 [num_bytes]) after the other from `tensors`, which must come in the plan's order.
+    """Yields each bucket with a new buffer (uint8 [num_bytes]), filled from `tensors`, which must be in plan order.
 
-    A tensor that is alone in its bucket is not copied if its bytes are the bucket's. With `skips_base`, tensors and
-    buckets are the adapter's only.
+    A tensor that is alone in its bucket is not copied if its bytes can be sent as they are. With `skips_base`,
+    `tensors` and the buckets are those of the adapter only.
 
     Raises:
-        InternalError: A tensor is not the one that the plan has at its place, or comes after its end.
+        InternalError: A tensor differs from the plan's tensor at its place, or comes after the end of the plan.
     """
     source = iter(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
@@ -146,13 +150,14 @@ def pack(
 def pack_rounds(
     plan: Plan, rounds: Iterable[NamedTensors], device: torch.device, *, sender: int
 ) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
-    """`pack` for one of several senders, whose tensors of each round are `rounds`. Others' buckets have no buffer.
+    """Packs like `pack` for one of several senders; `rounds` has its tensors of each round.
 
-    A round's tensors are taken before its first bucket is given out. Then all members begin gathering and broadcasts
-    in one order, and what is broadcast never waits for what a member would do after it.
+    The buckets of other senders come without a buffer. All tensors of a round are taken before its first bucket is
+    yielded, so that all members start gathers and broadcasts in the same order. Otherwise a broadcast could wait for
+    something that a member does only after that broadcast.
 
     Raises:
-        InternalError: As `pack`.
+        InternalError: As in `pack`.
     """
     for buckets, tensors in zip(plan.rounds, rounds, strict=True):
         source = iter(tensors)
@@ -163,47 +168,47 @@ def pack_rounds(
 
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of `flat` (uint8 [num_bytes]), one for each tensor of the bucket."""
-    typed = {dtype: flat.view(dtype) for dtype in {slot.dtype for slot in bucket.slots}}
+    """Yields a view of `flat` (uint8 [num_bytes]) for each tensor of the bucket, with its name."""
+    typed = {dtype: flat.view(dtype) for dtype in {place.dtype for place in bucket.places}}
     begin = flat.storage_offset()
-    for slot in bucket.slots:
-        # One call where a slice and two views would be three: a large model of experts has 20,000 tensors.
-        place = (begin + slot.offset) // slot.dtype.itemsize
-        yield slot.name, typed[slot.dtype].as_strided(slot.shape, slot.stride, place)
+    for place in bucket.places:
+        # One call instead of three (a slice and two views), because a large mixture of experts has 20,000 tensors.
+        start = (begin + place.offset) // place.dtype.itemsize
+        yield place.name, typed[place.dtype].as_strided(place.shape, place.stride, start)
 
 
 def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    if len(bucket.slots) == 1:
-        tensor = _checked(bucket.slots[0], *next(source, _NOTHING))
+    if len(bucket.places) == 1:
+        tensor = _checked(bucket.places[0], *next(source, _NOTHING))
         if tensor.device == device and _is_flat(tensor):
             return tensor.detach().view(-1).view(torch.uint8)
-        source = iter([(bucket.slots[0].name, tensor)])
+        source = iter([(bucket.places[0].name, tensor)])
     flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
     views: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
     num_bytes = 0
-    for slot, (_, view) in zip(bucket.slots, unpack(bucket, flat), strict=True):
+    for place, (_, view) in zip(bucket.places, unpack(bucket, flat), strict=True):
         views.append(view)
-        tensors.append(_checked(slot, *next(source, _NOTHING)))
-        num_bytes += slot.num_bytes
-        if num_bytes > _COPY_BYTES or slot is bucket.slots[-1]:
+        tensors.append(_checked(place, *next(source, _NOTHING)))
+        num_bytes += place.num_bytes
+        if num_bytes > _COPY_BYTES or place is bucket.places[-1]:
             with torch.no_grad():
-                torch._foreach_copy_(views, tensors)
+                copy_all(views, tensors)
             views, tensors, num_bytes = [], [], 0
     return flat
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are a bucket's, of whole aligned words."""
+    """Whether the tensor's bytes can be a bucket without a copy: contiguous and in whole aligned words."""
     sizes = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and not any(size % ALIGN_BYTES for size in sizes)
 
 
-def _checked(slot: Slot, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which is what the plan has in the slot."""
-    if (name, tensor.dtype, tuple(tensor.shape)) != (slot.name, slot.dtype, slot.shape):
+def _checked(place: Place, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` if it matches the plan at this place; raises InternalError otherwise."""
+    if (name, tensor.dtype, tuple(tensor.shape)) != (place.name, place.dtype, place.shape):
         raise InternalError(
-            f"export order changed: the plan has {slot.name} {slot.dtype} {slot.shape}, "
+            f"export order changed: the plan has {place.name} {place.dtype} {place.shape}, "
             f"got {name} {tensor.dtype} {tuple(tensor.shape)}"
         )
     return tensor
@@ -221,8 +226,8 @@ def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:
     ]
 
 
-def _turns(message: types_pb2.WeightPlan) -> Iterator[tuple[int, list[Bucket]]]:
-    """Senders and their buckets. Each bucket of a single sender is a turn."""
+def _slots(message: types_pb2.WeightPlan) -> Iterator[tuple[int, list[Bucket]]]:
+    """Yields each slot's sender and buckets. If there is only one sender, each bucket is a slot."""
     specs, start = iter(message.tensors), 0
     for sender, num_tensors in _parts(message):
         buckets = list(_cut(itertools.islice(specs, num_tensors), message.bucket_bytes, start, sender))
@@ -231,19 +236,21 @@ def _turns(message: types_pb2.WeightPlan) -> Iterator[tuple[int, list[Bucket]]]:
 
 
 def _parts(message: types_pb2.WeightPlan) -> list[tuple[int, int]]:
-    """Senders and numbers of tensors; adapters begin with a bucket of their own."""
+    """Returns each part's sender and number of tensors. Adapters are a part of their own, so they start a bucket."""
     base = message.num_base_tensors if message.adapter_config_json else 0
-    parts = [(turn.sender, turn.num_tensors) for turn in message.turns]
+    parts = [(slot.sender, slot.num_tensors) for slot in message.slots]
     parts = parts or [(0, base), (0, len(message.tensors) - base)]
     if any(sender >= message.num_senders for sender, _ in parts):
-        raise InvalidInput(f"plan: the sender of a turn is none of its {message.num_senders} senders", field="plan")
+        raise InvalidInput(
+            f"plan: a slot names a sender that is not one of the {message.num_senders} senders", field="plan"
+        )
     if sum(num_tensors for _, num_tensors in parts) != len(message.tensors):
-        raise InvalidInput(f"plan: its turns are not of its {len(message.tensors)} tensors", field="plan")
+        raise InvalidInput(f"plan: the slots do not add up to its {len(message.tensors)} tensors", field="plan")
     return parts
 
 
 def _cut(specs: Iterable[types_pb2.TensorSpec], bucket_bytes: int, start: int, sender: int) -> Iterator[Bucket]:
-    slots: list[Slot] = []
+    places: list[Place] = []
     offset = 0
     for spec in specs:
         dtype = getattr(torch, spec.dtype, None)
@@ -251,11 +258,11 @@ def _cut(specs: Iterable[types_pb2.TensorSpec], bucket_bytes: int, start: int, s
             raise InvalidInput(f"plan: {spec.name} has unknown dtype {spec.dtype!r}", field="plan")
         shape = tuple(spec.shape)
         num_bytes = math.prod(shape) * dtype.itemsize
-        if slots and offset + num_bytes > bucket_bytes:
-            yield Bucket(start, offset, tuple(slots), sender)
-            start, offset, slots = start + offset, 0, []
-        stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
-        slots.append(Slot(spec.name, dtype, shape, stride, offset, num_bytes))
+        if places and offset + num_bytes > bucket_bytes:
+            yield Bucket(start, offset, tuple(places), sender)
+            start, offset, places = start + offset, 0, []
+        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        places.append(Place(spec.name, dtype, shape, stride, offset, num_bytes))
         offset += num_bytes + -num_bytes % ALIGN_BYTES
-    if slots:
-        yield Bucket(start, offset, tuple(slots), sender)
+    if places:
+        yield Bucket(start, offset, tuple(places), sender)

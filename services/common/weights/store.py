@@ -1,8 +1,8 @@
-"""The store through which the members of a weight group meet, behind a gate that wants a secret.
+"""Serves the store through which the members of a weight group find each other, behind a gate that requires a secret.
 
-torch's TCPStore asks nobody who they are: whoever can connect can list all keys, read, change and delete them, and it
-listens on every interface. Here it listens on loopback, and the gate before it lets a connection through that has
-proved to know the secret. Every run has a secret of its own, which travels in calls only, so over mTLS.
+torch's TCPStore has no authentication: anybody who can connect can list, read, change and delete all keys, and it
+listens on every interface. Here it listens on loopback only, and a gate in front of it admits only connections that
+prove that they know the secret. Every run has its own secret, which is sent only in gRPC calls and therefore over mTLS.
 """
 
 import asyncio
@@ -18,18 +18,27 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from services.common.errors import InvalidInput
-from services.common.weights.passage import CHUNK_BYTES, KNOCK, NONCE_BYTES, WELCOME, Passage, knock, proof, pump
+from services.common.weights.store_proxy import (
+    ACCEPTED,
+    CHUNK_BYTES,
+    HELLO,
+    NONCE_BYTES,
+    StoreProxy,
+    authenticate,
+    forward_bytes,
+    proof,
+)
 
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-# Whoever connects says this soon what it wants.
+# A client must prove the secret and send its first bytes within this time.
 _SILENCE_S = 10.0
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a store is, and what opens it."""
+    """Holds the address of a store and the secret that it requires."""
 
     host: str
     port: int
@@ -37,13 +46,13 @@ class StoreAddress:
 
 
 class ServedStore:
-    """A store, reachable at `address`, for as long as the process lives."""
+    """Serves a store at `address` until the process ends."""
 
     def __init__(self, host: str):
-        """Listens on a free port of `host`, on the interface of that address only.
+        """Listens on a free port, only on the interface that has the address `host`.
 
         Raises:
-            InvalidInput: `host` is not this one.
+            InvalidInput: `host` is not an address of this machine.
         """
         try:
             inside, outside = socket.create_server((_LOOPBACK, 0)), socket.create_server((host, 0))
@@ -67,7 +76,7 @@ class ServedStore:
         ).start()
 
     def renew(self) -> StoreAddress:
-        """Another secret in the place of the one before, which admits nobody from now on; ends what it admitted."""
+        """Replaces the secret and closes all connections that the old secret admitted."""
         self.address = replace(self.address, secret=secrets.token_bytes(NONCE_BYTES))
         self._loop.call_soon_threadsafe(self._end_connections)
         return self.address
@@ -89,51 +98,52 @@ class ServedStore:
                 async with asyncio.timeout(_SILENCE_S):
                     if not await self._admits(reader, writer):
                         host = writer.get_extra_info("peername")[0]
-                        log.warning("%s does not know the secret of this run's weight group; refused", host)
+                        log.warning("refused %s: it does not know the secret of this run's weight group", host)
                         return
-                    first = await reader.read(CHUNK_BYTES)  # whole: TCPStore closes if its greeting comes in pieces
+                    # Read the greeting whole: TCPStore closes the connection if it arrives in pieces.
+                    first = await reader.read(CHUNK_BYTES)
                 if first:
                     await self._let_through(first, reader, writer)
         finally:
             self._admitted.discard(connection)
 
     async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if await reader.read(1) != KNOCK:
+        if await reader.read(1) != HELLO:
             return False
         nonce = secrets.token_bytes(NONCE_BYTES)
         writer.write(nonce)
         given = await reader.readexactly(NONCE_BYTES)
         if not hmac.compare_digest(given, proof(self.address.secret, nonce)):
             return False
-        writer.write(WELCOME)
+        writer.write(ACCEPTED)
         return True
 
     async def _let_through(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection(_LOOPBACK, self._inside_port)
         with contextlib.closing(inner_writer):
             inner_writer.write(first)
-            await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+            await asyncio.gather(forward_bytes(reader, inner_writer), forward_bytes(inner_reader, writer))
 
 
 class StoreClient(dist.TCPStore):
-    """A client of a served store, each of whose connections is proved to the gate; `leave` it.
+    """A TCPStore client that authenticates each of its connections to the gate. Call `leave` when done.
 
     Raises:
-        OSError: There is none, or it does not accept the secret.
-        RuntimeError: As torch's own.
+        OSError: There is no store at the address, or it does not accept the secret.
+        RuntimeError: As torch's TCPStore raises it.
     """
 
     def __init__(self, address: StoreAddress, timeout_s: float):
         outside = (address.host, address.port)
-        knock(outside, address.secret, timeout_s)
-        self._passage = Passage(outside, address.secret)
+        authenticate(outside, address.secret, timeout_s)
+        self._proxy = StoreProxy(outside, address.secret)
         timeout = timedelta(seconds=timeout_s)
         try:
-            super().__init__(_LOOPBACK, self._passage.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            super().__init__(_LOOPBACK, self._proxy.port, is_master=False, wait_for_workers=False, timeout=timeout)
         except BaseException:
             self.leave()
             raise
 
     def leave(self) -> None:
-        """Nothing more is connected; what is goes on until it is closed."""
-        self._passage.close()
+        """Makes no more connections. Open connections stay until they are closed."""
+        self._proxy.close()

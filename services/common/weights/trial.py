@@ -1,7 +1,7 @@
-"""A broadcast of bytes that mean nothing, by the weight group's own code: whether a publication would come through.
+"""Broadcasts random bytes with the weight group's own code, to test whether a publication would succeed.
 
-Each end takes part in a process of its own, as engine workers do: on a GPU it leaves no memory behind, and a process
-that hangs can be ended.
+Each member takes part in a process of its own, as engine workers do. So it leaves no memory allocated on a GPU, and it
+can be killed if it hangs.
 """
 
 import asyncio
@@ -23,21 +23,21 @@ from services.common.weights.store import StoreAddress
 
 NUM_BYTES = 64 << 20
 _COMMAND = ("-W", "ignore", "-m", "services.common.weights.trial")
-# To start Python with torch, and a deadline for each thing that members wait for: the store, the others, their
-# connections and the first collective, two broadcasts, the end.
+# _START_S is for starting Python with torch. A member waits up to _NUM_WAITS times, each with its own timeout: for the
+# store, the other members, their connections, the first collective, two broadcasts, and the end.
 _START_S, _MAX_TIMEOUT_S, _NUM_WAITS = 60.0, 600.0, 7
 
 
 def trial_group(store: StoreAddress, *, num_receivers: int, timeout_s: float) -> types_pb2.WeightGroup:
-    """A group of one broadcast: of GPUs, if this end has any.
+    """Returns a group for one test broadcast, between GPUs if this process has any.
 
     Raises:
-        InvalidInput: There is nobody to receive it, or no sensible timeout.
+        InvalidInput: There are no receivers, or the timeout is out of range.
     """
     if num_receivers < 1:
         raise InvalidInput("num_receivers: must be 1 or more", field="num_receivers")
     if not 0 < timeout_s <= _MAX_TIMEOUT_S:
-        raise InvalidInput(f"timeout_s: must be above 0, to {_MAX_TIMEOUT_S:g}", field="timeout_s")
+        raise InvalidInput(f"timeout_s: must be above 0 and at most {_MAX_TIMEOUT_S:g}", field="timeout_s")
     return types_pb2.WeightGroup(
         run_id=f"trial-{secrets.token_hex(8)}",
         epoch=1,
@@ -53,15 +53,16 @@ def trial_group(store: StoreAddress, *, num_receivers: int, timeout_s: float) ->
 async def take_part(
     group: types_pb2.WeightGroup, rank: int, command: Sequence[str] = _COMMAND
 ) -> types_pb2.TestBroadcast:
-    """This host's end of the broadcast, of which rank 0 is the sender. Cancelling it ends the process.
+    """Takes part in the broadcast as member `rank`; rank 0 is the sender. Canceling the call kills the process.
 
     Raises:
-        Aborted: It failed, or a member waited too long; `route` is how this host reaches the store's.
+        Aborted: The broadcast failed, or a member waited too long. Its metadata has `route`, the route from this host
+            to the store's host.
     """
     try:
         route = str(route_to(group.store_host))
     except OSError as error:
-        raise Aborted(f"{group.store_host} is not known here: {error}", route="none") from error
+        raise Aborted(f"{group.store_host} cannot be resolved on this host: {error}", route="none") from error
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
@@ -84,17 +85,18 @@ async def take_part(
 def _broadcast(group: types_pb2.WeightGroup, rank: int) -> types_pb2.TestBroadcast:
     device = torch.device("cuda", 0) if group.backend == "nccl" else torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput("the trainer broadcasts from a GPU, and torch can use none here", field="backend")
+        raise InvalidInput("the trainer broadcasts from a GPU, but torch finds no GPU here", field="backend")
     flat, again = (_payload(rank, device) for _ in range(2))
     member = WeightGroup(group, rank=rank, device=device)
     try:
-        member.wait(member.broadcast(flat))  # makes all connections
+        member.wait(member.broadcast(flat))  # warms up: establishes all connections
         begin = time.perf_counter()
         member.wait(member.broadcast(again))
         duration_s = time.perf_counter() - begin
         digest = WeightDigest("trial", device)
         digest.update(again, start=0)
-        member.agrees(digest.sums())  # nobody leaves while others still receive; whoever asked compares the digests
+        # Keeps every member until all have received. The result is not used: the caller compares the digests.
+        member.agrees(digest.sums())
     finally:
         member.abort()
     return types_pb2.TestBroadcast(digest=digest.hexdigest(), num_bytes=NUM_BYTES, duration_s=duration_s)
@@ -107,10 +109,10 @@ def _payload(rank: int, device: torch.device) -> torch.Tensor:
 
 
 def main() -> None:
-    """Takes part as the one line of the input says, and writes what came of it, or why nothing did."""
+    """Takes part as the one line on stdin says; writes the result to stdout, or why there is none to stderr."""
     exit_with(os.getppid())
     result = os.dup(1)
-    os.dup2(2, 1)  # what libraries say, NCCL for one, is not the result
+    os.dup2(2, 1)  # what libraries such as NCCL print must not mix with the result
     rank, message = sys.stdin.readline().split()
     torch.set_num_threads(1)
     code = 0
@@ -123,7 +125,7 @@ def main() -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a broken gloo group would be waited for
+    os._exit(code)  # a normal exit would wait for a broken gloo group
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Device memory that a run needs, in bytes per rank, and what one publication sends. Estimates for `lockstep plan`.
+"""Estimates for `lockstep plan`: device memory of a run, in bytes per rank, and the size of one publication.
 
-Weights, gradients and optimizer state are exact up to the padding of Megatron's buffers, and to which whole weights
-optimizer_offload_fraction is made of. Activations are counted as in
-Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2: with flash attention, no 5as/h term), every term with
-this model's own widths: grouped-query attention, a gated feed-forward layer, num_experts_per_tok of them with experts.
+Weights, gradients and optimizer state are exact, except for the padding of Megatron's buffers and for
+optimizer_offload_fraction, which Megatron rounds to whole weights. Activations follow
+Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2; with flash attention there is no 5as/h term), with
+this model's widths in every term: grouped-query attention, a gated MLP, and num_experts_per_tok MLPs with experts.
 """
 
 import math
@@ -21,9 +21,9 @@ from services.common.megatron.lora import FUSED, PARTS
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _ACTIVATION = 2  # bfloat16
-_ALIGN = 16  # of tensors in a bucket, as in services.common.weights.plan
+_ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common.weights.plan
 
-# What each part of a layer is called in services.common.families.architecture.
+# Maps LoRA's names of a layer's matrices to those in services.common.families.architecture.
 _PROJECTIONS = {
     "linear_q": "q_proj",
     "linear_k": "k_proj",
@@ -37,7 +37,7 @@ _PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. `activations` are of one micro-batch, of which `in_flight` are held at a time."""
+    """Bytes on one rank. `activations` is for one micro-batch; up to `in_flight` of them are held at a time."""
 
     parameters: int
     weights: int
@@ -50,38 +50,38 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The larger of backward, where offloaded optimizer state is away, and step, where activations are gone."""
+        """The larger of the backward pass (without offloaded optimizer state) and the update (without activations)."""
         backward = int(self.activations * self.in_flight) + (0 if "optimizer" in self.offloads else self.optimizer)
         return self.weights + self.gradients + self.reference + max(backward, self.optimizer)
 
     @property
     def idle(self) -> int:
-        """What stays between the updates."""
+        """Bytes that stay on the device between updates."""
         parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
         return self.reference + sum(size for name, size in parts.items() if name not in self.offloads)
 
 
 def weight_bytes(trainer: TrainerConfig) -> int:
-    """Bytes of a weight as it is computed with and published; auto is taken for bfloat16."""
+    """Returns the bytes of one weight in the compute dtype, in which it is also published; auto counts as bfloat16."""
     return 4 if trainer.compute_dtype == "float32" else 2
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one parameter's gradient, master weight and Adam moments take, with strategy megatron."""
+    """Bytes per parameter of the gradient, master weight and Adam moments, with strategy megatron."""
 
     gradient: int
     master: int
     moments: int
     device_share: float
-    """Of the parameters: those whose master and moments are on the device, and not where the processor updates them."""
+    """Fraction of the parameters whose master weights and moments are on the device; the CPU updates the others."""
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "StateBytes":
-        """By the trainer's dtype, `ddp_config` and `optimizer_config_kwargs`.
+        """Derives the sizes from the trainer's dtype, `ddp_config` and `optimizer_config_kwargs`.
 
         Raises:
-            InvalidInput: A dtype there is unknown.
+            InvalidInput: `optimizer_config_kwargs` has an unknown dtype.
         """
         held, megatron, options = weight_bytes(trainer), trainer.megatron, trainer.megatron.optimizer_config_kwargs
         gradient = _GRADIENT if megatron.ddp_config.get("grad_reduce_in_fp32", True) else held
@@ -89,7 +89,7 @@ class StateBytes:
         if options.get("use_precision_aware_optimizer"):
             moments = _num_bytes(options, "exp_avg_dtype") + _num_bytes(options, "exp_avg_sq_dtype")
             whole = _num_bytes(options, "main_params_dtype")
-            # The weight itself has the other half of its float32 value.
+            # With bfloat16 weights, only the missing low 16 bits of the float32 value are stored.
             master = min(master, whole if megatron.fully_reshardable else 2)
         offloaded = options.get("optimizer_offload_fraction", 0) if options.get("optimizer_cpu_offload") else 0
         return cls(gradient, master, moments, 1 - offloaded)
@@ -98,12 +98,12 @@ class StateBytes:
 def _num_bytes(options: Mapping[str, Any], name: str) -> int:
     dtype, field = str(options.get(name, "fp32")).lower(), f"trainer.megatron.optimizer_config_kwargs.{name}"
     if dtype not in _BYTES:
-        raise InvalidInput(f"{field}: {dtype!r} is none of {', '.join(_BYTES)}", field=field)
+        raise InvalidInput(f"{field}: {dtype!r} is not one of {', '.join(_BYTES)}", field=field)
     return _BYTES[dtype]
 
 
 def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
-    """Of a rank in stage `pp` of strategy megatron."""
+    """Returns the memory of a rank in pipeline stage `pp` with strategy megatron."""
     trainer, megatron = config.trainer, config.trainer.megatron
     layout = Layout.of(megatron, trainer.num_ranks)
     dense, expert = stage_parameters(model, layout, pp)
@@ -124,9 +124,10 @@ def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
 
 
 def fsdp_memory(config: Config, model: Architecture) -> Memory:
-    """Of any rank of strategy fsdp, less the activations: float32 weights, sharded like all the rest.
+    """Returns the memory of any rank with strategy fsdp, without activations. Weights are float32; all is sharded.
 
-    Gradients are whole from the second micro-batch to the last, unless each is reduced, and gone after the update.
+    Unless `reduce_each_microbatch` is set, gradients are unsharded until the last micro-batch. They are freed after the
+    update.
     """
     fsdp, count = config.trainer.fsdp, -(-model.num_parameters // config.trainer.num_ranks)
     offloads = frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",))
@@ -136,25 +137,25 @@ def fsdp_memory(config: Config, model: Architecture) -> Memory:
 
 
 def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int, int]:
-    """Dense and expert parameters on a rank in stage `pp`."""
+    """Returns the numbers of dense and of expert parameters on a rank in stage `pp`."""
     num_layers = model.num_layers // layout.pp
     dense = num_layers * model.layer_parameters(layout.tp)
     is_first, is_last = pp == 0, pp == layout.pp - 1
-    # A tied output layer is the embedding, of which the last stage needs a copy if it is not the first.
+    # If the output layer is tied to the embedding, the last stage needs a copy unless it is also the first stage.
     num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
     dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
     return dense, num_layers * model.num_experts // layout.ep * model.expert_parameters(layout.etp)
 
 
 def _in_flight(layout: Layout, pp: int) -> float:
-    """Micro-batches that a stage has begun and not ended, at most: 1F1B, interleaved with chunks of layers if VPP."""
+    """Returns the most micro-batches that a stage holds between forward and backward in 1F1B (interleaved with VPP)."""
     if layout.vpp == 1:
         return layout.pp - pp
     return (2 * (layout.pp - pp - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
 
 
 def stage_activations(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
-    """Bytes that one micro-batch of max_tokens_per_microbatch leaves on a rank for its backward."""
+    """Returns the bytes that a micro-batch of max_tokens_per_microbatch keeps on a rank for the backward pass."""
     megatron, tokens = trainer.megatron, trainer.max_tokens_per_microbatch // layout.cp
     num_layers = model.num_layers // layout.pp
     whole, inputs = _layer_activations(model, layout, megatron.has_sequence_parallel)
@@ -168,22 +169,24 @@ def stage_activations(trainer: TrainerConfig, model: Architecture, layout: Layou
 
 
 def _layer_activations(model: Architecture, layout: Layout, has_sequence_parallel: bool) -> tuple[int, int]:
-    """Bytes per token of all that a layer keeps, and of its input."""
+    """Returns the bytes per token of everything a layer keeps for backward, and of its input alone."""
     size = _ACTIVATION * model.hidden_size
-    # Inputs of two norms, of q k v and of the feed-forward layer: only sequence parallelism cuts them.
+    # Inputs of the two norms, of q k v and of the MLP; only sequence parallelism shards them.
     common = 4 * size // (layout.tp if has_sequence_parallel else 1)
-    # q, k, v and what attention gives the output projection.
+    # q, k, v and the input of the output projection.
     attention = _ACTIVATION * (2 * model.query_size + 2 * model.key_value_size)
-    # Gate, up, and their product.
+    # Gate, up and their product.
     feed_forward = 3 * _ACTIVATION * model.intermediate_size
-    # The same for each chosen expert, and the token that came to all ranks of it and what they gave back.
+    # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
     experts = model.num_experts_per_tok * (3 * _ACTIVATION * model.moe_intermediate_size + 2 * size * layout.etp)
     inputs = size // (layout.tp if has_sequence_parallel else 1)
     return common + (attention + feed_forward + experts) // layout.tp, inputs
 
 
 def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
-    """Adapter parameters on a rank: of a matrix cut by rows the second factor is cut, by columns the first."""
+    """Returns the adapter parameters on a rank. A matrix sharded by rows has its second factor (B) sharded, one
+    sharded by columns its first (A).
+    """
     total = 0
     for tensors in _lora_targets(trainer, model):
         first, outputs = tensors[0], sum(tensor.shape[0] for tensor in tensors)
@@ -194,7 +197,7 @@ def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layo
 
 
 def publication(config: Config, model: Architecture) -> tuple[int, int]:
-    """Bytes and buckets of one publication: the whole checkpoint, or the adapters with two factors for each matrix."""
+    """Returns the bytes and buckets of one publication: all weights, or each adapter's two factors."""
     trainer, sizes = config.trainer, model.tensor_sizes()
     if rank := trainer.lora.published_rank:
         layer = [tensor.shape for tensors in _lora_targets(trainer, model) for tensor in tensors]
@@ -203,7 +206,7 @@ def publication(config: Config, model: Architecture) -> tuple[int, int]:
 
 
 def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[list[Tensor]]:
-    """The matrices of each adapter; those of one share its first factor."""
+    """Yields the matrices of each adapter; matrices of one adapter share its first factor."""
     tensors = {tensor.name: tensor for tensor in model.layer_tensors()}
     targets = [part for parts in PARTS[trainer.lora.kind].values() for part in parts]
     for target in trainer.lora.target_modules or targets:
@@ -223,7 +226,7 @@ def _cut(sizes: Iterable[int], bucket_bytes: int) -> tuple[int, int]:
 
 
 def _reference(config: Config, model: Architecture) -> int:
-    """Bytes of the reference's weights beside the policy's: with adapters it is the base, and takes nothing."""
+    """Returns the bytes of a reference on the policy's ranks; with adapters it is the base model and adds nothing."""
     reference = config.models.get("reference")
     if reference is None or config.reference.deployment == "own" or "params" in reference.megatron.offloads:
         return 0

@@ -1,4 +1,4 @@
-"""`lockstep plan`: where everything of the trainer would lie, from the config and the model's config.json alone."""
+"""`lockstep plan`: shows the trainer's layout and memory, computed only from the config and the model's config.json."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +18,10 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 def check_model(config: Config) -> None:
-    """Checks the layouts of strategy megatron against the model's shape, where the model is on this host.
+    """Checks the parallel layouts of strategy megatron against the model's shape, if the model is on this host.
 
     Raises:
-        InvalidInput: A rule is broken, or Megatron's backend does not know the family of the model.
+        InvalidInput: A layout breaks a rule, or the Megatron backend does not support the model's family.
     """
     if config.trainer.strategy == "megatron" and (Path(config.model) / "config.json").is_file():
         _check(config, read_architecture(config.model))
@@ -32,7 +32,7 @@ def show_plan(config: Config, console: Console) -> None:
 
     Raises:
         NotFound: The model has no config.json on this host.
-        InvalidInput: As `check_model`.
+        InvalidInput: See `check_model`.
     """
     model = read_architecture(config.model)
     _check(config, model)
@@ -100,7 +100,7 @@ def _offloaded(config: Config) -> str:
         names = sorted(trainer.megatron.offloads)
     else:
         names = ["grads", "optimizer", "params"] if trainer.fsdp.cpu_offload else []
-    return f"in host memory between phases (idle): {', '.join(names) or 'nothing'}"
+    return f"offloaded to host memory between phases (idle): {', '.join(names) or 'nothing'}"
 
 
 def _publication(config: Config, model: Architecture) -> str:
@@ -109,7 +109,7 @@ def _publication(config: Config, model: Architecture) -> str:
     rank = config.trainer.lora.published_rank
     what = f"adapters of rank {rank}" if rank else "whole checkpoint"
     layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
-    # Where several ranks take turns in sending, a turn can end before its bucket is full.
+    # A slot can end before its bucket is full, so there can be more buckets if several ranks send.
     least = "" if rank or layout.tp * layout.pp * layout.ep == 1 else "at least "
     return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {least}{buckets}"
 

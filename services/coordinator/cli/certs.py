@@ -1,4 +1,4 @@
-"""`lockstep certs`: makes and renews the certificates of mTLS."""
+"""`lockstep certs`: creates and renews the certificates for mTLS."""
 
 import datetime
 from pathlib import Path
@@ -13,49 +13,52 @@ if TYPE_CHECKING:
     from services.common.rpc.tls import Identity
 
 _AUTHORITY = Path("certs/ca")
-_Ca = Annotated[Path, typer.Option(help="Directory of the authority.")]
-_Days = Annotated[float, typer.Option(min=1, help="How long it is valid; it is renewed before that.")]
+_Ca = Annotated[Path, typer.Option(help="Directory of the certificate authority.")]
+_Days = Annotated[float, typer.Option(min=1, help="Days until the certificate expires; renew it before then.")]
 
 
 def app() -> typer.Typer:
-    """The commands, to be mounted as `lockstep certs`. They raise LockstepError."""
-    certs = typer.Typer(help="Make the certificates of mTLS: docs/security.md.", no_args_is_help=True)
+    """Returns the subcommands of `lockstep certs`. They raise LockstepError."""
+    certs = typer.Typer(help="Create the certificates for mTLS (see docs/security.md).", no_args_is_help=True)
     certs.command("init")(_init)
     certs.command("issue")(_issue)
     certs.command("renew")(_renew)
     return certs
 
 
-def _init(directory: Annotated[Path, typer.Argument(help="Directory to make.")] = _AUTHORITY) -> None:
-    """Make an authority, whose key should not leave this host. It is valid for ten years."""
+def _init(directory: Annotated[Path, typer.Argument(help="Directory to create.")] = _AUTHORITY) -> None:
+    """Create a certificate authority that is valid for ten years. Keep its private key on this host."""
     from services.coordinator.certs.authority import CA_KEY_FILE, init
 
     init(directory)
-    _print(f"authority in {directory}; keep {directory / CA_KEY_FILE} here, and safe")
+    _print(f"created an authority in {directory}; keep {directory / CA_KEY_FILE} secret and on this host")
 
 
 def _issue(
     role: Annotated[str, typer.Argument(help="coordinator, rollout, trainer, reward or operator.")],
-    out: Annotated[Path, typer.Option(help="Directory to make: the DIR of --tls.")],
+    out: Annotated[Path, typer.Option(help="Directory to create; pass it to --tls.")],
     host: Annotated[
-        list[str] | None, typer.Option(help="DNS name or IP address that it is called by; repeat for more.")
+        list[str] | None,
+        typer.Option(help="DNS name or IP address that clients use to reach the process; repeat for more."),
     ] = None,
     ca: _Ca = _AUTHORITY,
     days: _Days = 90,
 ) -> None:
-    """Make the credentials of one process: ca.pem, cert.pem and key.pem."""
+    """Create the credentials of one process: ca.pem, cert.pem and key.pem."""
     from services.common.rpc.identities import Role
     from services.coordinator.certs.authority import issue
 
     if role not in list(Role):
-        raise InvalidInput(f"{role!r} is no role; there are {', '.join(Role)}", field="role")
+        raise InvalidInput(f"unknown role {role!r}; the roles are {', '.join(Role)}", field="role")
     _show(issue(ca, Role(role), host or [], out, validity=datetime.timedelta(days=days)), out)
 
 
 def _renew(
-    directory: Annotated[Path, typer.Argument(help="What `issue` made.")], ca: _Ca = _AUTHORITY, days: _Days = 90
+    directory: Annotated[Path, typer.Argument(help="Directory that `issue` created.")],
+    ca: _Ca = _AUTHORITY,
+    days: _Days = 90,
 ) -> None:
-    """Replace a certificate and its key by new ones; processes that use them go on, with the new ones."""
+    """Replace a certificate and its key. Processes that use them keep running and switch to the new ones."""
     from services.coordinator.certs.authority import renew
 
     _show(renew(ca, directory, validity=datetime.timedelta(days=days)), directory)

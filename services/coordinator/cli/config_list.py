@@ -1,4 +1,4 @@
-"""`lockstep config`: the keys below a prefix, to read in a terminal or, a line for each, to search in a pipe."""
+"""`lockstep config`: lists the keys under a prefix, as paragraphs in a terminal or as one line per key in a pipe."""
 
 import difflib
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from services.common.errors import InvalidInput
 
 
 def below(prefix: str, found: Sequence[Key]) -> list[Key]:
-    """Those of `found` whose path begins with `prefix`.
+    """Returns the keys of `found` whose path begins with `prefix`.
 
     Raises:
-        InvalidInput: There is none; names the nearest section or key.
+        InvalidInput: No key does; the message names the nearest section or key.
     """
     if chosen := [key for key in found if key.path.startswith(prefix)]:
         return chosen
@@ -23,11 +23,11 @@ def below(prefix: str, found: Sequence[Key]) -> list[Key]:
     names = {path.rpartition(".")[2]: path for path in reversed(paths)} | {path: path for path in paths}
     close = difflib.get_close_matches(prefix, names, n=1)
     advice = f"did you mean {names[close[0]]}?" if close else "`lockstep config` lists every key"
-    raise InvalidInput(f"{prefix}: no key begins with it; {advice}", field="prefix")
+    raise InvalidInput(f"no key begins with {prefix}; {advice}", field="prefix")
 
 
 def show_keys(found: Sequence[Key], console: Console) -> None:
-    """A paragraph for each key; where `console` is no terminal a line of key, type, default and meaning with tabs."""
+    """Prints a paragraph per key; if `console` is not a terminal, a line with tabs of key, type, default and help."""
     for key in found:
         if console.is_terminal:
             console.print(Text.assemble((key.path, "bold"), f" = {key.default}"))
@@ -37,6 +37,6 @@ def show_keys(found: Sequence[Key], console: Console) -> None:
 
 
 def _paths(found: Sequence[Key]) -> list[str]:
-    """Of all keys, and of the sections that they are in."""
+    """Returns the paths of all keys and of the sections that contain them."""
     parts = [key.path.split(".") for key in found]
     return [".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)]

@@ -1,4 +1,4 @@
-"""`lockstep data`: makes prompt files."""
+"""`lockstep data`: creates prompt files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +22,12 @@ from services.coordinator.data.prepare.formats import Format
 _ARITHMETIC_SCHEMA = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
 _DEFAULTS = ConversionOptions()
 
-_Out = Annotated[Path, typer.Option(help="Directory for train.parquet and test.parquet.")]
+_Out = Annotated[Path, typer.Option(help="Directory to write train.parquet and test.parquet to.")]
 
 
 def app() -> typer.Typer:
-    """The commands, to be mounted as `lockstep data`. They raise LockstepError."""
-    data = typer.Typer(help="Make prompt files from public datasets.", no_args_is_help=True)
+    """Returns the subcommands of `lockstep data`. They raise LockstepError."""
+    data = typer.Typer(help="Create prompt files from public datasets.", no_args_is_help=True)
     for format in FORMATS.values():
         data.command(format.name, help=f"Convert {format.hub_id}.")(_converter(format))
     data.command("arithmetic")(_arithmetic)
@@ -37,13 +37,19 @@ def app() -> typer.Typer:
 def _converter(format: Format) -> Callable[..., None]:
     def command(
         out: _Out,
-        source: Annotated[str, typer.Option(help="File, directory, or dataset id on the hub.")] = format.hub_id,
-        revision: Annotated[str | None, typer.Option(help="Commit, tag or branch on the hub.")] = _DEFAULTS.revision,
-        bad_rows: Annotated[Literal["fail", "drop"], typer.Option(help="What to do about them.")] = _DEFAULTS.bad_rows,
+        source: Annotated[
+            str, typer.Option(help="File, directory, or dataset id on the Hugging Face Hub.")
+        ] = format.hub_id,
+        revision: Annotated[
+            str | None, typer.Option(help="Commit, tag or branch of the dataset on the Hub.")
+        ] = _DEFAULTS.revision,
+        bad_rows: Annotated[
+            Literal["fail", "drop"], typer.Option(help="Fail on rows that cannot be converted, or drop them.")
+        ] = _DEFAULTS.bad_rows,
         test_size: Annotated[
-            int, typer.Option(min=0, help="Problems to hold out where the source has no test split; 0 for none.")
+            int, typer.Option(min=0, help="Number of problems to hold out if the source has no test split; 0 for none.")
         ] = _DEFAULTS.test_size,
-        instruction: Annotated[str, typer.Option(help="Put after each problem.")] = format.instruction,
+        instruction: Annotated[str, typer.Option(help="Text to append to each problem.")] = format.instruction,
     ) -> None:
         options = ConversionOptions(bad_rows, test_size, instruction, revision)
         _show(convert(format, source, out, options))
@@ -57,7 +63,7 @@ def _arithmetic(
     num_test: Annotated[int, typer.Option(min=1, help="Rows of test.parquet.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
 ) -> None:
-    """Additions and subtractions up to 99: the quickstart's task."""
+    """Generate the quickstart's task: additions and subtractions of numbers up to 99."""
     rows = {"train": problems("train", num_train, seed), "test": problems("test", num_test, seed)}
     files = write_splits({split: pa.Table.from_pylist(part, _ARITHMETIC_SCHEMA) for split, part in rows.items()}, out)
     num_rows = {split: len(part) for split, part in rows.items()}

@@ -1,4 +1,4 @@
-"""The `lockstep` command. Nothing heavy is imported before a command needs it."""
+"""The `lockstep` command. Commands import heavy modules only when they run."""
 
 import asyncio
 import sys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from services.coordinator.services.launch import Addresses
 
 app = typer.Typer(
-    help="Reinforcement-learning post-training of language models, on-policy by contract.",
+    help="Train language models with reinforcement learning, exactly on-policy.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -33,7 +33,7 @@ _console = Console()
 _errors = Console(stderr=True)
 
 
-_Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides, the last one wins.")]
+_Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides; later ones win.")]
 _RunDir = Annotated[Path, typer.Argument(help="Directory of a run.")]
 
 
@@ -42,12 +42,14 @@ _RunDir = Annotated[Path, typer.Argument(help="Directory of a run.")]
 def run(
     config: _Configs,
     given: "Addresses",
-    coordinator: Annotated[str, typer.Option(help="HOST:PORT of a coordinator to run it; paths are its host's.")] = "",
+    coordinator: Annotated[
+        str, typer.Option(help="HOST:PORT of a coordinator to run on; paths refer to its host.")
+    ] = "",
 ) -> None:
-    """Train. Services without an address are started on this host, or the coordinator's, and ended with the run."""
+    """Train with RL. Services without an address are started here (or by --coordinator) and stopped with the run."""
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
-    from services.coordinator.observe.frontend import OnTerminal
+    from services.coordinator.observe.frontend import TerminalFrontend
     from services.coordinator.rl.session import run_session, show_outcome
 
     settings = load(Config, config)
@@ -56,20 +58,20 @@ def run(
         run_there(coordinator, settings, given)
         return
     check_model(settings)
-    show_outcome(asyncio.run(run_session(settings, given, OnTerminal(_console))), _console)
+    show_outcome(asyncio.run(run_session(settings, given, TerminalFrontend(_console))), _console)
 
 
 @app.command()
 @takes_addresses("trainer")
 def sft(config: _Configs, given: "Addresses") -> None:
-    """Train supervised, on prompts and responses: the trainer alone, which is started here if it has no address."""
+    """Fine-tune on prompts and responses (SFT). Uses only a trainer, and starts one here if --trainer is not given."""
     from services.common.config.sft import SftConfig
     from services.coordinator.checks.plan import check_model
-    from services.coordinator.sft.session import sft_session, show_outcome
+    from services.coordinator.sft.session import run_session, show_outcome
 
     settings = load(SftConfig, config)
     check_model(settings)
-    show_outcome(asyncio.run(sft_session(settings, given, _console)), _console)
+    show_outcome(asyncio.run(run_session(settings, given, _console)), _console)
 
 
 @app.command("eval")
@@ -78,21 +80,28 @@ def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of a run, or a Hugging Face model directory.")],
     config: _Configs,
     given: "Addresses",
-    out: Annotated[Path | None, typer.Option(help="Directory for the results; below the run's if not given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the results; inside the run's directory by default.")
+    ] = None,
 ) -> None:
-    """Evaluate a checkpoint or a model on the held-out sets of a run, whose own files are left as they are."""
+    """Evaluate a checkpoint or a model on a run's held-out sets. The run's own files are not changed."""
     from services.common.config.run import Config
+    from services.coordinator.checks.plan import check_model
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation
 
     settings = eval_config(load(Config, config), checkpoint, out)
+    check_model(settings)
     show_evaluation(asyncio.run(eval_session(settings, given, _console)), _console)
 
 
 @app.command()
 def report(
-    run_dir: _RunDir, out: Annotated[Path | None, typer.Option(help="File to write; report.html of the run.")] = None
+    run_dir: _RunDir,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; report.html in the run's directory by default.")
+    ] = None,
 ) -> None:
-    """Write a page of a run's curves, samples and failures, for a browser without a network."""
+    """Write an HTML page with a run's curves, samples and failures. It needs no network to view."""
     from services.coordinator.observe.report.page import write_report
 
     _console.print(f"wrote {write_report(run_dir, out)}", soft_wrap=True)
@@ -102,11 +111,11 @@ def report(
 @takes_addresses("reward", "trainer", "critic")
 def replay(
     run_dir: _RunDir,
-    step: Annotated[int, typer.Option(help="Step to do again, counted from 1.")],
+    step: Annotated[int, typer.Option(help="Step to repeat, counted from 1.")],
     given: "Addresses",
-    what: Annotated[str, typer.Option(help="rewards or train; both if not given.")] = "",
+    what: Annotated[str, typer.Option(help="What to repeat: rewards or train; both by default.")] = "",
 ) -> None:
-    """Score and train a recorded step again and list what differs: exit code 1 if anything does."""
+    """Score and train a recorded step again and list the differences. The exit code is 1 if there are any."""
     from services.coordinator.replay.session import parse_what, replay_session, show_replayed
 
     replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), given, _console))
@@ -118,9 +127,12 @@ def replay(
 @takes_addresses("rollout", "reward", "trainer")
 def doctor(
     given: "Addresses",
-    config: Annotated[list[str] | None, typer.Argument(help="As of run; more can be checked with it.")] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(help="The config of the planned run; without one, only the host and services are checked."),
+    ] = None,
 ) -> None:
-    """Look at this host, and at running services, before a run: exit code 1 if something would fail."""
+    """Check this host and running services before a run. Changes nothing; the exit code is 1 if a check fails."""
     from services.common.config.run import Config
     from services.coordinator.checks.doctor.session import examine
 
@@ -131,7 +143,7 @@ def doctor(
 
 @app.command()
 def plan(config: _Configs) -> None:
-    """Show what each trainer rank would hold, its memory and what a publication sends. Starts nothing."""
+    """Show each trainer rank's layers and memory and the size of a publication. Starts nothing."""
     from services.common.config.run import Config
     from services.coordinator.checks.plan import show_plan
 
@@ -140,11 +152,11 @@ def plan(config: _Configs) -> None:
 
 @app.command()
 def config(
-    prefix: Annotated[
-        str, typer.Argument(help="Those that begin with it, as trainer.megatron; all if not given.")
-    ] = "",
-    sft: Annotated[bool, typer.Option("--sft", help="Those of a supervised run.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="All of both, as docs/configuration.md.")] = False,
+    prefix: Annotated[str, typer.Argument(help="List only keys that begin with this, such as trainer.megatron.")] = "",
+    sft: Annotated[bool, typer.Option("--sft", help="List the keys of `lockstep sft`.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print all keys of run and sft as docs/configuration.md.")
+    ] = False,
 ) -> None:
     """List every config key with its type, default and help."""
     from services.common.config.run import Config
@@ -159,7 +171,7 @@ def config(
 
 
 def main() -> None:
-    """Entry point: a failure is one line and exit code 2, an interruption exit code 130."""
+    """Runs the command. An error is printed as one line with exit code 2; an interruption gives exit code 130."""
     try:
         app()
     except LockstepError as error:
@@ -169,6 +181,6 @@ def main() -> None:
         _errors.print("lockstep: stopped")
         sys.exit(130)
     except SystemExit as end:
-        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # typer says nothing of it
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # typer prints nothing for it
             _errors.print("lockstep: stopped")
         raise

@@ -1,4 +1,4 @@
-"""The options that say where services are and how they are reached, the same for every command that calls them."""
+"""Options for service addresses and credentials, shared by every command that calls services."""
 
 import inspect
 from collections.abc import Callable
@@ -12,17 +12,18 @@ from services.common.errors import InvalidInput
 if TYPE_CHECKING:
     from services.coordinator.services.launch import Addresses
 
-_Beside = Annotated[str, typer.Option(help="HOST:PORT of the trainer that this model has for itself.")]
+_Beside = Annotated[str, typer.Option(help="HOST:PORT of the trainer dedicated to this model.")]
 _Tls = Annotated[
     Path | None,
     typer.Option(
-        help="Directory with the coordinator's ca.pem, cert.pem and key.pem, as `lockstep certs` makes it. Every "
-        "connection is then mTLS, to services started here too; without it plaintext, which does not leave this host."
+        help="Directory with the coordinator's ca.pem, cert.pem and key.pem, made by `lockstep certs`. Every "
+        "connection then uses mTLS, also to services started here. Without it, connections are plaintext and stay on "
+        "this host."
     ),
 ]
 _OPTIONS: dict[str, tuple[Any, object]] = {
     "rollout": (
-        Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running replica; repeat for more.")],
+        Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running rollout replica; repeat for more.")],
         None,
     ),
     "reward": (Annotated[str, typer.Option(help="HOST:PORT of a running reward service.")], ""),
@@ -30,15 +31,18 @@ _OPTIONS: dict[str, tuple[Any, object]] = {
     "reference": (_Beside, ""),
     "critic": (_Beside, ""),
     "tls": (_Tls, None),
-    "insecure": (Annotated[bool, typer.Option("--insecure", help="Allow plaintext to other hosts.")], False),
+    "insecure": (
+        Annotated[bool, typer.Option("--insecure", help="Allow plaintext connections to other hosts.")],
+        False,
+    ),
 }
-"""Name of an option to its type and default."""
+"""Maps the name of an option to its type and default."""
 
 
 def takes_addresses(*services: str, is_operator: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options of `services`, --tls and --insecure; it gets them as its argument `given`.
+    """Adds an address option for each of `services`, --tls and --insecure; the command gets them as argument `given`.
 
-    The certificate is a coordinator's; if `is_operator`, an operator's will do.
+    The certificate must be a coordinator's; if `is_operator`, an operator's is accepted too.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -71,7 +75,7 @@ def _addresses(
     from services.coordinator.services.launch import Addresses
 
     if tls and insecure:
-        raise InvalidInput("--tls and --insecure: one or the other", field="--insecure")
+        raise InvalidInput("--tls and --insecure exclude each other", field="--insecure")
     credentials = Credentials(tls) if tls else None
     if credentials:
         credentials.require_role(Role.COORDINATOR, *([Role.OPERATOR] if is_operator else []))

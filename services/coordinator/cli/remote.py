@@ -1,4 +1,4 @@
-"""The command that is a coordinator daemon, and those that call one. As in cli.py, nothing heavy is imported before."""
+"""Commands that serve or call a coordinator daemon. They import heavy modules only when they run."""
 
 import asyncio
 from typing import TYPE_CHECKING, Annotated
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from services.coordinator.services.launch import Addresses
 
 _console = Console()
-_At = Annotated[str, typer.Option("--coordinator", help="HOST:PORT of a running coordinator.")]
+_At = Annotated[str, typer.Option("--coordinator", help="HOST:PORT of a running coordinator daemon.")]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def app() -> typer.Typer:
-    """`status`, `watch`, `stop`, `logs` and `coordinator serve`."""
-    commands, daemon = typer.Typer(), typer.Typer(no_args_is_help=True, help="The coordinator as a daemon.")
+    """Returns the commands `status`, `watch`, `stop`, `logs` and `coordinator serve`."""
+    commands, daemon = typer.Typer(), typer.Typer(no_args_is_help=True, help="Run the coordinator as a daemon.")
     for command in (status, watch, stop, logs):
         commands.command()(takes_addresses(is_operator=True)(command))
     daemon.command(context_settings=_AS_GIVEN, add_help_option=False)(serve)
-    daemon.callback()(lambda: None)  # or the only command would be the group itself
+    daemon.callback()(lambda: None)  # without it, typer turns a group's only command into the group itself
     commands.add_typer(daemon, name="coordinator")
     return commands
 
 
 def run_there(at: str, config: "Config", given: "Addresses") -> None:
-    """`lockstep run --coordinator`: starts the run there and watches it here."""
+    """Starts a run on the coordinator at `at` and watches it here: `lockstep run --coordinator`."""
     from services.coordinator.daemon.following import start
 
     watch(asyncio.run(start(_coordinator(at, given), config, given, _console)), at, given)
@@ -40,16 +40,16 @@ def run_there(at: str, config: "Config", given: "Addresses") -> None:
 def status(
     coordinator: _At,
     given: "Addresses",
-    run: Annotated[str, typer.Argument(help="Name of the run; all if not given.")] = "",
+    run: Annotated[str, typer.Argument(help="Name of the run; all runs by default.")] = "",
 ) -> None:
-    """Show the runs of a coordinator."""
+    """Show a coordinator's runs."""
     from services.coordinator.daemon.following import show_status
 
     asyncio.run(show_status(_coordinator(coordinator, given), run, _console))
 
 
 def watch(run: _Name, coordinator: _At, given: "Addresses") -> None:
-    """Follow a run from its first step to its end. Ctrl-C leaves it; the run goes on."""
+    """Show a run's progress from its first step to its end. Ctrl-C detaches; the run continues."""
     from services.coordinator.daemon.following import follow
 
     try:
@@ -57,9 +57,9 @@ def watch(run: _Name, coordinator: _At, given: "Addresses") -> None:
     except KeyboardInterrupt:
         at = f"{run} --coordinator {coordinator}"
         for line in (
-            "detached; the run goes on",
-            f"  come back: lockstep watch {at}",
-            f"  end it:    lockstep stop {at}",
+            "detached; the run continues",
+            f"  reattach: lockstep watch {at}",
+            f"  stop it:  lockstep stop {at}",
         ):
             _console.print(line, soft_wrap=True, highlight=False)
         raise typer.Exit(130) from None
@@ -69,9 +69,9 @@ def stop(
     run: _Name,
     coordinator: _At,
     given: "Addresses",
-    now: Annotated[bool, typer.Option("--now", help="Not after its step, at once.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Stop immediately instead of after the current step.")] = False,
 ) -> None:
-    """End a run after the step in progress."""
+    """Stop a run after the current step."""
     from services.coordinator.daemon.following import stop as stop_run
 
     asyncio.run(stop_run(_coordinator(coordinator, given), run, _console, now=now))
@@ -82,16 +82,16 @@ def logs(
     coordinator: _At,
     given: "Addresses",
     service: Annotated[str, typer.Option(help="coordinator, trainer, reward, rollout-0, ...")] = "coordinator",
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep printing new lines until the run ends.")] = False,
 ) -> None:
-    """Print the log of a service that the coordinator has started for a run, or its own of that run."""
+    """Print a run's log: the coordinator's own, or that of a service it started for the run."""
     from services.coordinator.daemon.following import print_log
 
     asyncio.run(print_log(_coordinator(coordinator, given), run, service, follow=follow))
 
 
 def serve(context: typer.Context) -> None:
-    """Serve runs to those who call: --listen HOST:PORT [--runs-dir DIR]; --help lists all options."""
+    """Start the daemon: --listen HOST:PORT [--runs-dir DIR]. --help lists all options."""
     from services.coordinator.daemon.__main__ import main
 
     main(context.args)

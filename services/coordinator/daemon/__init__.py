@@ -1,1 +1,1 @@
-"""The coordinator as a service: runs of one directory, several at a time, for any number of callers."""
+"""The coordinator as a daemon: hosts several runs of one directory at a time, for any number of callers."""

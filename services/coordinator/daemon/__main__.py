@@ -1,4 +1,4 @@
-"""`lockstep coordinator serve --listen HOST:PORT [--runs-dir DIR]`, also `lockstep-coordinator`."""
+"""Starts the daemon: `lockstep coordinator serve --listen HOST:PORT [--runs-dir DIR]`, or `lockstep-coordinator`."""
 
 import argparse
 import functools
@@ -14,7 +14,7 @@ _GRACE_S = 10.0
 
 
 async def run(runs_dir: Path, options: ServeOptions) -> int:
-    """Serves until a signal, then until the runs have ended after their steps."""
+    """Serves until a signal, then lets each run finish its current step. Returns the exit code."""
     from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
     from services.coordinator.daemon.run_logs import split_by_run
@@ -31,9 +31,9 @@ async def run(runs_dir: Path, options: ServeOptions) -> int:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Parses the command line and serves."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs keep their files")
+    own.add_argument("--runs-dir", type=Path, default=Path("runs"), help="directory for the files of all runs")
     runs_dir = own.parse_known_args(args)[0].runs_dir
     serve_from_command_line("coordinator", functools.partial(run, runs_dir), args, parents=[own])
 

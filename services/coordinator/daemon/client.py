@@ -1,33 +1,34 @@
-"""A coordinator daemon as its users see it: the one place that connects to it, and comes back when that breaks."""
+"""Client of a coordinator daemon. Reconnects when the connection breaks."""
 
 import logging
 from collections.abc import AsyncIterator
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
+from lockstep.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer as CoordinatorService
 
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, Unavailable
 from services.common.rpc.address import require_secure
-from services.common.rpc.client import Client
+from services.common.rpc.client import Answer, Client, Method, Request
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.services.launch import Addresses
 
 log = logging.getLogger(__name__)
 
 _CALL_S = 30.0
-# Of a stream, which is then opened again: nothing is held for ever for a caller who is gone without a trace. That a
-# peer is gone is noticed much earlier, by keepalive.
+# Timeout of a stream, which is then reopened, so that the daemon does not hold resources forever for a client that
+# disappeared. Keepalive detects a dead peer much earlier.
 _STREAM_S = 3600.0
-# For a daemon that is started again.
+# How long to wait for a restarted daemon.
 _COME_BACK_S = 60.0
 
 
 class Coordinator:
-    """Calls the daemon at `address`, once it is entered. Failures are raised as it raised them.
+    """Calls the daemon at `address`; use it as an async context manager. Raises the daemon's errors unchanged.
 
     Raises:
-        InvalidInput: The address is not HOST:PORT, or would be called in plaintext over a network.
+        InvalidInput: The address is not HOST:PORT, or the connection would be plaintext over a network.
     """
 
     _client: Client
@@ -44,32 +45,32 @@ class Coordinator:
         await self._client.close()
 
     async def start(self, config: Config, given: Addresses) -> pb.Run:
-        """Starts a run in the coordinator's runs directory; `config.runs_dir` must be that, or not be set."""
+        """Starts a run in the coordinator's runs directory; `config.runs_dir` must be unset or that directory."""
         names = pb.ServiceAddresses.DESCRIPTOR.fields_by_name
         addresses = pb.ServiceAddresses(**{name: getattr(given, name) for name in names})
         request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=addresses)
-        return (await self._call("StartRun", request)).run
+        return (await self._call(CoordinatorService.StartRun, request)).run
 
     async def get(self, name: str) -> pb.Run:
-        """State of a run."""
-        return (await self._call("GetRun", pb.GetRunRequest(name=name))).run
+        """Returns the state of a run."""
+        return (await self._call(CoordinatorService.GetRun, pb.GetRunRequest(name=name))).run
 
     async def all(self) -> list[pb.Run]:
-        """State of all runs."""
-        return list((await self._call("ListRuns", pb.ListRunsRequest())).runs)
+        """Returns the state of all runs."""
+        return list((await self._call(CoordinatorService.ListRuns, pb.ListRunsRequest())).runs)
 
     async def stop(self, name: str, *, now: bool) -> pb.Run:
-        """Asks a run to end; returns before it has."""
-        return (await self._call("StopRun", pb.StopRunRequest(name=name, now=now))).run
+        """Asks a run to stop. Returns without waiting for its end."""
+        return (await self._call(CoordinatorService.StopRun, pb.StopRunRequest(name=name, now=now))).run
 
     async def watch(self, name: str) -> AsyncIterator[pb.WatchRunResponse]:
-        """A run from its first step to its end, each event once, also over a broken connection."""
-        await self.get(name)  # a wrong name or address is an error at once
+        """Yields each event of a run once, from its first step to its end. Reconnects if the connection breaks."""
+        await self.get(name)  # raises immediately if the name or address is wrong
         step, evaluated = 0, -1
         while True:
             request = pb.WatchRunRequest(name=name, after_version=step)
             try:
-                async for answer in self._client.stream("WatchRun", request, timeout_s=_STREAM_S):
+                async for answer in self._client.stream(CoordinatorService.WatchRun, request, timeout_s=_STREAM_S):
                     event = answer.WhichOneof("event")
                     if event == "evaluation" and answer.evaluation.version <= evaluated:
                         continue
@@ -81,33 +82,33 @@ class Coordinator:
                 await self._come_back(name, error)
 
     async def read_log(self, name: str, service: str, *, follow: bool) -> AsyncIterator[bytes]:
-        """A log of a run from its begin; with `follow` until the run ends, also over a broken connection."""
+        """Yields a run's log from the beginning; with `follow`, until the run ends. Reconnects like `watch`."""
         await self.get(name)
         offset = 0
         while True:
             request = pb.ReadLogRequest(name=name, service=service, offset=offset, follow=follow)
             try:
-                async for part in self._client.stream("ReadLog", request, timeout_s=_STREAM_S):
+                async for part in self._client.stream(CoordinatorService.ReadLog, request, timeout_s=_STREAM_S):
                     offset = part.next_offset
                     yield part.data
                 return
             except (Unavailable, DeadlineExceeded) as error:
                 await self._come_back(name, error)
 
-    async def _call(self, method: str, request: object) -> object:
+    async def _call(self, method: Method[Request, Answer], request: Request) -> Answer:
         return await self._client.call(method, request, timeout_s=_CALL_S)
 
     async def _come_back(self, name: str, error: LockstepError) -> None:
         """Waits until the daemon answers again.
 
         Raises:
-            Unavailable: It did not in time.
+            Unavailable: The daemon did not answer in time.
         """
-        log.info("%s; waiting for the coordinator", error.message)
+        log.info("%s; waiting for the coordinator to come back", error.message)
         request = pb.GetRunRequest(name=name)
         try:
-            await self._client.call("GetRun", request, timeout_s=_COME_BACK_S, wait_for_ready=True)
+            await self._client.call(CoordinatorService.GetRun, request, timeout_s=_COME_BACK_S, wait_for_ready=True)
         except (Unavailable, DeadlineExceeded) as timeout:
             raise Unavailable(
-                f"the coordinator at {self.address} is gone and did not come back within {_COME_BACK_S:g} s"
+                f"lost the coordinator at {self.address}, and it did not come back within {_COME_BACK_S:g} s"
             ) from timeout

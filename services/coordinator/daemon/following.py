@@ -1,4 +1,4 @@
-"""What a terminal shows of a coordinator daemon: a run as it goes on, its logs, a table of all."""
+"""Terminal output of the commands that call a daemon: a run's progress, its logs and the table of all runs."""
 
 import sys
 from collections.abc import Sequence
@@ -13,27 +13,28 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.coordinator.daemon.client import Coordinator
 from services.coordinator.observe.columns import fitting
-from services.coordinator.observe.reporters import Terminal, in_order
+from services.coordinator.observe.outcome import Outcome
+from services.coordinator.observe.reporters import Terminal
 from services.coordinator.rl.session import show_outcome
-from services.coordinator.runs.outcome import Outcome
+from services.coordinator.runs.reporter import in_order
 from services.coordinator.services.launch import Addresses
 
-_MIN_DIRECTORY = 20  # columns below which a path is folded too often to be read
+_MIN_DIRECTORY = 20  # in columns; a narrower path column would fold a path into too many lines to read
 
 
 async def start(coordinator: Coordinator, config: Config, given: Addresses, console: Console) -> str:
     """Starts a run; returns its name."""
     async with coordinator:
         run = await coordinator.start(config, given)
-    console.print(f"run {run.name} on coordinator {coordinator.address}, in {run.run_dir} of its host", soft_wrap=True)
+    console.print(f"run {run.name} on coordinator {coordinator.address}, in {run.run_dir} on its host", soft_wrap=True)
     return run.name
 
 
 async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
-    """The same table as of a run on this host, until the run ends, then its outcome.
+    """Shows the same table as for a local run until the run ends, then its outcome.
 
     Raises:
-        LockstepError: The run failed, or the coordinator is gone.
+        LockstepError: The run failed, or the coordinator is unreachable.
     """
     run, evaluations = pb.Run(), []
     async with coordinator:
@@ -50,13 +51,13 @@ async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
     if run.state == pb.RUN_STATE_FAILED:
         raise LockstepError(f"run {name}: {run.error}")
     if run.state == pb.RUN_STATE_STOPPED:
-        console.print(f"run {name} was stopped; start it again to go on from its newest checkpoint", soft_wrap=True)
+        console.print(f"run {name} was stopped; start it again to resume from its newest checkpoint", soft_wrap=True)
     export_path = Path(run.export_path) if run.export_path else None
     show_outcome(Outcome(Path(run.run_dir), run.version, run.num_steps, evaluations, export_path), console)
 
 
 async def print_log(coordinator: Coordinator, name: str, service: str, *, follow: bool) -> None:
-    """A log, byte for byte, on standard output."""
+    """Writes a log to standard output, byte for byte."""
     async with coordinator:
         async for data in coordinator.read_log(name, service, follow=follow):
             sys.stdout.buffer.write(data)
@@ -64,7 +65,7 @@ async def print_log(coordinator: Coordinator, name: str, service: str, *, follow
 
 
 async def show_status(coordinator: Coordinator, name: str, console: Console) -> None:
-    """All runs, or the one of that name."""
+    """Prints a table of the run `name`, or of all runs if it is empty, and their errors."""
     async with coordinator:
         runs = [await coordinator.get(name)] if name else await coordinator.all()
     console.print(_runs_table(runs, console.width))
@@ -74,20 +75,22 @@ async def show_status(coordinator: Coordinator, name: str, console: Console) -> 
 
 
 async def stop(coordinator: Coordinator, name: str, console: Console, *, now: bool) -> None:
-    """Asks a run to end, and says what it does."""
+    """Asks a run to stop and prints its state."""
     async with coordinator:
         run = await coordinator.stop(name, now=now)
     console.print(f"run {name} is {_word(run)}, with {run.version} of {run.num_steps} steps done")
 
 
 def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
-    """A name is typed again, so it is whole; where there is little room the directory is folded, or left out."""
+    """Builds the table of runs. Names are shown in full so that they can be copied; on a narrow terminal the directory
+    is folded or left out.
+    """
     head = ("run", "state", "step", "now", "directory")
     lines = [(run.name, _word(run), f"{run.version} of {run.num_steps}", run.phase, run.run_dir) for run in runs]
     shown = fitting([head, *((*cells[:4], cells[4][:_MIN_DIRECTORY]) for cells in lines)], range(5), width)
     table = Table()
     for index in shown:
-        # Whatever fits is whole; a name that is wider than the terminal is folded too.
+        # Only the directory may fold, unless the name alone is wider than the terminal.
         table.add_column(head[index], no_wrap=index < 4 and len(shown) > 1, overflow="fold")
     for cells in lines:
         table.add_row(*(cells[index] for index in shown))

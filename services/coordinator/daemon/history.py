@@ -1,4 +1,4 @@
-"""What is known of a run from its directory alone, whoever ran it."""
+"""Reads a run's state and events from its directory, whichever process ran it."""
 
 import json
 import sqlite3
@@ -14,7 +14,7 @@ from services.coordinator.runs.resume import LEDGER
 
 
 def read_run(directory: Path) -> pb.Run | None:
-    """The run in `directory`, finished or stopped; None if there is none, or none that samples (a supervised one)."""
+    """Returns the RL run in `directory`, as finished or stopped; None if there is none or it is an SFT run."""
     if not (directory / LEDGER).is_file():
         return None
     run = pb.Run(name=directory.name, run_dir=str(directory))
@@ -22,7 +22,7 @@ def read_run(directory: Path) -> pb.Run | None:
         opened = _last_opening(directory)
         run.version = max((version for version, _ in _lines(directory)), default=0)
     except (DataLoss, sqlite3.Error) as error:
-        run.state, run.error = pb.RUN_STATE_FAILED, f"its files cannot be read: {error}"
+        run.state, run.error = pb.RUN_STATE_FAILED, f"cannot read the run's files: {error}"
         return run
     config = json.loads(opened["config"]) if opened else {}
     if "reward" not in config:
@@ -33,7 +33,7 @@ def read_run(directory: Path) -> pb.Run | None:
 
 
 def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunResponse]:
-    """Finished steps and evaluations, oldest first, as far as version `up_to` if one is given; without a state.
+    """Returns finished steps and evaluations, oldest first, up to version `up_to` if given. The run state is not set.
 
     Raises:
         DataLoss: A line of metrics.jsonl is not JSON.
@@ -46,13 +46,13 @@ def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunRe
 
 
 def event_of(version: int, metrics: dict[str, float], *, is_step: bool) -> pb.WatchRunResponse:
-    """A finished step or an evaluation, without a state."""
+    """Returns the event of a finished step or an evaluation. The run state is not set."""
     numbers = pb.Numbers(version=version, values=metrics)
     return pb.WatchRunResponse(step=numbers) if is_step else pb.WatchRunResponse(evaluation=numbers)
 
 
 def is_news(event: pb.WatchRunResponse, after: int) -> bool:
-    """Whether `event` is for a watcher that has seen all up to the step `after`."""
+    """Returns whether `event` is new to a watcher that has seen everything up to step `after`."""
     return event.step.version > after if event.HasField("step") else event.evaluation.version >= after
 
 
@@ -63,7 +63,7 @@ def _lines(directory: Path) -> Iterator[tuple[int, dict[str, float]]]:
     with path.open() as lines:
         for line in lines:
             if not line.endswith("\n"):
-                return  # it is being written
+                return  # the line is still being written
             try:
                 metrics = json.loads(line)
             except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""One run of the daemon: its task, its state for those who ask, its events for those who watch."""
+"""One run hosted by the daemon: its task, its state and the events that watchers read."""
 
 import asyncio
 import logging
@@ -13,9 +13,9 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.coordinator.daemon.history import event_of, is_news, read_events
 from services.coordinator.daemon.run_logs import logging_to
-from services.coordinator.observe.reporters import Reporter
-from services.coordinator.rl.session import load_data, with_data
-from services.coordinator.runs.outcome import Outcome
+from services.coordinator.observe.outcome import Outcome
+from services.coordinator.rl.session import load_data, run_session
+from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import Addresses
 
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class HostedRun(Reporter):
-    """The frontend of a session in this process, and its reporter once the loop begins.
+    """Frontend of a session in this process, and its reporter once the training loop starts.
 
-    Watchers read a list that only grows, each at its own pace: none of them is waited for.
+    Each watcher reads an append-only list of events at its own pace, so a slow watcher never delays the run.
     """
 
     console = None
@@ -42,7 +42,7 @@ class HostedRun(Reporter):
         self._session = asyncio.create_task(self._live(), name=f"run {config.name}")
 
     async def end(self) -> None:
-        """Waits for the end, however that comes: `state` says so. Never raises."""
+        """Waits until the run has finished, stopped or failed, and sets `state` accordingly. Never raises."""
         await asyncio.wait([self._session])
         if self._session.cancelled():
             self.state.state = pb.RUN_STATE_STOPPED
@@ -59,7 +59,7 @@ class HostedRun(Reporter):
         self._tell()
 
     def stop(self, *, now: bool) -> None:
-        """Ends it after the step in progress; at once if `now`, or if it makes no steps yet."""
+        """Stops the run after the current step, or immediately if `now` is set or the loop has not started."""
         self.state.state = pb.RUN_STATE_STOPPING
         self._tell()
         if self._run is not None:
@@ -68,7 +68,7 @@ class HostedRun(Reporter):
             self._session.cancel()
 
     async def watch(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:
-        """All events beyond version `after`, and the newest state when it has changed, until the run ends."""
+        """Yields all events after version `after`, and the state whenever it has changed, until the run ends."""
         sent, index = pb.Run(), 0
         while True:
             changed = self._changed
@@ -118,17 +118,18 @@ class HostedRun(Reporter):
     async def _live(self) -> Outcome:
         with logging_to(self.config):
             try:
-                # Seconds for which the other runs would stand still: tokenizing, and what a reporter imports later on.
+                # Tokenizing and the import that a reporter makes later take seconds; in threads they do not block the
+                # event loop, and so the other runs.
                 data = await asyncio.to_thread(load_data, self.config, self.given)
                 await asyncio.to_thread(import_module, "tensorboardX")
-                return await with_data(data, self.config, self.given, self)
+                return await run_session(self.config, self.given, self, data)
             except Exception as error:
                 log.error("run %s failed: %s", self.config.name, error, exc_info=not isinstance(error, LockstepError))
                 raise
 
 
 def with_state(event: pb.WatchRunResponse, run: pb.Run) -> pb.WatchRunResponse:
-    """`event`, with the state of its run."""
+    """Returns a copy of `event` with the state of its run."""
     answer = pb.WatchRunResponse(run=run)
     answer.MergeFrom(event)
     return answer

@@ -1,4 +1,4 @@
-"""Logs of a run's services, as they are written."""
+"""Reads the logs of a run's services while they are being written."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -16,11 +16,11 @@ _CHUNK_BYTES = 256 << 10
 async def read_log(
     directory: Path, service: str, offset: int, until: asyncio.Event | None
 ) -> AsyncGenerator[pb.ReadLogResponse, None]:
-    """The log of `service` from `offset` on; with `until`, also what is written before that is set.
+    """Yields the log of `service` from byte `offset`; with `until`, also what is written before that event is set.
 
     Raises:
-        NotFound: `directory` has no log of this service.
-        Overloaded: The kernel gives no more watches to this user.
+        NotFound: `directory` has no log of `service`.
+        Overloaded: This user has no inotify watches left.
     """
     path = _find(directory, service)
     with ExitStack() as stack:
@@ -37,14 +37,16 @@ async def read_log(
 
 
 class _Written:
-    """Says when there may be more to read. What was written since it was made counts."""
+    """Waits until a file may have more to read, counting everything written since this object was created."""
 
     def __init__(self, path: Path, until: asyncio.Event, stack: ExitStack):
         try:
             self._inotify = stack.enter_context(Inotify())
             self._inotify.add_watch(path, Mask.MODIFY)
         except OSError as error:
-            raise Overloaded(f"no more logs can be followed on this host ({error}); end other followers") from error
+            raise Overloaded(
+                f"cannot follow more logs on this host ({error}); stop another `lockstep logs --follow`"
+            ) from error
         self._until = until
         self._over = asyncio.create_task(until.wait())
         stack.callback(self._over.cancel)
@@ -54,7 +56,7 @@ class _Written:
         return self._until.is_set()
 
     async def more(self) -> None:
-        """Waits for a write, or for the end."""
+        """Waits for a write or for `until`."""
         event = asyncio.create_task(self._inotify.get())
         try:
             await asyncio.wait([event, self._over], return_when=asyncio.FIRST_COMPLETED)
@@ -62,13 +64,15 @@ class _Written:
                 event.result()
         finally:
             event.cancel()
-            await asyncio.wait([event])  # it uses what is about to be closed
+            await asyncio.wait([event])  # it uses the inotify handle, which is about to be closed
 
 
 def _find(directory: Path, service: str) -> Path:
-    """A regular file of the directory itself: `service` is compared with what is there, never part of a path."""
+    """Returns the log of `service`, a regular file in `directory`. `service` is only compared with the names of
+    existing files and never becomes part of a path.
+    """
     logs = {path.stem: path for path in directory.glob("*.log") if path.is_file() and not path.is_symlink()}
     if service not in logs:
         there = ", ".join(sorted(logs)) or "none yet"
-        raise NotFound(f"service: this run has no log of {service}; there are: {there}", field="service")
+        raise NotFound(f"service: this run has no log of {service}; it has {there}", field="service")
     return logs[service]

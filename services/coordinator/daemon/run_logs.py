@@ -1,4 +1,4 @@
-"""Each run's records in a log of its own, though all runs share a process."""
+"""Writes each run's log records to the run's own log file, although all runs share a process."""
 
 import logging
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from services.common.config.run import Config
-from services.coordinator.services.lifecycle import log_file
+from services.coordinator.observe.log_files import log_file
 
 _log: ContextVar[logging.Handler | None] = ContextVar("log of the run", default=None)
 
 
 class ToRunLog(logging.Handler):
-    """Hands a record to the log of the run in whose task it was made."""
+    """Passes a record to the log of the run whose task emitted it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         handler = _log.get()
@@ -25,7 +25,10 @@ def _is_for_daemon(record: logging.LogRecord) -> bool:
 
 
 def split_by_run() -> None:
-    """From now on the process's own log gets only the warnings of runs; call it once, after logging is configured."""
+    """Routes each run's records to its log; the process's own log keeps only their warnings and errors.
+
+    Call it once, after logging is configured.
+    """
     root = logging.getLogger()
     for handler in root.handlers:
         handler.addFilter(_is_for_daemon)
@@ -34,7 +37,7 @@ def split_by_run() -> None:
 
 @contextmanager
 def logging_to(config: Config) -> Iterator[None]:
-    """What this task and those that it starts log inside of the block goes to the log of this run."""
+    """Sends the records of this task, and of the tasks that it starts in the block, to the log of this run."""
     handler = log_file(config)
     token = _log.set(handler)
     try:

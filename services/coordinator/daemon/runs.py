@@ -1,4 +1,4 @@
-"""All runs of a daemon: those in progress, those that ended here, and those found in its directory."""
+"""All runs of a daemon: those in progress, those that ended in this process, and those found in its directory."""
 
 import asyncio
 import logging
@@ -30,22 +30,22 @@ class Runs:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, config: Config, given: Addresses) -> pb.Run:
-        """Starts `config`, or goes on with what its directory holds, as `config.resume` says.
+        """Starts or resumes the run of `config`, according to `config.resume`.
 
         Raises:
-            PreconditionFailed: A run of this name is in progress, or another has the GPUs of this host.
-            InvalidInput: The config wants another runs directory than this coordinator's.
-            Unavailable: The coordinator is ending.
+            PreconditionFailed: A run of this name is in progress, or another run uses this host's GPUs.
+            InvalidInput: `config.runs_dir` is not this coordinator's runs directory.
+            Unavailable: The coordinator is shutting down.
         """
         if self.is_ending:
-            raise Unavailable("this coordinator is ending and starts no runs; try again when it is back")
+            raise Unavailable("this coordinator is shutting down and starts no runs; try again after its restart")
         if config.name in self.running:
             raise PreconditionFailed(
                 f"run {config.name} is in progress: watch it, stop it, or use another name", run=config.name
             )
         if config.runs_dir.absolute() != self.directory and config.runs_dir != _UNSET:
             raise InvalidInput(
-                f"runs_dir: this coordinator keeps its runs in {self.directory}; leave it out", field="runs_dir"
+                f"runs_dir: this coordinator keeps its runs in {self.directory}; do not set runs_dir", field="runs_dir"
             )
         self._require_gpus(config, given)
         hosted = HostedRun(config.model_copy(update={"runs_dir": self.directory}), given)
@@ -56,37 +56,39 @@ class Runs:
         return hosted.state
 
     async def get(self, name: str) -> pb.Run:
-        """State of the run `name`.
+        """Returns the state of the run `name`.
 
         Raises:
-            NotFound: There is none.
+            NotFound: There is no such run.
         """
         if name in self.running:
             return self.running[name].state
         found = self._ended.get(name) or next(iter(await asyncio.to_thread(_read_runs, self.directory, name)), None)
         if found is None:
-            raise NotFound(f"there is no run {name} in {self.directory}; `lockstep status` lists all", field="name")
+            raise NotFound(
+                f"there is no run {name} in {self.directory}; `lockstep status` lists all runs", field="name"
+            )
         return found
 
     async def all(self) -> list[pb.Run]:
-        """State of all runs, in the order of their names."""
+        """Returns the state of all runs, sorted by name."""
         found = {run.name: run for run in await asyncio.to_thread(_read_runs, self.directory)}
         found |= self._ended | {name: hosted.state for name, hosted in self.running.items()}
         return [found[name] for name in sorted(found)]
 
     async def stop(self, name: str, *, now: bool) -> pb.Run:
-        """Asks the run `name` to end; its state. One that has ended stays as it is."""
+        """Asks the run `name` to stop and returns its state. Does nothing if the run has ended."""
         if name not in self.running:
             return await self.get(name)
         self.running[name].stop(now=now)
         return self.running[name].state
 
     async def drain(self) -> None:
-        """Ends all runs after their steps, or at once after another signal."""
+        """Stops all runs after their current steps, or immediately on a second signal."""
         self.is_ending = True
         if not self._tasks:
             return
-        log.info("ending after the steps in progress of %d runs; once more to end now", len(self._tasks))
+        log.info("stopping %d runs after their current steps; send the signal again to stop them now", len(self._tasks))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop_all, True)
@@ -99,7 +101,7 @@ class Runs:
 
     async def _keep(self, hosted: HostedRun) -> None:
         name = hosted.config.name
-        log.info("run %s begins", name)
+        log.info("run %s started", name)
         await hosted.end()
         del self.running[name]
         self._ended[name] = hosted.state
@@ -109,18 +111,18 @@ class Runs:
         holder = next((name for name, hosted in self.running.items() if _starts(hosted.config, hosted.given)), None)
         if holder and visible_gpus() and _starts(config, given):
             raise PreconditionFailed(
-                f"run {holder} has started services on the GPUs of this host: give the addresses of services that run "
-                "already, or start this when that has ended"
+                f"run {holder} has started services on the GPUs of this host: give the addresses of running services, "
+                "or start this run after that one ends"
             )
 
 
 def _starts(config: Config, given: Addresses) -> bool:
-    """Whether anything that wants a GPU is started here."""
+    """Returns whether the run starts a service that needs a GPU on this host."""
     return not given.rollout or bool(started_ranks(config, given))
 
 
 def _read_runs(directory: Path, name: str | None = None) -> list[pb.Run]:
-    """Those in `directory`, or the one of that name, which is compared with what is there and never part of a path."""
+    """Reads all runs in `directory`, or only `name`, which is compared with existing names and never part of a path."""
     entries = directory.iterdir() if directory.is_dir() else ()
     runs = (read_run(entry) for entry in entries if name is None or entry.name == name)
     return [run for run in runs if run is not None]

@@ -1,4 +1,4 @@
-"""CoordinatorService: what the CLI and a dashboard call."""
+"""Implements CoordinatorService, the gRPC interface for the CLI and dashboards."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from lockstep.coordinator.v1 import coordinator_pb2_grpc
 from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.rpc.address import require_secure
-from services.common.rpc.server import service_info
+from services.common.rpc.server import NO_RUN, service_info
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.checks.plan import check_model
 from services.coordinator.daemon.history import is_news, read_events
@@ -25,14 +25,14 @@ NAME = "lockstep.coordinator.v1.CoordinatorService"
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """The face of `runs`, whose services are called over `transport`."""
+    """Serves `runs` over gRPC; the runs call their services over `transport`."""
 
     def __init__(self, runs: Runs, transport: Transport = LOCAL):
         self._runs, self._transport = runs, transport
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         state = "ending" if self._runs.is_ending else "serving"
-        info = service_info("coordinator", state, run=("", ""), libraries=("grpcio", "pyarrow"))
+        info = service_info("coordinator", state, run=NO_RUN, libraries=("grpcio", "pyarrow"))
         return pb.GetInfoResponse(info=info, runs_dir=str(self._runs.directory), num_running=len(self._runs.running))
 
     async def StartRun(self, request: pb.StartRunRequest, context: Any) -> pb.StartRunResponse:
@@ -72,7 +72,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 def _addresses(given: pb.ServiceAddresses, transport: Transport) -> Addresses:
-    """Raises InvalidInput if one is not HOST:PORT, or would be called in plaintext over a network."""
+    """Converts addresses. Raises InvalidInput if one is not HOST:PORT or would use plaintext over a network."""
     others = {name: getattr(given, name) for name in ("reward", "trainer", "reference", "critic")}
     for name, address in [*others.items(), *(("rollout", address) for address in given.rollout)]:
         if address:

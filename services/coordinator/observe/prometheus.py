@@ -9,9 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from services.common.rpc.metrics import SECONDS
 from services.common.telemetry.metrics_server import Metrics
-from services.coordinator.observe.reporters import Reporter
-from services.coordinator.services.clients.replica import ReplicaState
-from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.runs.reporter import ReplicaCounts, Reporter
 
 
 class Prometheus(Reporter):
@@ -19,7 +17,7 @@ class Prometheus(Reporter):
 
     def __init__(self, metrics: Metrics, run_id: str):
         self._metrics, registry = metrics, metrics.registry
-        self._rollout: Rollout | None = None
+        self._rollout: ReplicaCounts | None = None
         Info("lockstep_coordinator_run", "Which run this is.", registry=registry).info({"run_id": run_id})
         self._step = Gauge("lockstep_coordinator_step", "Steps that are finished.", registry=registry)
         self._step_seconds = Gauge(
@@ -47,14 +45,14 @@ class Prometheus(Reporter):
 
     def collect(self) -> Iterator[Metric]:
         """How the replicas are now."""
-        replicas, redispatched = (self._rollout.replicas, self._rollout.num_redispatched) if self._rollout else ((), 0)
-        num_dead = sum(replica.state is ReplicaState.DEAD for replica in replicas)
+        rollout = self._rollout
+        num_dead, redispatched = (rollout.num_dead, rollout.num_redispatched) if rollout else (0, 0)
         dead = ("lockstep_coordinator_dead_replicas", "Replicas that are gone and have not come back.")
         yield GaugeMetricFamily(*dead, num_dead)
         again = ("lockstep_coordinator_redispatched_groups_total", "Prompt groups that a replica did not finish.")
         yield CounterMetricFamily(*again, redispatched)
 
-    def watch(self, rollout: Rollout) -> None:
+    def watch(self, rollout: ReplicaCounts) -> None:
         self._rollout = rollout
 
     @contextmanager

@@ -1,52 +1,20 @@
 """Where a run's numbers go: the terminal, metrics.jsonl, TensorBoard."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from services.common.config.run import Config
 from services.coordinator.observe.columns import fitting
-
-if TYPE_CHECKING:
-    from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.runs.reporter import Reporter, in_order
 
 _ROWS = 12
 _FRAME = 6  # lines around the rows: borders, header and a caption of up to two
-
-
-class Reporter:
-    """Hears of every phase, step and evaluation, and does nothing about what it does not care for."""
-
-    def watch(self, rollout: "Rollout") -> None:
-        """The run's replicas, which are about to be opened."""
-
-    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
-        """The run does something else now, for as long as the answer is entered."""
-        return nullcontext()
-
-    def step(self, version: int, metrics: dict[str, float]) -> None:
-        """A step is finished; `version` counts them from 1."""
-
-    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        """The weights of `version` were evaluated: `eval/<set>/<metric>`, and `time/evaluating_s`."""
-
-    def close(self) -> None:
-        """The run is over."""
-
-
-def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Held-out numbers as they are shown, wherever they come from: by set, its reward first, then by name."""
-
-    def place(name: str) -> tuple[str, bool, str]:
-        held_out, _, metric = name.rpartition("/")
-        return held_out, metric != "reward", metric
-
-    return {name: metrics[name] for name in sorted(metrics, key=place) if name.startswith("eval/")}
 
 
 class JsonLines(Reporter):
@@ -153,3 +121,9 @@ _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES
 
 def _line(cells: Sequence[str]) -> str:
     return "  ".join(f"{cell:>10}" for cell in cells)
+
+
+def files(config: Config, version: int) -> list[Reporter]:
+    """Returns the reporters that write a run's metrics to files; the run goes on from `version`."""
+    directory = config.run_dir
+    return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version)]

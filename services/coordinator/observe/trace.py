@@ -8,7 +8,7 @@ from services.common.config.run import Config
 from services.common.rpc.server import INCARNATION
 from services.common.telemetry.otel import Otel
 from services.common.telemetry.trace import Trace, join
-from services.coordinator.observe.reporters import Reporter
+from services.coordinator.runs.reporter import Reporter
 
 
 def trace_path(run_dir: Path, name: str) -> Path:

@@ -25,7 +25,7 @@ from services.coordinator.services.clients.reward import Reward
 from services.coordinator.services.clients.trainer import Model, Trainer
 from services.coordinator.services.closing import close_run
 from services.coordinator.services.launch import Addresses
-from services.coordinator.services.lifecycle import with_services
+from services.coordinator.services.running import recorded_run, running_services
 
 
 class What(StrEnum):
@@ -82,16 +82,10 @@ async def replay_session(
         start = open_run(config)  # without the critic, whose checkpoint need not be of the policy's step
         if has_critic:
             config = config.model_copy(update={"critic": record.config.critic})
-        with closing(Run(config, start)) as run:
-            services = [_SERVICES[part] for part in what]
-            return await with_services(
-                lambda addresses: session.run(run, addresses),
-                run,
-                given,
-                console,
-                services=services,
-                sharing=record.config,
-            )
+        services = [_SERVICES[part] for part in what]
+        with recorded_run(config, console, start) as run:
+            async with running_services(run, given, services=services, sharing=record.config) as addresses:
+                return await session.run(run, addresses)
 
 
 def show_replayed(replayed: Replayed, console: Console) -> None:

@@ -58,7 +58,7 @@ class _Stamps:
         return await self._trainer.send(self._epoch, version)
 
     async def _join(self) -> None:
-        self._epoch = self._run.next_epoch(0)
+        self._epoch = self._run.record.next_epoch(0)
         await self._trainer.join(weight_group(self._run, self._trainer.opened, self._epoch, 0))
 
 

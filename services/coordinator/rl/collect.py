@@ -48,7 +48,9 @@ class Collector:
             LockstepError: REWARD_FAILED if no sample could be scored.
         """
         draw = Draw(num_samples, sampling, stamp, stamp.version, keep_failed=True)
-        groups = await gather(self.one(i, p, draw) for i, p in enumerate(prompts))
+        drawn = await gather(self.one(i, p, draw) for i, p in enumerate(prompts))
+        groups = [group for group in drawn if group is not None]
+        assert len(groups) == len(prompts), "keep_failed keeps every group"
         if all(group.is_failed.all() for group in groups):
             raise LockstepError("no sample could be scored; see the log", reason=Reason.REWARD_FAILED)
         return groups

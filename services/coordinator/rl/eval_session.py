@@ -2,7 +2,6 @@
 
 import datetime
 import json
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,17 +12,17 @@ from rich.table import Table
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.checks.plan import check_model
+from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import Prompts, load_eval
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Collector
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publication import Publisher
-from services.coordinator.runs.resume import CHECKPOINTS, LEDGER, open_run
+from services.coordinator.runs.resume import CHECKPOINTS, LEDGER
 from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import Addresses
-from services.coordinator.services.lifecycle import load_early, load_late, with_services
-from services.coordinator.services.opening import open_services
+from services.coordinator.services.opening import Services, open_services
+from services.coordinator.services.running import recorded_run, running_services
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
     alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # no other model is opened
     # What watches the run may be at work at the same time.
-    alone["observability"] = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
-    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone})
+    quiet = {"observability": config.observability.model_copy(update={"metrics_address": "", "trackers": ()})}
+    return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone, **quiet})
 
 
 def _run_of(checkpoint: Path, config: Config) -> Path:
@@ -90,10 +89,13 @@ async def eval_session(config: Config, given: Addresses, console: Console) -> Ev
     Raises:
         LockstepError: As the first failure of any part.
     """
-    check_model(config)
-    data = load_early(config, given, _load)
-    with closing(Run(config, open_run(config))) as run:
-        return await with_services(lambda addresses: _drive(run, addresses, data, console), run, given, console)
+    data = load_early(config, _load, model_is_remote=bool(given.trainer))
+    with recorded_run(config, console) as run:
+        async with running_services(run, given) as addresses:
+            evaluated = run.resume_from or config.model
+            console.print(f"evaluating {evaluated} in {config.run_dir}", soft_wrap=True)
+            async with open_services(run, addresses) as services:
+                return await _evaluate(run, services, data, evaluated)
 
 
 def show_evaluation(evaluation: Evaluation, console: Console) -> None:
@@ -116,16 +118,13 @@ def _load(config: Config, tokenizer: Tokenizer) -> _Dataset:
     return tokenizer, load_eval(config.data, tokenizer)
 
 
-async def _drive(run: Run, addresses: Addresses, data: _Dataset | None, console: Console) -> Evaluation:
-    config, evaluated = run.config, run.resume_from or run.config.model
-    console.print(f"evaluating {evaluated} in {config.run_dir}", soft_wrap=True)
-    async with open_services(run, addresses) as services:
-        trainer, rollout = services.trainer, services.rollout
-        version = trainer.opened.version
-        tokenizer, eval_data = data or load_late(config, trainer.opened.model_card, _load)
-        run.begin(version, ())
-        stamp = await Publisher(trainer, rollout, run).publish(version)
-        metrics = await evaluate(run, Collector(rollout, services.reward, tokenizer, config.seed), eval_data, stamp)
-        result = {"checkpoint": evaluated, "version": version, "digest": stamp.digest, "metrics": metrics}
-        (config.run_dir / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
-        return Evaluation(stamp, metrics, config.run_dir)
+async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluated: str) -> Evaluation:
+    config, trainer, rollout = run.config, services.trainer, services.rollout
+    version = trainer.opened.version
+    tokenizer, eval_data = data or load_late(config, trainer.opened.model_card, _load)
+    run.begin(version, ())
+    stamp = await Publisher(trainer, rollout, run).publish(version)
+    metrics = await evaluate(run, Collector(rollout, services.reward, tokenizer, config.seed), eval_data, stamp)
+    result = {"checkpoint": evaluated, "version": version, "digest": stamp.digest, "metrics": metrics}
+    (config.run_dir / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
+    return Evaluation(stamp, metrics, config.run_dir)

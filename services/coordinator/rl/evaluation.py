@@ -12,7 +12,8 @@ from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import Prompts
 from services.coordinator.rl.collect import Collector
 from services.coordinator.rl.metrics import batch_metrics, component_means
-from services.coordinator.runs.run import Phase, Run
+from services.coordinator.runs.clock import Phase
+from services.coordinator.runs.run import Run
 
 
 async def evaluate(
@@ -36,7 +37,7 @@ async def evaluate(
             if num_failed := sum(group.is_failed.sum() for group in groups):
                 numbers["failed"] = float(num_failed)
             metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}
-            run.keep_evaluation(name, samples, stamp)
+            run.record.keep_evaluation(name, samples, stamp)
     run.finish_evaluation(stamp.version, metrics)
     return metrics
 

@@ -1,32 +1,34 @@
 """The training loop: generate and score, train, publish. Synchronous and exactly on-policy."""
 
 from services.coordinator.rl.evaluation import evaluate
-from services.coordinator.rl.step import Parts, collect, update, warm_up
-from services.coordinator.runs.run import Phase, Run
+from services.coordinator.rl.metrics import step_metrics
+from services.coordinator.rl.step import LoopContext, collect, update, warm_up
+from services.coordinator.runs.clock import Phase
+from services.coordinator.runs.run import Run
 
 
-async def train(run: Run, parts: Parts, version: int) -> None:
-    """Trains from the `version` that the trainer holds to `run.num_steps`, or until a stop is asked for."""
-    publisher = parts.publisher
+async def train(run: Run, context: LoopContext, version: int) -> None:
+    """Trains from `version`, which the trainer holds, to `run.num_steps`, or until the run is stopped."""
+    publisher = context.publisher
     with run.phase(Phase.PUBLISHING):
         stamp = await publisher.publish(version)
-    await warm_up(run, parts, stamp)
-    if run.eval_due(version) and not run.evaluated(version):
-        await evaluate(run, parts.collector, parts.eval_data, stamp)
+    await warm_up(run, context, stamp)
+    if run.eval_due(version) and not run.record.was_evaluated(version):
+        await evaluate(run, context.collector, context.eval_data, stamp)
 
     while version < run.num_steps and not run.stopping:
         with run.phase(Phase.GENERATING):
-            batch = await run.recorded_batch(stamp) or await collect(run, parts, stamp)
+            batch = await run.recorded_batch(stamp) or await collect(run, context, stamp)
         with run.phase(Phase.TRAINING):
-            version, metrics = await update(run, parts, batch, stamp)
+            version, trained = await update(run, context, batch, stamp)
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
-        run.finish_step(version, metrics, batch)
+        run.finish_step(version, step_metrics(run, trained, batch))
         if run.checkpoint_due(version):
             with run.phase(Phase.CHECKPOINTING):
-                await run.begin_checkpoint(parts.trained, version)
+                await run.checkpoints.begin(context.trained_models, version)
         if run.eval_due(version):
-            await evaluate(run, parts.collector, parts.eval_data, stamp)
-        run.check_checkpoint()
+            await evaluate(run, context.collector, context.eval_data, stamp)
+        run.checkpoints.check()
     with run.phase(Phase.CHECKPOINTING):
-        await run.end_checkpoints(parts.trained)
+        await run.end_checkpoints(context.trained_models)

@@ -1,10 +1,25 @@
-"""Numbers of a step, from its batch alone, so that any recorded step gives the same ones again."""
+"""Computes the metrics of a step. Those of a batch follow from the batch alone, so a recorded step gives them again."""
+
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.run import Run
+
+
+def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
+    """Returns all metrics of the step in progress: of its batch, its update (`trained`), its time and its selection."""
+    metrics = batch_metrics(batch) | {f"train/{name}": value for name, value in trained.items()} | run.clock.metrics()
+    metrics |= (run.record.ledger.last(Kind.SELECTED, run.version) or {}).get("metrics", {})
+    kl = (run.record.ledger.last(Kind.COLLECTED, run.version) or {}).get("kl")
+    metrics |= {"kl/coef": kl["kl_coef"], "kl/penalized_per_sample": kl["kl_per_sample"]} if kl else {}
+    if not run.record.batch_is_from_disk:
+        metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
+    return metrics
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Publisher:
                 if list(self._members) != [(replica, replica.num_opens) for replica in living]:
                     await self._form_group(living)
                 stamp = await self._send(version)
-                self._run.record_published(stamp)
+                self._run.record.record_published(stamp)
                 return stamp
             except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
                 self._members = ()
@@ -72,7 +72,7 @@ class Publisher:
 
     async def _form_group(self, replicas: Sequence[Replica]) -> None:
         opened = self._trainer.opened
-        self._epoch = self._run.next_epoch(len(replicas))
+        self._epoch = self._run.record.next_epoch(len(replicas))
         group = weight_group(self._run, opened, self._epoch, sum(replica.num_workers for replica in replicas))
         joins, base_rank = [self._trainer.join(group)], opened.plan.num_senders
         for replica in replicas:
@@ -83,12 +83,13 @@ class Publisher:
         self._members = [(replica, replica.num_opens) for replica in replicas]
 
     async def _send(self, version: int) -> PolicyStamp:
-        stamp, *digests = await gather(
+        stamp, *received = await gather(
             [
                 self._trainer.send(self._epoch, version),
                 *(replica.receive(self._epoch, version) for replica, _ in self._members),
             ]
         )
+        digests = [replicas.digest for replicas in received]
         if set(digests) != {stamp.digest}:
             raise PreconditionFailed(f"sent {stamp.digest}, received {digests}", reason=Reason.DIGEST_MISMATCH)
         await gather(replica.commit(stamp) for replica, _ in self._members)

@@ -9,11 +9,10 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, count, islice, takewhile
-from typing import Any
 
 import numpy as np
 
@@ -27,9 +26,9 @@ from services.coordinator.data.prompts import Prompt
 log = logging.getLogger(__name__)
 
 # Place in the order of prompts, prompt -> its scored group; None if it has no score.
-DrawOne = Callable[[int, Prompt], Coroutine[Any, Any, ScoredGroup | None]]
+DrawOne = Callable[[int, Prompt], Awaitable[ScoredGroup | None]]
 # What is done with a useful group while others are still tried.
-Finish = Callable[[ScoredGroup], Coroutine[Any, Any, ScoredGroup]]
+Finish = Callable[[ScoredGroup], Awaitable[ScoredGroup]]
 
 
 class Drop(StrEnum):
@@ -45,7 +44,7 @@ class Selected:
     """The groups of a batch, what the ledger keeps of how they were chosen, and what the curriculum learns of it."""
 
     groups: Sequence[ScoredGroup]
-    decision: dict[str, Any]
+    decision: Mapping[str, object]
     """JSON-able; `metrics` are those of the step."""
     outcomes: dict[str, tuple[int, int]]
     """(samples, samples that passed) by prompt id; empty without a curriculum."""
@@ -167,7 +166,7 @@ class _Selection:
 
     def _decision(
         self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Tried]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         masked = sum(int(group.is_truncated.sum()) for group in groups)
         rewards = np.concatenate([tried.group.rewards for tried in counted if tried.group])
         metrics = {

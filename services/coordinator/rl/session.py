@@ -1,6 +1,5 @@
-"""A run from its config to its end: checks what can be checked first, then services, then the loop."""
+"""Makes a run from its config: checks what can be checked first, then opens the services, then runs the loop."""
 
-from contextlib import closing
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -8,21 +7,25 @@ from rich.console import Console
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed
 from services.coordinator.data.curriculum import require_enough
+from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.observe.frontend import Frontend
+from services.coordinator.observe.outcome import Outcome, show
+from services.coordinator.observe.reporters import files
+from services.coordinator.rl.advantages.python import require_importable
 from services.coordinator.rl.collect import Collector
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publication import Publisher
-from services.coordinator.rl.step import Parts
-from services.coordinator.runs.outcome import Outcome, finish, show
-from services.coordinator.runs.resume import is_path, open_run, step_of
+from services.coordinator.rl.step import LoopContext
+from services.coordinator.runs.resume import is_path, step_of
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Model
+from services.coordinator.services.closing import finish
 from services.coordinator.services.launch import Addresses
-from services.coordinator.services.lifecycle import keepers, load_early, load_late, with_services
-from services.coordinator.services.opening import open_services
+from services.coordinator.services.opening import Services, open_services
+from services.coordinator.services.running import recorded_run, running_services
 
 _FILES = {
     "metrics.jsonl, tensorboard/": "numbers of every step",
@@ -34,33 +37,41 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is sampled from, and evaluated on."""
+    """The tokenizer, the training prompts and the evaluation sets of a run."""
 
     tokenizer: Tokenizer
     train: PromptDataset
     eval: dict[str, Prompts]
 
 
-async def run_session(config: Config, given: Addresses, frontend: Frontend) -> Outcome:
+async def run_session(config: Config, given: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
     """Runs `config` to its end, or until the frontend stops it.
+
+    Args:
+        config: The run's.
+        given: Addresses of services that run already; the others are started on this host.
+        frontend: Shows the run.
+        data: What `load_data` returned, if it was called before.
 
     Raises:
         LockstepError: As the first failure of any part.
     """
-    return await with_data(load_data(config, given), config, given, frontend)
+    require_importable(config.advantage)
+    data = data or load_data(config, given)
+    with recorded_run(config, frontend.console) as run:
+        async with running_services(run, given) as addresses:
+            frontend.say(f"run {run.run_id} in {config.run_dir}")
+            replicas = ", ".join(addresses.rollout)
+            frontend.say(f"opening trainer {addresses.trainer}, reward {addresses.reward}, rollout {replicas}")
+            async with open_services(run, addresses) as services:
+                context = _begin(run, services, data, frontend)
+                await train(run, context, run.version)
+                return await finish(run, services.trainer)
 
 
 def load_data(config: Config, given: Addresses) -> Dataset | None:
-    """The run's data; None if the model, whose tokenizer it needs, is on the trainer's host only."""
-    return load_early(config, given, _load)
-
-
-async def with_data(data: Dataset | None, config: Config, given: Addresses, frontend: Frontend) -> Outcome:
-    """`run_session` with what `load_data` has answered."""
-    with closing(Run(config, open_run(config))) as run:
-        return await with_services(
-            lambda addresses: _drive(run, addresses, data, frontend), run, given, frontend.console
-        )
+    """Reads the run's data; None if the model, whose tokenizer it needs, is on the trainer's host only."""
+    return load_early(config, _load, model_is_remote=bool(given.trainer))
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
@@ -78,25 +89,25 @@ def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
     return Dataset(tokenizer, train_data, load_eval(config.data, tokenizer))
 
 
-async def _drive(run: Run, addresses: Addresses, data: Dataset | None, frontend: Frontend) -> Outcome:
-    config = run.config
-    frontend.say(f"run {run.run_id} in {config.run_dir}")
-    replicas = ", ".join(addresses.rollout)
-    frontend.say(f"opening trainer {addresses.trainer}, reward {addresses.reward}, rollout {replicas}")
-    async with open_services(run, addresses) as services:
-        trainer, rollout, critic = services.trainer, services.rollout, services.beside.get("critic")
-        version = trainer.opened.version
-        _require_resumed(version, config)
-        _require_together(version, critic, config)
-        data = data or load_late(config, trainer.opened.model_card, _load)
-        run.use(data.train.digest)
-        frontend.say(run.where_it_goes_on(version))
-        run.begin(version, [*keepers(config, version), frontend.begin(run, version)])
-        collector = Collector(rollout, services.reward, data.tokenizer, config.seed)
-        publisher = Publisher(trainer, rollout, run)
-        forwards = Forwards(list(services.beside.values()), config)
-        await train(run, Parts(data.train, data.eval, collector, trainer, publisher, forwards, critic), version)
-        return await finish(run, trainer)
+def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
+    """Begins the run at the version that the services hold, once that is found to be the right one."""
+    config, trainer, critic = run.config, services.trainer, services.auxiliary.get("critic")
+    version = trainer.opened.version
+    _require_resumed(version, config)
+    _require_together(version, critic, config)
+    data = data or load_late(config, trainer.opened.model_card, _load)
+    run.record.require_same_data(data.train.digest)
+    frontend.say(run.describe_start(version))
+    run.begin(version, [*files(config, version), frontend.begin(run, version)])
+    return LoopContext(
+        data=data.train,
+        eval_data=data.eval,
+        collector=Collector(services.rollout, services.reward, data.tokenizer, config.seed),
+        trainer=trainer,
+        publisher=Publisher(trainer, services.rollout, run),
+        forwards=Forwards(list(services.auxiliary.values()), config),
+        critic=critic,
+    )
 
 
 def _require_resumed(version: int, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""What the loop does in a step: sample, credit, update."""
+"""The parts of a step: sample a batch, compute its advantages, update the models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,21 @@ from services.common.tasks import gather
 from services.coordinator.data.curriculum import prompts_to_try
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
-from services.coordinator.rl.advantages import credit
+from services.coordinator.rl.advantages import compute_advantages
+from services.coordinator.rl.advantages.controller import coef_after, kl_record
 from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.rl.selection import Selected, select
-from services.coordinator.runs.run import Phase, Run
+from services.coordinator.runs.clock import Phase
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Model, Trainer
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What the loop works with."""
+class LoopContext:
+    """The data, services and clients that the loop works with."""
 
     data: PromptDataset
     eval_data: dict[str, Prompts]
@@ -32,49 +35,67 @@ class Parts:
     critic: Model | None = None
 
     @property
-    def trained(self) -> Sequence[Model]:
-        """The models that checkpoints hold, the policy last."""
+    def trained_models(self) -> Sequence[Model]:
+        """The models that are trained and saved, the policy last."""
         return (self.critic, self.trainer) if self.critic else (self.trainer,)
 
 
-async def warm_up(run: Run, parts: Parts, stamp: PolicyStamp) -> None:
+async def warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
     """Trains the critic alone on `critic.warmup_steps` batches of the first policy, which are not kept."""
-    if not parts.critic or not run.config.critic or stamp.version > 0:
+    if not context.critic or not run.config.critic or stamp.version > 0:
         return
     with run.phase(Phase.TRAINING):
-        for index in range(parts.critic.opened.version, run.config.critic.warmup_steps):
+        for index in range(context.critic.opened.version, run.config.critic.warmup_steps):
             if run.stopping:
                 return
-            batch, _ = await sample(run, parts, stamp, run.num_steps + index)
-            await parts.critic.train(batch, f"{run.run_id}/warm-up/{index}", stamp, index)
+            batch, _ = await sample(run, context, stamp, run.num_steps + index)
+            await context.critic.train(batch, f"{run.run_id}/warm-up/{index}", stamp, index)
 
 
-async def update(run: Run, parts: Parts, batch: pa.Table, stamp: PolicyStamp) -> tuple[int, dict[str, float]]:
+async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyStamp) -> tuple[int, dict[str, float]]:
     """One update of the policy, and of the critic if there is one; the new version and both's metrics."""
     batch_id = run.batch_id(stamp)
-    if parts.critic:  # saved before the policy, whose turn comes while it still is the version to save
-        await run.finish_checkpoint()
-    training = [parts.trainer.train(batch, batch_id, stamp)]
-    if parts.critic and run.config.critic:
-        training.append(parts.critic.train(batch, batch_id, stamp, stamp.version + run.config.critic.warmup_steps))
+    if context.critic:  # saved before the policy, whose turn comes while it still is the version to save
+        await run.checkpoints.finish()
+    training = [context.trainer.train(batch, batch_id, stamp)]
+    if context.critic and run.config.critic:
+        training.append(context.critic.train(batch, batch_id, stamp, stamp.version + run.config.critic.warmup_steps))
     (version, metrics), *others = await gather(training)
     return version, metrics | {name: value for _, more in others for name, value in more.items()}
 
 
-async def collect(run: Run, parts: Parts, stamp: PolicyStamp) -> pa.Table:
-    """The step's batch, kept before it is trained on."""
-    batch, selected = await sample(run, parts, stamp, stamp.version)
-    return run.record_batch(batch, stamp, parts.data.digest, selected)
+async def collect(run: Run, context: LoopContext, stamp: PolicyStamp) -> pa.Table:
+    """Samples the step's batch and writes it to disk before it is trained on."""
+    batch, selected = await sample(run, context, stamp, stamp.version)
+    settings = run.config.advantage
+    kl = kl_record(batch, kl_coef(run, stamp.version), settings.kl) if settings.needs_reference else None
+    run.record.record_batch(
+        batch,
+        stamp,
+        decision=selected.decision,
+        outcomes=selected.outcomes,
+        dataset=context.data.digest,
+        kl=kl,
+    )
+    return batch
 
 
-async def sample(run: Run, parts: Parts, stamp: PolicyStamp, step: int) -> tuple[pa.Table, Selected]:
-    """A batch of `step`: sampled from `stamp`, scored, selected, seen by the other models, and credited."""
+async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) -> tuple[pa.Table, Selected]:
+    """Samples a batch from `stamp`: scores and selects groups, asks the other models, computes advantages."""
     config, rollout = run.config, run.config.rollout
     draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step, config.advantage.needs_baseline)
-    # A warm-up of the critic has steps beyond the run's, and learns of no more outcomes than its policy's step.
-    prompts = prompts_to_try(parts.data, config, step, lambda _, window: run.success_rates(stamp.version, window))
+    # The steps of a critic's warm-up lie beyond the run's; success rates are those known at its policy's step.
+    prompts = prompts_to_try(
+        context.data, config, step, lambda _, window: run.record.ledger.success_rates(stamp.version, window)
+    )
     selected = await select(
-        config, prompts, lambda index, prompt: parts.collector.one(index, prompt, draw), parts.forwards.add
+        config, prompts, lambda index, prompt: context.collector.one(index, prompt, draw), context.forwards.add
     )
     batch = to_table(selected.groups, mask_truncated=config.selection.overlong.mask_truncated)
-    return credit(batch, config.advantage, kl_coef=run.kl_coef(stamp.version)), selected
+    return compute_advantages(batch, config.advantage, kl_coef=kl_coef(run, stamp.version)), selected
+
+
+def kl_coef(run: Run, version: int) -> float:
+    """Returns the coefficient of the KL penalty in the reward of the batch drawn from `version`."""
+    before = run.record.ledger.last(Kind.COLLECTED, version - 1) or {}
+    return coef_after(before.get("kl"), run.config.advantage.kl)

@@ -16,9 +16,9 @@ from services.common.rpc.ports import hold_free_port
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.observe.trace import trace_path
-from services.coordinator.observe.watchers import ServiceFlags
 from services.coordinator.runs.resume import CHECKPOINTS
 from services.coordinator.services.devices import split_gpus, visible_gpus
+from services.coordinator.services.flags import ServiceFlags
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ class Services:
     trainer: Trainer
     rollout: Rollout
     reward: Reward
-    beside: Mapping[str, Model]
-    """Config.models_beside, by name."""
+    auxiliary: Mapping[str, Model]
+    """The reference and the critic, as far as the run has them, by name."""
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     """
     config, transport = run.config, addresses.transport
     trainer, reward = Trainer(addresses.trainer, config, transport), Reward(addresses.reward, config, transport)
-    beside = {name: Model(name, addresses.of(name), config, transport) for name in config.models_beside}
+    auxiliary = {name: Model(name, addresses.of(name), config, transport) for name in config.auxiliary_roles}
     rollout = Rollout(addresses.rollout, config, transport)
     for watcher in run.watchers:
         watcher.watch(rollout)
@@ -44,11 +44,13 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         await trainer.open(run.run_id, run.resume_from)
         opens = [
             model.open(run.run_id, run.resume_critic_from if name == "critic" else "")
-            for name, model in beside.items()
+            for name, model in auxiliary.items()
             if name in config.models
         ]
         await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
-        yield Services(trainer, rollout, reward, beside)
+        yield Services(trainer, rollout, reward, auxiliary)
     finally:
-        await gather([trainer.close(), reward.close(), rollout.close(), *(model.close() for model in beside.values())])
+        await gather(
+            [trainer.close(), reward.close(), rollout.close(), *(model.close() for model in auxiliary.values())]
+        )
     await close_run(run, addresses)

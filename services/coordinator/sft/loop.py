@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.megatron.layout import samples_at_once
+from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.run import Phase, Run
+from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Trainer
 from services.coordinator.sft.data import Example, SftDataset, to_table
 
@@ -40,60 +41,52 @@ class SftTrainer(Trainer):
         return 1.0
 
 
-class SftRun(Run):
-    """A run whose length follows from its data."""
+def use_rows(run: Run, data: SftDataset) -> None:
+    """Records the training rows before the first step, and sets the number of steps, which may follow from them.
 
-    def use_rows(self, data: SftDataset) -> None:
-        """Takes note of the training rows, before the first step.
-
-        Raises:
-            PreconditionFailed: The run was begun with other rows.
-        """
-        self.use(data.digest)
-        self._ledger.record(Kind.COLLECTED, dataset=data.digest, rows=len(data))
-        self._num_steps = self.config.num_steps or data.num_steps(self.config.num_epochs)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps to make in all."""
-        return self._num_steps
-
-    def finish_step(self, version: int, trained: dict[str, float], batch: pa.Table) -> None:
-        """Keeps and reports the numbers of a step; the next one begins."""
-        times = self._times()
-        num_tokens = sum(pc.sum(pc.list_value_length(batch[name])).as_py() for name in ("prompt_tokens", "tokens"))
-        metrics = {
-            "batch/samples": float(batch.num_rows),
-            "batch/tokens": float(num_tokens),
-            "batch/trained_tokens": float(pc.sum(pc.list_flatten(batch["loss_mask"])).as_py()),
-            **{f"train/{name}": value for name, value in trained.items()},
-            **times,
-            "time/tokens_per_s": num_tokens / times["time/step_s"],
-        }
-        self._keep_step(version, metrics)
+    Raises:
+        PreconditionFailed: The run was begun with other rows.
+    """
+    run.record.require_same_data(data.digest)
+    run.record.ledger.record(Kind.COLLECTED, dataset=data.digest, rows=len(data))
+    run.num_steps = run.config.num_steps or data.num_steps(run.config.num_epochs)
 
 
-async def train(run: SftRun, data: SftData, trainer: SftTrainer, version: int) -> None:
+def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
+    """Returns the metrics of the step in progress: of its batch, its update (`trained`) and its time."""
+    times = run.clock.metrics()
+    num_tokens = sum(pc.sum(pc.list_value_length(batch[name])).as_py() for name in ("prompt_tokens", "tokens"))
+    return {
+        "batch/samples": float(batch.num_rows),
+        "batch/tokens": float(num_tokens),
+        "batch/trained_tokens": float(pc.sum(pc.list_flatten(batch["loss_mask"])).as_py()),
+        **{f"train/{name}": value for name, value in trained.items()},
+        **times,
+        "time/tokens_per_s": num_tokens / times["time/step_s"],
+    }
+
+
+async def train(run: Run, data: SftData, trainer: SftTrainer, version: int) -> None:
     """Trains from the `version` that the trainer holds to `run.num_steps`, or until a stop is asked for."""
-    if run.eval_due(version) and not run.evaluated(version):
+    if run.eval_due(version) and not run.record.was_evaluated(version):
         await evaluate(run, data.held_out, trainer, version)
 
     while version < run.num_steps and not run.stopping:
         batch, stamp = data.train.batch(version), PolicyStamp(version=version)
         with run.phase(Phase.TRAINING):
-            version, metrics = await trainer.train(batch, run.batch_id(stamp), stamp)
-        run.finish_step(version, metrics, batch)
+            version, trained = await trainer.train(batch, run.batch_id(stamp), stamp)
+        run.finish_step(version, step_metrics(run, trained, batch))
         if run.checkpoint_due(version):
-            await run.begin_checkpoint([trainer], version)
+            await run.checkpoints.begin([trainer], version)
         if run.eval_due(version):
             await evaluate(run, data.held_out, trainer, version)
         with run.phase(Phase.CHECKPOINTING):
-            await run.finish_checkpoint()  # or the next batch might be there before the save has begun
+            await run.checkpoints.finish()  # or the next batch might be there before the save has begun
     with run.phase(Phase.CHECKPOINTING):
         await run.end_checkpoints([trainer])
 
 
-async def evaluate(run: SftRun, held_out: Mapping[str, Sequence[Example]], trainer: SftTrainer, version: int) -> None:
+async def evaluate(run: Run, held_out: Mapping[str, Sequence[Example]], trainer: SftTrainer, version: int) -> None:
     """Mean loss of every held-out token, `eval/<set>/nll`, and its exponential, `eval/<set>/perplexity`."""
     metrics: dict[str, float] = {}
     with run.phase(Phase.EVALUATING):
@@ -104,7 +97,7 @@ async def evaluate(run: SftRun, held_out: Mapping[str, Sequence[Example]], train
     run.finish_evaluation(version, metrics)
 
 
-def _parts(run: SftRun, rows: Sequence[Example], version: int) -> Iterator[pa.Table]:
+def _parts(run: Run, rows: Sequence[Example], version: int) -> Iterator[pa.Table]:
     """Held-out rows, as many at once as are trained on; rows without loss make up the numbers for all ranks."""
     size, at_once = run.config.data.samples_per_step, samples_at_once(run.config.trainer)
     for begin in range(0, len(rows), size):

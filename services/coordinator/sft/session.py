@@ -1,19 +1,23 @@
-"""`lockstep sft`: a supervised run from its config to its end. As session.py, with the trainer alone."""
+"""Makes a supervised run from its config, for `lockstep sft`. The trainer is the only service."""
 
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from rich.console import Console
 
 from services.common.config.sft import SftConfig
+from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.tokenizer import Tokenizer
-from services.coordinator.observe.reporters import Reporter, in_order
-from services.coordinator.runs.outcome import Outcome, finish, show
-from services.coordinator.runs.resume import open_run
-from services.coordinator.services.closing import close_run
+from services.coordinator.observe.frontend import stop_on_signal
+from services.coordinator.observe.outcome import Outcome, show
+from services.coordinator.observe.reporters import files
+from services.coordinator.runs.reporter import Reporter, in_order
+from services.coordinator.runs.run import Run
+from services.coordinator.services.closing import close_run, finish
 from services.coordinator.services.launch import Addresses
-from services.coordinator.services.lifecycle import keepers, load_early, load_late, stop_on_signal, with_services
+from services.coordinator.services.running import recorded_run, running_services
 from services.coordinator.sft.data import SftDataset
-from services.coordinator.sft.loop import SftData, SftRun, SftTrainer, train
+from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
 from services.coordinator.sft.rows import SftFile
 
 _FILES = {
@@ -23,19 +27,38 @@ _FILES = {
 }
 
 
-async def sft_session(config: SftConfig, given: Addresses, console: Console) -> Outcome:
+async def run_session(config: SftConfig, given: Addresses, console: Console) -> Outcome:
     """Runs `config` to its end, or to a stop after Ctrl-C.
 
     Raises:
         LockstepError: As the first failure of any part.
     """
-    data = load_early(config, given, _load)
-    with closing(SftRun(config, open_run(config))) as run:
+    data = load_early(config, _load, model_is_remote=bool(given.trainer))
+    with recorded_run(config, console) as run:
         if data is not None:
-            run.use_rows(data.train)
-        return await with_services(
-            lambda addresses: _drive(run, addresses, data, console), run, given, console, services=["trainer"]
-        )
+            use_rows(run, data.train)
+        async with running_services(run, given, services=["trainer"]) as addresses:
+            console.print(f"run {run.run_id} in {config.run_dir}: opening trainer {addresses.trainer}", soft_wrap=True)
+            async with _open_trainer(run, addresses) as trainer:
+                version = trainer.opened.version
+                if data is None:
+                    data = load_late(config, trainer.opened.model_card, _load)
+                    use_rows(run, data.train)
+                run.begin(version, [*files(config, version), Lines(console, run.num_steps)])
+                stop_on_signal(run, console)
+                await train(run, data, trainer, version)
+                return await finish(run, trainer)
+
+
+@asynccontextmanager
+async def _open_trainer(run: Run, addresses: Addresses) -> AsyncIterator[SftTrainer]:
+    trainer = SftTrainer(addresses.trainer, run.config, addresses.transport)
+    try:
+        await trainer.open(run.run_id, run.resume_from)
+        yield trainer
+    finally:
+        await trainer.close()
+    await close_run(run, addresses)
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
@@ -65,21 +88,3 @@ class Lines(Reporter):
 def _load(config: SftConfig, tokenizer: Tokenizer) -> SftData:
     train_data = SftDataset.load(config.data, tokenizer, seed=config.seed)
     return SftData(train_data, SftFile.held_out(config.data, tokenizer))
-
-
-async def _drive(run: SftRun, addresses: Addresses, data: SftData | None, console: Console) -> Outcome:
-    config, trainer = run.config, SftTrainer(addresses.trainer, run.config, addresses.transport)
-    console.print(f"run {run.run_id} in {config.run_dir}: opening trainer {addresses.trainer}", soft_wrap=True)
-    try:
-        version = await trainer.open(run.run_id, run.resume_from)
-        if data is None:
-            data = load_late(config, trainer.opened.model_card, _load)
-            run.use_rows(data.train)
-        run.begin(version, [*keepers(config, version), Lines(console, run.num_steps)])
-        stop_on_signal(run, console)
-        await train(run, data, trainer, version)
-        outcome = await finish(run, trainer)
-    finally:
-        await trainer.close()
-    await close_run(run, addresses)
-    return outcome

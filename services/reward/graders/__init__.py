@@ -1,1 +1,1 @@
-"""Functions that run inside worker processes, because a text can make them hang or crash."""
+"""Grading functions. Most run inside worker processes, because a text can make them hang or crash."""

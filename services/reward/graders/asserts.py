@@ -1,4 +1,4 @@
-"""Statements about a program, taken apart or rewritten so that its objects decide as little as possible."""
+"""Splits or rewrites the asserts of a test, so that the tested program's objects decide as little as possible."""
 
 import ast
 import inspect
@@ -24,10 +24,12 @@ def __equal__(left, right):
 
 
 def split_assert(code: str) -> tuple[str, Any] | None:
-    """Of `assert EXPRESSION == LITERAL`: the expression, and the literal as harness.encode writes it; else None.
+    """Splits `assert EXPRESSION == LITERAL` into the expression and the literal as harness.encode writes it.
+
+    Returns None if `code` has another form.
 
     Raises:
-        SyntaxError, TypeError, ValueError: `code` is not the text of Python code.
+        SyntaxError, TypeError, ValueError: `code` is not Python code.
     """
     match ast.parse(code).body:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
@@ -39,13 +41,13 @@ def split_assert(code: str) -> tuple[str, Any] | None:
 
 
 def with_strict_equality(code: str) -> str:
-    """`code` with every == and != (and assertEqual) made a call that ignores what a program's class says of equality.
+    """Returns `code` with every ==, != and assertEqual replaced by a call that does not trust the program's classes.
 
-    Plain data equals plain data alone, and Decimal and Fraction what they equal; only two objects that are both
-    something else are asked. Chains such as a == b == c are left as they are.
+    Plain data equals only plain data; Decimal and Fraction decide by their own ==. A program's class decides only if
+    both objects are neither of these. Chains such as a == b == c are left unchanged.
 
     Raises:
-        SyntaxError, TypeError, ValueError: `code` is not the text of Python code.
+        SyntaxError, TypeError, ValueError: `code` is not Python code.
     """
     tree = ast.parse(code)
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]

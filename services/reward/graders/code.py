@@ -1,31 +1,37 @@
-r"""Tests of programs: the forms that a dataset row may have, and the comparisons that decide outside of the sandbox.
+r"""Reads the tests of programs from dataset rows, and compares the results outside the sandbox.
 
-A row's tests are one of these, as a JSON object or as text that is one:
+A row's tests have one of these forms, as a JSON object or as the text of one:
 
     {"inputs": ["2 3\n", ...], "outputs": ["5\n", ...]}
-        A program that reads standard input and prints. Lines are compared word by word, blank space at the ends of
-        lines and of the text does not count. An end by exception or with another exit status than 0 fails.
+        Tests a program that reads standard input and prints. Lines are compared word by word, ignoring whitespace at
+        the ends of lines and of the text. Ending with an exception or a nonzero exit status fails the test.
     {"inputs": [[2, 3], ...], "outputs": [5, ...], "fn_name": "add"}
-        A function, or a method of a class Solution, and its positional arguments. The result is compared as JSON: a
-        tuple is a list, keys are text. APPS wraps results in lists of one: unwrap them. An input may also be text with
-        one argument in JSON on each line, and its output is JSON text then, as in LiveCodeBench.
+        Tests a function, or a method of a class Solution, with positional arguments. The result is compared as JSON: a
+        tuple equals a list, and keys are text. APPS wraps each result in a list of one element: unwrap it. As in
+        LiveCodeBench, an input may also be text with one JSON argument per line; its output is then JSON text.
     ["assert add(2, 3) == 5", ...]   or   {"asserts": [...], "setup": "import math"}
-        Statements about the program, each a test, as in MBPP. `setup` runs before the program.
+        Tests with assert statements, each of which is one test, as in MBPP. `setup` runs before the program.
     {"script": "def check(f): ...\ncheck(add)", "setup": "..."}
-        Any code that raises if the program is wrong, one test, as in HumanEval; TestCase classes in it are run too.
+        Tests with any code that raises if the program is wrong, as in HumanEval. The code is one test; its TestCase
+        classes are run too.
 
-What decides: inputs, calls and asserts of the form `assert EXPRESSION == LITERAL` are run in the sandbox without the
-expected value, and what comes back is compared here. So nothing that a program prints, exits with, patches or
-overloads makes a wrong result right.
+Inputs, calls and asserts of the form `assert EXPRESSION == LITERAL` run in the sandbox without the expected value, and
+their results are compared here. Whatever a program prints, returns as exit status, patches or overloads, it cannot turn
+a wrong result into a right one.
 
-A limit: in every other assert and in a script, expected values are part of code that runs in one process with the
-program. It passes only by a nonce that is out of reach of Python code there, and that no process of another test holds
-(see harness.py), so that exits, output, files, frames, garbage collector and descriptors forge nothing; builtins,
-imports and unittest are restored after the program is loaded; and == with plain data is that of plain data (see
-asserts.py). But the tests' questions are put to the program's objects: one that overloads < or is always true passes
-`assert f(x)`, two of its own classes are as equal as it says, a patched module of the standard library stays patched, a
-program can read the test that it is in from its caller's frame, and native code can search the process's memory. Give
-inputs and outputs wherever they exist.
+Other asserts and scripts are weaker, because their expected values are part of code that runs in the same process as
+the program. Such a test passes only by a nonce that Python code there cannot reach and that no process of another test
+has (see harness.py). So exits, output, files, frames, the garbage collector and descriptors cannot forge a pass;
+builtins, imports and unittest are restored after the program is loaded; and comparing with plain data by == does not
+call the program's code (see asserts.py). What remains possible:
+
+- an object that overloads < or is always true passes `assert f(x)`;
+- two objects of the program's own classes are as equal as the program says;
+- a patched module of the standard library stays patched;
+- a program can read the test that calls it from its caller's frame;
+- native code can search the memory of the process.
+
+Use inputs and outputs wherever a dataset has them.
 """
 
 import functools
@@ -47,9 +53,10 @@ _INTEGER = re.compile(r"[-+]?[0-9]+")
 
 @dataclass(frozen=True)
 class Test:
-    """`request` is what enters the sandbox (see harness.py); `accepts` judges the output that comes back.
+    """Holds one test: `request` enters the sandbox (see harness.py), and `accepts` judges the output that comes back.
 
-    The sizes are those of text that is read or must be printed; a limit below them is no fault of a program.
+    The sizes are those of the text that the program must read and print. If a limit is below them, the dataset or the
+    config is wrong, not the program.
     """
 
     request: dict[str, Any]
@@ -60,14 +67,17 @@ class Test:
 
 @dataclass(frozen=True)
 class Tests:
-    """At least one test; `setup` is code that runs before the program in each."""
+    """Holds at least one test; `setup` is code that runs before the program in each test."""
 
     setup: str
     tests: tuple[Test, ...]
 
 
 def find_program(completion: str, *, require_fence: bool) -> str | None:
-    """The last fenced block of Python, else the last block without a language, else a text without any fence."""
+    """Returns the last fenced Python block, else the last fenced block without a language.
+
+    A completion without any fence is returned as a whole, or None with `require_fence`.
+    """
     blocks = [(match[1].strip().lower(), match[2]) for match in _FENCE.finditer(completion)]
     if not blocks:
         return None if require_fence else completion
@@ -77,10 +87,10 @@ def find_program(completion: str, *, require_fence: bool) -> str | None:
 
 
 def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
-    """The tests of a dataset row, in one of the forms above.
+    """Parses the tests of a dataset row, which must have one of the forms above.
 
     Raises:
-        ScoringError: INVALID_ANSWER, they are in none of them.
+        ScoringError: INVALID_ANSWER if they have none of them.
     """
     try:
         tests = json.loads(tests) if isinstance(tests, str) else tests
@@ -92,7 +102,7 @@ def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
                 found = tuple(read(**{key: tests[key] for key in form}, tolerance=float_tolerance))
                 break
         else:
-            raise ValueError(f"keys {sorted(tests)} are no form of tests")
+            raise ValueError(f"keys {sorted(tests)} match no known form of tests")
         if not found or not isinstance(setup, str):
             raise ValueError("there must be at least one test, and setup must be text")
     except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Regular expressions on model text."""
+"""Matches regular expressions against model text."""
 
 import re
 
 
 def grade(*, completion: str, pattern: str, **_: object) -> float:
-    """1.0 if `pattern` matches all of `completion`, else 0.0. `.` matches line breaks."""
+    """Returns 1.0 if `pattern` matches the whole `completion`, else 0.0. `.` matches line breaks too."""
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)

@@ -1,4 +1,4 @@
-"""The score in a judge's answer."""
+"""Extracts the score from a judge's answer."""
 
 import re
 
@@ -6,12 +6,12 @@ from services.reward.scorers.base import FailureReason, ScoringError
 
 
 def extract(*, text: str, pattern: str, scale: float) -> float:
-    """The first group of the last match of `pattern` in `text`, as a number, times `scale`. `.` matches line breaks.
+    """Returns the first group of the last match of `pattern` in `text`, as a number, times `scale`.
 
-    The last, because a judge thinks and quotes before it says what it found.
+    The last match counts, because a judge reasons and quotes before it gives its verdict. `.` matches line breaks too.
 
     Raises:
-        ScoringError: ERROR, if nothing matches or the group is no number.
+        ScoringError: ERROR, if nothing matches or the group is not a number.
     """
     found = None
     for match in re.finditer(pattern, text, re.DOTALL):

@@ -1,4 +1,4 @@
-"""A Hugging Face sequence-classification model as scorer. Runs only in a worker process: this imports torch."""
+"""Scores with a Hugging Face sequence-classification model. Runs only in a worker process, because it imports torch."""
 
 import hashlib
 import re
@@ -17,11 +17,11 @@ _ROLES = ("user", "assistant")
 def load(
     *, path: str, label: int | None, template: str, device: str, dtype: str, **limits: Any
 ) -> tuple[Callable[..., list[float | ScoringError]], str]:
-    """The scorer of the model at `path`, and the hash of its files.
+    """Loads the model at `path`. Returns its scorer, and the hash of its files and settings.
 
     Raises:
-        ValueError: It is not a directory, has weights missing, or template or label do not fit it.
-        OSError: It has no safetensors weights, or a file is missing.
+        ValueError: The path is not a directory, weights are missing, or template or label do not fit the model.
+        OSError: The model has no safetensors weights, or a file is missing.
     """
     if not Path(path).is_dir():
         raise ValueError(f"path {path!r} is not a directory")
@@ -32,9 +32,9 @@ def load(
     model, loading = AutoModelForSequenceClassification.from_pretrained(
         path, dtype=dtype, use_safetensors=True, output_loading_info=True, **local
     )
-    # Such weights would be random, as the head of a plain language model is.
+    # transformers initializes missing weights at random, such as the head of a plain language model.
     if missing := sorted(loading["missing_keys"]):
-        raise ValueError(f"{path} is no sequence-classification model: it has no weights {', '.join(missing[:5])}")
+        raise ValueError(f"{path} is not a sequence-classification model: it lacks weights {', '.join(missing[:5])}")
     is_chat = _is_chat(template, has_template=tokenizer.chat_template is not None)
     label = _check_label(label, model.config.num_labels)
     scorer = RewardModel(model.to(device).eval(), tokenizer, label=label, is_chat=is_chat, **limits)
@@ -42,19 +42,19 @@ def load(
 
 
 class RewardModel:
-    """Logits of `model` at `label`, at most `batch_size` samples at a time."""
+    """Returns the logits of `model` at `label`, computed for at most `batch_size` samples at a time."""
 
     def __init__(self, model: Any, tokenizer: Any, *, label: int, is_chat: bool, batch_size: int, **limits: int | None):
         self._model, self._tokenizer, self._label, self._is_chat = model, tokenizer, label, is_chat
         self._pad_token_id = model.config.pad_token_id
-        # Without a pad token the model cannot tell where a padded sample ends.
+        # Without a pad token the model cannot find the end of a padded sample.
         self._batch_size = 1 if self._pad_token_id is None else batch_size
         self._max_tokens = limits["max_tokens"] or getattr(model.config, "max_position_embeddings", None)
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(re.escape(token) for token in special)) if special else None
 
     def __call__(self, *, prompt: Sequence[str], completion: Sequence[str], **_: Any) -> list[float | ScoringError]:
-        """One logit for each sample; a sample of more than `max_tokens` tokens has none."""
+        """Returns one logit per sample, or an error for a sample of more than `max_tokens` tokens."""
         tokens = [self._encode(*texts) for texts in zip(prompt, completion, strict=True)]
         scores: list[float | ScoringError] = [self._refusal(ids) for ids in tokens]
         fitting = [index for index, ids in enumerate(tokens) if not self._is_too_long(ids)]
@@ -65,7 +65,8 @@ class RewardModel:
         return scores
 
     def _encode(self, prompt: str, completion: str) -> list[int]:
-        # The policy may spell out a special token, such as the one that ends a turn; here it stays text.
+        # A completion may contain the text of a special token, such as the end of a turn. Break it up, so that it is
+        # tokenized as text.
         if self._special:
             completion = self._special.sub(lambda token: f"{token[0][0]} {token[0][1:]}", completion)
         if self._is_chat:

@@ -1,1 +1,1 @@
-"""Scorers, one file each. A new one also needs a config in common/config/reward/section.py and a line in run.py."""
+"""Scorers, one per file. A new scorer also needs a config in common/config/reward/section.py and a line in run.py."""

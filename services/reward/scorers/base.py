@@ -1,4 +1,4 @@
-"""What a scorer is. Imports nothing heavy: worker processes load this too."""
+"""Defines the interface of scorers. Imports nothing heavy, because worker processes load this too."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from services.common.tasks import gather
 
 
 class FailureReason(StrEnum):
-    """Why a sample has no score; the names of lockstep.reward.v1.FailureReason."""
+    """Says why a sample has no score, by the names of lockstep.reward.v1.FailureReason."""
 
     TIMEOUT = "TIMEOUT"
     CRASHED = "CRASHED"
@@ -18,7 +18,7 @@ class FailureReason(StrEnum):
 
 
 class ScoringError(Exception):
-    """A sample has no score. Never turned into a number here: what it means is the run's `reward.on_failure`."""
+    """A sample has no score. It never becomes a number here; `reward.on_failure` says how the run treats it."""
 
     def __init__(self, reason: FailureReason, detail: str):
         super().__init__(f"{reason}: {detail}")
@@ -28,7 +28,7 @@ class ScoringError(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """One sample with the dataset row that it answers. `extra` is the other columns, as JSON values."""
+    """Holds one sample with the dataset row that it answers. `extra` has the row's other columns, as JSON values."""
 
     prompt: str
     answer: str
@@ -39,38 +39,38 @@ class Item:
 
 
 class Scorer:
-    """Scores samples, many at once. `version` changes whenever the same item could get another score.
+    """Scores samples, many concurrently. `version` must change whenever the same item could get a different score.
 
-    A scorer has either `score`, for one sample, or `score_group`, for all samples of a prompt group together.
+    A scorer implements either `score`, for one sample, or `score_group`, for all samples of a prompt group together.
     """
 
     version: str
 
     async def open(self) -> None:
-        """Starts what it needs.
+        """Starts what the scorer needs.
 
         Raises:
-            ScoringError: It cannot start.
+            ScoringError: The scorer cannot start.
         """
 
     async def score(self, item: Item) -> float:
-        """The finite raw score of `item`.
+        """Returns the raw score of `item`, a finite number.
 
         Raises:
-            ScoringError: There is none.
+            ScoringError: The item has no score.
         """
         raise NotImplementedError
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """Finite raw scores, or why there is none, in the order of `items`; by default each item by itself.
+        """Returns a finite raw score or an error per item, in order. By default, calls `score` for each item.
 
         Raises:
-            ScoringError: None of them has a score.
+            ScoringError: No item has a score.
         """
         return await gather(self._score_or_error(item) for item in items)
 
     async def close(self) -> None:
-        """Ends it; scores in progress fail as CRASHED."""
+        """Closes the scorer; scores in progress fail as CRASHED."""
 
     async def _score_or_error(self, item: Item) -> float | ScoringError:
         try:

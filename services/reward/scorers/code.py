@@ -1,4 +1,4 @@
-"""Unit tests of the program that a sample is."""
+"""Scores programs by running tests in a sandbox."""
 
 import asyncio
 import platform
@@ -12,9 +12,9 @@ from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringErr
 
 
 class CodeScorer(Scorer):
-    """1 if the program passes all tests, or the fraction that it passes; see services/reward/graders/code.py.
+    """Scores 1 if the program passes all tests, or the fraction it passes; see services/reward/graders/code.py.
 
-    Every fault of the program is a failed test: no program at all, an exception, no end in time, too much of anything.
+    Every fault of the program counts as a failed test: no program, an exception, a timeout, or an exceeded limit.
     """
 
     version = f"1/python-{platform.python_version()}"
@@ -34,11 +34,11 @@ class CodeScorer(Scorer):
         self._sandbox = Sandbox(self._limits)
 
     async def open(self) -> None:
-        """Makes one sandbox, to see that it can be made."""
+        """Creates one sandbox, to check that this host can."""
         await self._sandbox.open()
 
     async def score(self, item: Item) -> float:
-        """From 0.0 to 1.0.
+        """Returns a score from 0.0 to 1.0.
 
         Raises:
             ScoringError: INVALID_ANSWER if no program could pass the row's tests, ERROR if the sandbox does not start,
@@ -64,7 +64,7 @@ class CodeScorer(Scorer):
                 self._running.discard(running)
 
     async def close(self) -> None:
-        """Kills the programs that run."""
+        """Kills all running programs."""
         self._closed = True
         for running in self._running:
             running.cancel()
@@ -76,7 +76,7 @@ class CodeScorer(Scorer):
         if key is None:
             return item.answer
         if key not in item.extra:
-            detail = f"no column {key!r}: set tests_key of the scorer or data.extra_columns"
+            detail = f"no column {key!r}: change the scorer's tests_key or data.extra_columns"
             raise ScoringError(FailureReason.INVALID_ANSWER, detail)
         return item.extra[key]
 
@@ -86,7 +86,7 @@ class CodeScorer(Scorer):
             (max(test.output_bytes for test in tests.tests), self._limits.max_output_bytes, "max_output_mib"),
         ):
             if size > limit:
-                detail = f"a test of {size} bytes is above the scorer's {name}, so that no program could pass it"
+                detail = f"a test of {size} bytes is above the scorer's {name}, so no program could pass it"
                 raise ScoringError(FailureReason.INVALID_ANSWER, detail)
 
     async def _fraction_passed(self, program: str, tests: Tests) -> float:

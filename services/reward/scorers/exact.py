@@ -1,11 +1,11 @@
-"""Same text."""
+"""Scores completions that equal the answer."""
 
 from services.common.config.reward.section import ExactConfig, RewardConfig
 from services.reward.scorers.base import Item, Scorer
 
 
 class ExactScorer(Scorer):
-    """1 if completion and answer are equal after stripping white space, else 0."""
+    """Scores 1 if completion and answer are equal after stripping whitespace, else 0."""
 
     version = "1"
 
@@ -13,7 +13,7 @@ class ExactScorer(Scorer):
         self._ignore_case = config.ignore_case
 
     async def score(self, item: Item) -> float:
-        """1.0 or 0.0."""
+        """Returns 1.0 or 0.0."""
         completion, answer = item.completion.strip(), item.answer.strip()
         if self._ignore_case:
             completion, answer = completion.casefold(), answer.casefold()

@@ -1,11 +1,11 @@
-"""A regular expression that the whole completion must match."""
+"""Scores completions that match a regular expression."""
 
 from services.common.config.reward.section import FormatConfig, RewardConfig
 from services.reward.scorers.worker import WorkerScorer
 
 
 class FormatScorer(WorkerScorer):
-    """1 if it matches, else 0. In a worker, because a pattern can take exponential time on some texts."""
+    """Scores 1 if the whole completion matches, else 0. Uses workers, because matching can take exponential time."""
 
     version = "1"
 

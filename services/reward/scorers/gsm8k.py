@@ -1,4 +1,4 @@
-"""Same final number, as in GSM8K (arXiv 2110.14168): `#### 1,234` ends the solution."""
+"""Compares final numbers as in GSM8K (arXiv 2110.14168), where `#### 1,234` ends a solution."""
 
 import re
 from decimal import Decimal
@@ -6,14 +6,14 @@ from decimal import Decimal
 from services.common.config.reward.section import Gsm8kConfig, RewardConfig
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 
-# A minus counts as a sign only where it cannot be a difference (5-3) or a range (3-5).
+# A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5).
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)])[-−])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of `text`, with thousands separators, a currency sign or a minus."""
+    """Returns the last number in `text`, which may have thousands separators, a currency sign and a minus."""
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
@@ -23,7 +23,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 class Gsm8kScorer(Scorer):
-    """1 if the final numbers are equal, else 0. The answer may be the bare number or a whole GSM8K solution."""
+    """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
     version = "1"
 
@@ -31,7 +31,7 @@ class Gsm8kScorer(Scorer):
         self._require_marker = config.require_marker
 
     async def score(self, item: Item) -> float:
-        """1.0 or 0.0.
+        """Returns 1.0 or 0.0.
 
         Raises:
             ScoringError: The answer has no number.
@@ -45,6 +45,6 @@ class Gsm8kScorer(Scorer):
 
 
 def _marked_number(text: str) -> Decimal | None:
-    """The first number after the last ####, on its line."""
+    """Returns the first number after the last ####, on the same line."""
     found = _NUMBER.search(text.rpartition("####")[2].strip().split("\n", 1)[0])
     return last_number(found[0]) if found else None

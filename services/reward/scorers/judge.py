@@ -1,4 +1,4 @@
-"""A language model as judge, behind an OpenAI-compatible chat-completions URL."""
+"""Scores with a language model as judge, behind an OpenAI-compatible chat-completions URL."""
 
 import hashlib
 import json
@@ -18,10 +18,11 @@ _NOT_IN_VERSION = {"name", "weight", "api_key_file", "timeout_s", "request_timeo
 
 
 class JudgeScorer(Scorer):
-    """The number that the judge writes, times `scale`.
+    """Scores with the number that the judge writes, times `scale`.
 
-    The texts of a sample are put into the template as they are, in one pass: braces in them mean nothing. The pattern
-    runs in a worker, because it can take exponential time on what a sample makes the judge write.
+    The texts of a sample are inserted into the template unchanged and in one pass, so braces in them have no meaning.
+    The pattern is matched in a worker, because a sample may make the judge write a text on which that takes exponential
+    time.
     """
 
     def __init__(self, config: JudgeConfig, run: RewardConfig):
@@ -37,15 +38,15 @@ class JudgeScorer(Scorer):
         self.version = f"{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     async def open(self) -> None:
-        """Reads the key; asks the judge nothing."""
+        """Reads the key and starts the worker; sends nothing to the judge."""
         await self._remote.open()
         await self._pool.open()
 
     async def score(self, item: Item) -> float:
-        """What the judge says.
+        """Returns the judge's score.
 
         Raises:
-            ScoringError: TIMEOUT or ERROR if it does not answer, ERROR if its answer has no number.
+            ScoringError: TIMEOUT or ERROR if the judge does not answer, ERROR if its answer has no number.
         """
         request: dict[str, Any] = {
             "model": self._config.model,
@@ -58,7 +59,7 @@ class JudgeScorer(Scorer):
         return await self._pool.call(fields)
 
     async def close(self) -> None:
-        """Ends requests and worker."""
+        """Ends all requests and kills the worker."""
         await self._remote.close()
         await self._pool.close()
 

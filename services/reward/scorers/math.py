@@ -1,4 +1,4 @@
-"""Same mathematics, by math-verify (sympy) in worker processes."""
+"""Compares mathematical answers with math-verify (sympy), in worker processes."""
 
 from importlib.metadata import version
 
@@ -7,7 +7,7 @@ from services.reward.scorers.worker import WorkerScorer
 
 
 class MathScorer(WorkerScorer):
-    """1 if the completion's last boxed answer equals the dataset's, else 0. See services/reward/graders/math.py."""
+    """Scores 1 if the last boxed answer equals the dataset's, else 0. See services/reward/graders/math.py."""
 
     version = f"1/math-verify-{version('math-verify')}"
 

@@ -1,4 +1,4 @@
-"""A reward model, in a worker process of its own: this process imports no torch."""
+"""Scores with a reward model in a worker process of its own, so that the service imports no torch."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from services.reward.scorers.base import Item, Scorer, ScoringError
 from services.reward.scorers.worker import columns
 
 LOAD_FIELDS = {"path", "label", "template", "device", "dtype", "batch_size", "max_tokens"}
-"""Of the config, what the worker's `load` takes."""
+"""Config keys that are passed to the worker's `load`."""
 
 
 class ModelScorer(Scorer):
-    """The logit of a sequence-classification model for prompt and completion. See services/reward/graders/model.py."""
+    """Scores with a logit of a sequence-classification model. See services/reward/graders/model.py."""
 
     def __init__(self, config: ModelConfig, run: RewardConfig):
         self._pool = WorkerPool(
@@ -27,16 +27,16 @@ class ModelScorer(Scorer):
         )
 
     async def open(self) -> None:
-        """Loads the model; the version is the hash of its files and of what chooses the score.
+        """Loads the model. The version is the hash of its files and of the settings that affect the score.
 
         Raises:
-            ScoringError: It cannot be loaded.
+            ScoringError: The model cannot be loaded.
         """
         await self._pool.open()
         self.version = self._pool.source_digest
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """One call for the group."""
+        """Scores the group with one call."""
         return await self._pool.call_group(columns(items), len(items))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A function of the user's."""
+"""Scores with a function of the user's."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,19 @@ from services.reward.scorers.worker import WorkerScorer, columns
 
 
 class PythonScorer(WorkerScorer):
-    """Whatever the function returns. The path comes from the run's config, never from a sample."""
+    """Scores with what the function returns. Its path comes from the run's config, never from a sample."""
 
     def __init__(self, config: PythonConfig, run: RewardConfig):
         super().__init__(config.path, config.kwargs, run)
         self._takes_groups = config.group
 
     async def open(self) -> None:
-        """Starts the workers; the version is the hash of the source file that they loaded."""
+        """Starts the workers. The version is the hash of the source file that they loaded."""
         await super().open()
         self.version = self._pool.source_digest
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        """One call for the group if the config says so, else one for each item."""
+        """Calls the function once for the group if the config says so, otherwise once per item."""
         if not self._takes_groups:
             return await super().score_group(items)
         return await self._pool.call_group(columns(items) | self._kwargs, len(items))

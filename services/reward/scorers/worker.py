@@ -1,4 +1,4 @@
-"""Base of the scorers whose work can hang or crash: a function in a pool of killable processes."""
+"""Base class of scorers whose work can hang or crash: they call a function in a pool of killable processes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from services.reward.scorers.base import Item, Scorer
 
 
 class WorkerScorer(Scorer):
-    """Calls `target`, a `module:function`, in a worker with the fields of the item and `kwargs`."""
+    """Calls `target`, a `module:function`, in a worker process with the item's fields and `kwargs`."""
 
     def __init__(self, target: str, kwargs: dict[str, Any], run: RewardConfig):
         self._kwargs = kwargs
@@ -22,11 +22,11 @@ class WorkerScorer(Scorer):
         )
 
     async def open(self) -> None:
-        """Starts all workers at once; they have imported what they need when it returns."""
+        """Starts all workers concurrently, and returns when they have imported their function."""
         await self._pool.open()
 
     async def score(self, item: Item) -> float:
-        """What the function answers."""
+        """Returns the function's result."""
         return await self._pool.call(asdict(item) | self._kwargs)
 
     async def close(self) -> None:
@@ -35,5 +35,5 @@ class WorkerScorer(Scorer):
 
 
 def columns(items: Sequence[Item]) -> dict[str, list[Any]]:
-    """Each field of the items, as a list in their order."""
+    """Returns each field of the items as a list, in the order of `items`."""
     return {name: [getattr(item, name) for item in items] for name in ITEM_FIELDS}

@@ -14,16 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from services.common.compat.torch import copy_all
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES
-
-# Layers whose weights an engine uses as they were loaded.
-_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-_PLAIN_ATTENTION = ("Attention",)
+from services.rollout.compat.torch import OperatorWatch, writes_input
 
 
 class Place(NamedTuple):
@@ -58,7 +53,7 @@ class Copy:
         return empty.set_(self.storage, self.offset, self.piece.place.size, self.stride)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorWatch):
     """Watches a reload; `copies` is then what a `DirectMap` needs, None if there was more to it than copies.
 
     Storages are known by their addresses: an operator that returns new memory makes what was known of it void.
@@ -86,17 +81,14 @@ class Recorder(TorchDispatchMode):
             self._refuse("a weight was loaded but not into the engine")
         return None if self.problem else self._copies
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        outputs = _tensors(result)
-        if not outputs or any(not output.is_meta for output in outputs):  # vLLM counts elements on meta tensors
-            self._see(func, [t for t in _tensors((args, kwargs)) if not t.is_meta], outputs)
-        return result
-
-    def _see(self, func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def see(self, func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Takes note of what an operator copied or computed."""
+        if outputs and all(output.is_meta for output in outputs):  # vLLM counts elements on meta tensors
+            return
+        inputs = [tensor for tensor in inputs if not tensor.is_meta]
         known = {_address(tensor) for tensor in inputs}
         new = {_address(tensor) for tensor in outputs} - known
-        is_view = outputs and not new and not func._schema.is_mutable
+        is_view = outputs and not new and not writes_input(func)
         if func is torch.ops.aten.copy_.default:
             self._see_copy(*inputs)
         elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
@@ -157,22 +149,6 @@ def _place(tensor: torch.Tensor) -> Place:
     return Place(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def not_plain(model: nn.Module) -> str:
-    """The first kind of layer that does not use its weights as they were loaded; empty if all do."""
-    for module in model.modules():
-        method = type(getattr(module, "quant_method", None)).__name__
-        if method not in (*_PLAIN_METHODS, "NoneType", "BaseKVCacheMethod"):
-            return method
-        is_attention = "Attention" in type(module).__name__ and hasattr(module, "process_weights_after_loading")
-        if is_attention and type(module).__name__ not in _PLAIN_ATTENTION:
-            return type(module).__name__
-    return ""
-
-
 class DirectMap:
     """All copies of one publication, made ready: bucket i comes in buffer i % depth."""
 
@@ -189,7 +165,7 @@ class DirectMap:
     def load(self, index: int) -> None:
         """From bucket `index`'s buffer into the engine."""
         if self._targets[index]:
-            torch._foreach_copy_(self._targets[index], self._sources[index], non_blocking=True)
+            copy_all(self._targets[index], self._sources[index], non_blocking=True)
 
     def digest_received(self, digest: WeightDigest, index: int, flat: torch.Tensor, start: int) -> None:
         """Adds what the map takes of a bucket."""

@@ -9,8 +9,8 @@ from torch import nn
 
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import Bucket, Plan, unpack
-from services.rollout.weights.direct import DirectMap, Recorder, not_plain
-from services.rollout.weights.reload import abort_reload, reload_weights
+from services.rollout.compat.vllm.reload import abort_reload, not_plain, reload_weights
+from services.rollout.weights.direct import DirectMap, Recorder
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from lockstep.types.v1 import types_pb2
-from vllm.config import set_current_vllm_config
 
 from services.common.errors import InternalError, LockstepError
 from services.common.weights.cost import Cost
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import Transfer, WeightGroup
 from services.common.weights.plan import Plan, unpack
+from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loading
 from services.rollout.weights.adapter import load_adapter
 from services.rollout.weights.loading import NUM_BUFFERS, Arrivals, Loading
 
@@ -33,7 +33,7 @@ class WeightReceiver:
         try:
             self._lockstep_set_plan(plan)
             self._lockstep_group = WeightGroup(
-                types_pb2.WeightGroup.FromString(group), rank=base_rank + self._lockstep_rank(), device=self.device
+                types_pb2.WeightGroup.FromString(group), rank=base_rank + rank_of(self), device=self.device
             )
         except LockstepError as error:
             return {"error": error.message}
@@ -73,16 +73,11 @@ class WeightReceiver:
         if group is not None:
             group.abort()
 
-    def _lockstep_rank(self) -> int:
-        parallel = self.vllm_config.parallel_config
-        return getattr(parallel, "data_parallel_index", 0) * parallel.world_size + self.rank
-
     def _lockstep_set_plan(self, message: bytes) -> None:
         """What was learnt about the engine's memory holds as long as the plan is the same."""
         if getattr(self, "_lockstep_plan_message", None) != message:
             self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
-            model = self.model_runner.get_model()
-            self._lockstep_loading = Loading(model, self.model_config, self._lockstep_plan, self.device)
+            self._lockstep_loading = Loading(model_of(self), self.model_config, self._lockstep_plan, self.device)
             self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
 
     def _lockstep_skips_base(self) -> bool:
@@ -93,7 +88,7 @@ class WeightReceiver:
         return agrees and self._lockstep_base_sums != (0, 0)
 
     def _lockstep_load_base(self, arrivals: Arrivals) -> None:
-        with torch.no_grad(), torch.device(self.device), set_current_vllm_config(self.vllm_config):
+        with weight_loading(self):
             self._lockstep_loading.load(arrivals)
         if next(arrivals, None) is not None:
             raise InternalError("vLLM did not read all weights that were sent")

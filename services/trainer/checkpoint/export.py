@@ -42,11 +42,9 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
 
 
 def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, directory: Path) -> int:
-    """Makes `directory`, for PEFT and vLLM, if the policy has adapters; returns the bytes of their weights."""
+    """Makes `directory`, for PEFT and vLLM, from a policy's adapters; returns the bytes of their weights."""
     # A fused layer's adapters are the same A: each is stored, as safetensors shares no memory.
     tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in adapter}
-    if not lora.rank:
-        return 0
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = adapter_config(lora, base_path, list(tensors))

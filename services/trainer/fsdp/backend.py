@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
-from services.trainer.backend import LossFunction, Role, compute_dtype
+from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.supported import require_all_published
@@ -21,8 +21,8 @@ from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Pack
 
 
-class FsdpBackend:
-    """services.trainer.backend.Backend on torch FSDP2."""
+class FsdpBackend(Backend):
+    """The backend on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
@@ -30,7 +30,7 @@ class FsdpBackend:
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         kind = ValueModel if role is Role.CRITIC else LogprobModel
         kept = dtype if role is Role.REFERENCE else torch.float32
-        self._model = build(kind, model_path, config, self._mesh, (kept, dtype))
+        self._model = build(kind, model_path, config, self._mesh, weight_dtype=kept, compute_dtype=dtype)
         if role is Role.REFERENCE:
             self._model.requires_grad_(False)
         else:
@@ -43,7 +43,7 @@ class FsdpBackend:
     def data_rank(self) -> int:
         return self._mesh.get_rank()
 
-    def forward(self, packs: Sequence[Pack], temperature: float, *, of_base: bool = False) -> list[torch.Tensor]:
+    def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         with torch.no_grad():
             outputs = [self._model(pack, temperature) for pack in packs]
         reshard(self._model)
@@ -84,20 +84,8 @@ class FsdpBackend:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._stream
 
-    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ()
-
-    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._stream
-
-    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
-        return []
-
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
-
-    def weight_turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        return []  # the shards are gathered on all ranks at once
 
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()

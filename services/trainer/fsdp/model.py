@@ -70,9 +70,11 @@ def build(
     model_path: str,
     config: TrainerConfig,
     mesh: DeviceMesh,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    weight_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
 ) -> _Model:
-    """Loads `model_path` on rank 0 and shards it; `dtypes` of the weights kept, and of forward and backward.
+    """Loads `model_path` on rank 0 and shards it; `compute_dtype` is that of forward and backward.
 
     Raises:
         InvalidInput: transformers does not know the model's architecture, it is not supported here, or it has no
@@ -81,7 +83,7 @@ def build(
     tensor_files(Path(model_path))
     try:
         hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-        kwargs: dict[str, Any] = {"dtype": dtypes[0], "attn_implementation": attention.NAME}
+        kwargs: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": attention.NAME}
         with init_empty_weights(include_buffers=False):
             empty = AutoModelForCausalLM.from_config(hf_config, **kwargs)
     except (ValueError, OSError) as error:
@@ -91,7 +93,7 @@ def build(
     if config.gradient_checkpointing:
         empty.gradient_checkpointing_enable({"use_reentrant": False})
     model = kind(empty)
-    _shard(model, config, mesh, dtypes[1])
+    _shard(model, config, mesh, compute_dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
     for name, buffer in model.named_buffers():

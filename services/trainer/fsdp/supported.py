@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from services.common.errors import InvalidInput
 from services.trainer.checkpoint.model_files import tensor_files
+from services.trainer.compat.transformers import ignored_tensors
 
 # What some architectures do to logits after the output layer, which is left out here.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -46,7 +47,7 @@ def require_all_published(causal_lm: nn.Module, model_path: str, published: Iter
             transformers on purpose.
     """
     known = {*published, *causal_lm.all_tied_weights_keys}
-    ignored = [_COMPUTED, *(causal_lm._keys_to_ignore_on_load_unexpected or ())]
+    ignored = [_COMPUTED, *ignored_tensors(causal_lm)]
     for name in sorted(tensor_files(Path(model_path)).keys() - known):
         if not any(re.search(pattern, name) for pattern in ignored):
             _refuse(f"{name} in its checkpoint, which transformers does not load,")

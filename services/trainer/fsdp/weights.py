@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from services.trainer.compat.torch import is_persistent
+
 # Parameters that are gathered in one collective hold about this many entries.
 _RUN_NUMEL = 32 << 20
 
@@ -70,7 +72,7 @@ def _buffer_owners(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Module, str]]
     """Name in the checkpoint, the module that has it, and its name there."""
     for path, module in causal_lm.named_modules():
         for name, _ in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if is_persistent(module, name):
                 yield f"{path}.{name}", module, name
 
 

@@ -12,6 +12,7 @@ from services.trainer.losses.dppo import dppo
 from services.trainer.losses.grpo import grpo
 from services.trainer.losses.gspo import gspo
 from services.trainer.losses.kl import KL_ESTIMATES
+from services.trainer.losses.python import python
 from services.trainer.losses.reinforce import reinforce
 from services.trainer.losses.sapo import sapo
 from services.trainer.losses.sft import sft
@@ -31,6 +32,7 @@ LOSSES: dict[str, TokenLoss] = {
     "dppo": dppo,
     "reinforce": reinforce,
     "sft": sft,
+    "python": python,
 }
 
 

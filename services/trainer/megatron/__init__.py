@@ -5,9 +5,8 @@ Importing this package, before megatron itself, makes Megatron-Core run on CPU w
 
 import os
 
-from services.trainer.megatron.cpu.shim import install
+import services.trainer.compat.megatron  # noqa: F401  makes Megatron-Core run on CPU
 
-install()
 # TransformerEngine's one kernel for the products of all experts, on Hopper. Without it each is launched by itself, and
 # the processor that launches them is what a step waits for.
 os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")

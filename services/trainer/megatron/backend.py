@@ -11,7 +11,15 @@ import torch.distributed as dist
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture, read_architecture
 from services.common.megatron.layout import check_layout
-from services.trainer.backend import LossFunction, Role, compute_dtype
+from services.trainer.backend import (
+    Adapters,
+    Backend,
+    BackgroundSaves,
+    LossFunction,
+    Role,
+    SeveralSenders,
+    compute_dtype,
+)
 from services.trainer.megatron.checkpoint.save import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.model import (
@@ -41,8 +49,8 @@ from services.trainer.updates.packing import Pack
 T = TypeVar("T")
 
 
-class MegatronBackend:
-    """services.trainer.backend.Backend on Megatron-Core."""
+class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
+    """The backend on Megatron-Core."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
@@ -50,7 +58,8 @@ class MegatronBackend:
         self._model_path, self._hf = model_path, read_config(model_path)
         self._check_layout(read_architecture(model_path))
         self._map = WeightMap(self._hf)
-        self._model: MegatronModel | None = None
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(forget_parallelism)
         try:
             self._open()
         except BaseException:
@@ -60,6 +69,7 @@ class MegatronBackend:
     def _open(self) -> None:
         config = self._config
         self._model = self._build()
+        self._closing.callback(self._model.close)
         groups = {"params": self._parameter_tensors}
         if self._role is not Role.REFERENCE:
             self._optimizer = make_optimizer(self._model.chunks, config, self._dtype)
@@ -69,19 +79,22 @@ class MegatronBackend:
             groups |= {"grads": self._gradient_tensors, "optimizer": self._state_tensors}
         self._offloader = Offloader(groups, config.megatron.offloads)
         if self._role is Role.POLICY:
-            self._stream, self._base, self._adapter = self._streams()
+            self._make_streams()
         self._offloader.release(*groups)
 
     @property
     def data_rank(self) -> int:
         return self._model.parallelism.data_rank
 
-    def forward(self, packs: Sequence[Pack], temperature: float, *, of_base: bool = False) -> list[torch.Tensor]:
+    def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         self._offloader.load("params")
-        with without_adapters(self._model.bare_chunks()) if of_base else contextlib.nullcontext():
-            values = self._model.forward(packs, temperature)
+        values = self._model.forward(packs, temperature)
         self._offloader.release("params")
         return values
+
+    def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+        with without_adapters(self._model.bare_chunks()):
+            return self.forward(packs, temperature)
 
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
@@ -128,28 +141,32 @@ class MegatronBackend:
         yield from self._streamed(self._stream.to_senders(bucket_bytes))
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._adapter is not None:
-            yield from self._streamed(self._adapter.to_first())
+        yield from self._streamed(self._adapter.to_first())
 
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._base.to_first())
 
     def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
-        return self._adapter.specs() if self._adapter is not None else []
+        return self._adapter.specs()
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
 
-    def weight_turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        turns = self._stream.turns(bucket_bytes)
-        return turns if any(rank for rank, _ in turns) else []
+    def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        slots = self._stream.slots(bucket_bytes)
+        return slots if any(rank for rank, _ in slots) else []
 
-    def save(self, directory: Path) -> Callable[[], None] | None:
-        self._offloader.load("params", "optimizer")
-        self._finish_update()
-        write = self._checkpointer.save(directory)
-        self._offloader.release("params", "optimizer")
-        return write
+    @property
+    def saves_in_background(self) -> bool:
+        return self._config.megatron.async_save
+
+    def save(self, directory: Path) -> None:
+        with self._saving():
+            self._checkpointer.save(directory)
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        with self._saving():
+            return self._checkpointer.begin_save(directory)
 
     def load(self, directory: Path) -> None:
         self._offloader.load("params", "optimizer")
@@ -157,9 +174,7 @@ class MegatronBackend:
         self._offloader.release("params", "optimizer")
 
     def close(self) -> None:
-        if self._model is not None:
-            self._model.close()
-        forget_parallelism()
+        self._closing.close()
 
     def _check_layout(self, architecture: Architecture) -> None:
         """By the ranks and the model that are really here, before any process group is made."""
@@ -194,6 +209,13 @@ class MegatronBackend:
             chunks = [half_precision(chunk.requires_grad_(False), config) for chunk in bare]
         return MegatronModel(chunks, config, parallelism)
 
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        self._offloader.load("params", "optimizer")
+        self._finish_update()
+        yield
+        self._offloader.release("params", "optimizer")
+
     def _finish_update(self) -> None:
         for chunk in self._model.chunks:
             if chunk.ddp_config.overlap_param_gather:  # else the last update would be gathered in the next forward
@@ -205,16 +227,15 @@ class MegatronBackend:
         yield from stream
         self._offloader.release("params")
 
-    def _streams(self) -> tuple[WeightStream, WeightStream, WeightStream | None]:
-        """The merged policy, its base and, if it has adapters, those alone."""
+    def _make_streams(self) -> None:
+        """Makes the stream of the merged policy and, if it has adapters, those of its base and of the adapters."""
         chunks, parallelism = self._model.bare_chunks(), self._model.parallelism
         held = held_parameters(chunks, parallelism)
-        merged = WeightStream(held, self._map, parallelism, self.device, merged_values(chunks))
-        if not self._config.lora.rank:
-            return merged, merged, None
-        base = WeightStream(held, self._map, parallelism, self.device)
-        adapters = held_parameters(chunks, parallelism, adapters=True)
-        return merged, base, WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)
+        self._stream = WeightStream(held, self._map, parallelism, self.device, merged_values(chunks))
+        if self._config.lora.rank:
+            adapters = held_parameters(chunks, parallelism, adapters=True)
+            self._base = WeightStream(held, self._map, parallelism, self.device)
+            self._adapter = WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)
 
     def _count_rows(self, micros: Sequence[MicroBatch]) -> int:
         rows = torch.tensor([sum(micro.num_rows for micro in micros)], device=self.device)

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch.distributed import ProcessGroup
 
+from services.trainer.compat.megatron.context_parallel import zigzag
 from services.trainer.updates.packing import Pack
 
 
@@ -55,12 +56,6 @@ class MicroBatch:
     def num_rows(self) -> int:
         """Rows that the model computes on this CP rank, padding included."""
         return self.tokens.numel()
-
-
-def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Positions, int64 [length / cp_size], of a sequence's tokens on `cp_rank`."""
-    chunks = torch.arange(length).view(2 * cp_size, -1) if cp_size > 1 else torch.arange(length).view(1, -1)
-    return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]]) if cp_size > 1 else chunks[0]
 
 
 def cut_packs(packs: Sequence[Pack], cut: Cut, *, is_fixed_size: bool) -> list[MicroBatch]:

@@ -13,7 +13,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -27,6 +26,7 @@ from transformers import PretrainedConfig
 
 from services.common.config.trainer.megatron import MegatronConfig
 from services.common.config.trainer.section import TrainerConfig
+from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, set_class
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.passthrough import make, refusals
 from services.trainer.megatron.transformer import model_settings, transformer_settings
@@ -79,16 +79,13 @@ class ValueHead(torch.nn.Module):
         return (hidden_MD.float() @ self.weight.float().T).T
 
 
-class Chunk(GPTModel):
+class Chunk(HiddenStateModel):
     """A chunk of a model; the last one ends in outputs at the predictions."""
 
     def forward(self, micro: MicroBatch, temperature: float) -> torch.Tensor:  # type: ignore[override]
         """Hidden states for the next chunk; the last chunk's are [K, M], see the heads."""
         hidden = super().forward(micro.tokens, None, None, packed_seq_params=micro.packed)
         return self._outputs(hidden, micro, temperature) if self.post_process else hidden
-
-    def _postprocess(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
 
 
 class LogprobModel(Chunk):
@@ -99,7 +96,7 @@ class LogprobModel(Chunk):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.post_process:
-            self.output_layer.__class__ = LogprobHead
+            set_class(self.output_layer, LogprobHead)
 
     def _outputs(self, hidden_SBD: torch.Tensor, micro: MicroBatch, temperature: float) -> torch.Tensor:
         weight = self.output_layer.weight
@@ -148,7 +145,7 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
         "overlap_p2p_comm": vpp is not None and is_gpu,
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
-        # Only for float8; without it a first micro-batch does not overwrite gradients, see _add_gradients_in_place.
+        # Only for float8; without it a first micro-batch does not overwrite gradients, see add_gradients_in_place.
         "disable_parameter_transpose_cache": True,
         **_moe_settings(megatron),
         **_recompute_settings(trainer, megatron),
@@ -216,19 +213,8 @@ def wrap_chunks(
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    _add_gradients_in_place(wrapped)
+    add_gradients_in_place(wrapped)
     return wrapped
-
-
-def _add_gradients_in_place(chunks: Sequence[DistributedDataParallel]) -> None:
-    """TransformerEngine's products add to the buffer of gradients themselves: nothing is rounded before, or copied.
-
-    Megatron's key for it, gradient_accumulation_fusion, needs Apex, for an output layer that is not used here.
-    """
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True
 
 
 def half_precision(chunk: Chunk, config: TransformerConfig) -> torch.nn.Module:
@@ -247,7 +233,7 @@ def _layer_spec(config: TransformerConfig, place: dict[str, int], *, is_adapted:
     if torch.cuda.is_available():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
         return _with_own_norms(spec) if is_adapted else spec
-    from services.trainer.megatron.cpu.modules import with_torch_modules
+    from services.trainer.compat.megatron.cpu_modules import with_torch_modules
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **place)
     return with_torch_modules(spec)

@@ -1,11 +1,10 @@
 """Megatron's process groups of one role. Megatron keeps them in globals of a module, so roles take turns with it."""
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from services.common.config.trainer.megatron import MegatronConfig
+from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, set_groups
 
 
 class Parallelism:
@@ -13,7 +12,7 @@ class Parallelism:
 
     def __init__(self, config: MegatronConfig, *, timeout_s: float, seed: int):
         self.config = config
-        _restore(_PRISTINE)
+        set_groups(NO_GROUPS)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -23,7 +22,7 @@ class Parallelism:
             expert_tensor_parallel_size=config.etp,
             distributed_timeout_minutes=timeout_s / 60,  # passed on as it is
         )
-        self._state = _snapshot()
+        self._state = current_groups()
         self._replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._expert_replica = parallel_state.get_expert_data_parallel_rank()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
@@ -42,7 +41,7 @@ class Parallelism:
 
     def activate(self) -> None:
         """Makes Megatron's globals name these groups."""
-        _restore(self._state)
+        set_groups(self._state)
 
     def shard_index(self, parameter: torch.Tensor, *, is_expert: bool) -> tuple[int, int]:
         """Which of how many tensor-parallel shards this rank's `parameter` is; the first of one if it is not cut."""
@@ -59,19 +58,4 @@ class Parallelism:
 
 def forget_parallelism() -> None:
     """Puts Megatron's globals back; the groups end with torch.distributed's."""
-    _restore(_PRISTINE)
-
-
-def _snapshot() -> dict[str, Any]:
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in vars(parallel_state).items()
-        if name == "_global_process_group_list" or (name.startswith("_") and name.isupper())
-    }
-
-
-def _restore(state: dict[str, Any]) -> None:
-    vars(parallel_state).update(state)
-
-
-_PRISTINE = _snapshot()
+    set_groups(NO_GROUPS)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from services.common.megatron.layout import Layout
+from services.trainer.compat.megatron.model import take_apart
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs
 from services.trainer.megatron.model import unwrap
 from services.trainer.megatron.parallel import Parallelism
@@ -82,15 +82,9 @@ class MegatronModel:
         )
 
     def close(self) -> None:
-        """Breaks the cycles through C++ that Python's collector does not see, so that memory and groups are freed."""
+        """Frees memory and groups."""
         self.config.grad_scale_func = self.config.no_sync_func = None
-        RotaryEmbedding.forward.cache_clear()
-        for chunk in self.chunks:
-            getattr(chunk, "grad_accs", []).clear()
-            for parameter in chunk.parameters():
-                vars(parameter).pop("main_param", None)
-            for module in list(chunk.modules()):
-                vars(module).clear()
+        take_apart(self.chunks)
         self.chunks.clear()
 
     def bare_chunks(self) -> list[Any]:

@@ -3,6 +3,8 @@
 JSON for the command, Arrow frames for samples, over ZeroMQ: nothing is pickled. A rank that raises says so with its
 traceback even while others wait for it in a collective; those are then ended with the process group's processes.
 A rank that is gone is the failure of all, and no rank stays without rank 0.
+
+A command travels by its name, and a rank runs only those that its worker declares with `@rank_command`.
 """
 
 import asyncio
@@ -11,10 +13,10 @@ import json
 import logging
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -34,7 +36,7 @@ _HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
 
 
 Phase = Callable[[str, str], AbstractContextManager[None]]
-"""Entered while all ranks do something: method and role."""
+"""Entered while all ranks run a command: its name and the role."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,25 @@ class Message:
     @classmethod
     def unpack(cls, parts: Sequence[bytes]) -> "Message":
         return cls(json.loads(parts[0]), parts[1:])
+
+
+Command = Callable[..., Message | None]
+"""A worker's method. It takes its arguments by keyword, and `frames` if it wants them."""
+
+Marked = TypeVar("Marked", bound=Command)
+_MARK = "_is_rank_command"
+
+
+def rank_command(method: Marked) -> Marked:
+    """Declares that rank 0 may call this method of a worker on every rank."""
+    setattr(method, _MARK, True)
+    return method
+
+
+def commands_of(worker: object) -> Mapping[str, Command]:
+    """Returns the methods of `worker` that are declared with `@rank_command`, by name."""
+    names = {name for cls in type(worker).__mro__ for name, member in vars(cls).items() if hasattr(member, _MARK)}
+    return {name: getattr(worker, name) for name in names}
 
 
 class Ranks:
@@ -109,9 +130,11 @@ class Ranks:
         self._fail(why, rank=str(rank), host=host)
 
     async def call(
-        self, method: str, parts: Sequence[Message] | None = None, *, grace_s: float = GRACE_S, **arguments: Any
+        self, command: Command, parts: Sequence[Message] | None = None, *, grace_s: float = GRACE_S, **arguments: Any
     ) -> list[Message]:
-        """Runs `method` on all ranks with `arguments` and each rank's own part; the answers in rank order.
+        """Runs `command`, such as `Worker.train`, on all ranks; returns the answers in rank order.
+
+        Every rank gets `arguments`, and the arguments and frames of its own part.
 
         A cancelled call goes on in the background: the ranks cannot be called back, and the next call waits for them.
         `grace_s` after the first typed error, those that have not answered have failed.
@@ -120,19 +143,20 @@ class Ranks:
             LockstepError: As the first rank raised it, when all ranks have answered.
             InternalError: A rank failed with anything else; the trainer ends.
         """
-        return await asyncio.shield(self._call(method, parts or [Message({})] * self.num_ranks, grace_s, arguments))
+        name = command.__name__
+        return await asyncio.shield(self._call(name, parts or [Message({})] * self.num_ranks, grace_s, arguments))
 
     async def _call(
-        self, method: str, parts: Sequence[Message], grace_s: float, arguments: dict[str, Any]
+        self, name: str, parts: Sequence[Message], grace_s: float, arguments: dict[str, Any]
     ) -> list[Message]:
         async with self._turn:
             if self._failure:
                 raise self._failure
-            with self._phase(method, arguments.get("role", "policy")):
+            with self._phase(name, arguments.get("role", "policy")):
                 for rank, part in enumerate(parts):
-                    command = Message({"method": method, "arguments": arguments | part.body}, part.frames)
+                    command = Message({"command": name, "arguments": arguments | part.body}, part.frames)
                     await self._send(rank, command)
-                answers = await self._answers(method, grace_s)
+                answers = await self._answers(name, grace_s)
         errors = [answer.body["error"] for answer in answers.values() if "error" in answer.body]
         if errors:  # as they came in; a rank that gives up has the others give up
             raise _rebuild(min(errors, key=lambda error: error["reason"] == Reason.EPOCH_ABORTED.value))
@@ -144,21 +168,21 @@ class Ranks:
         except zmq.ZMQError as error:
             raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
 
-    async def _answers(self, method: str, grace_s: float) -> dict[int, Message]:
+    async def _answers(self, name: str, grace_s: float) -> dict[int, Message]:
         answers: dict[int, Message] = {}
         timeout_s: float | None = None
         while len(answers) < self.num_ranks:
             received = await self._received(timeout_s)
             if received is None:
                 missing = sorted(set(range(self.num_ranks)) - set(answers))
-                raise self._fail(f"{method}: ranks {missing} did not answer")
+                raise self._fail(f"{name}: ranks {missing} did not answer")
             sender, *parts = received
             answer = answers[int(sender)] = Message.unpack(parts)
             if "error" in answer.body:
                 timeout_s = grace_s
                 if answer.body["error"]["class"] is None:
                     message, metadata = answer.body["error"]["message"], answer.body["error"]["metadata"]
-                    raise self._fail(f"{method}: {message}", **metadata)
+                    raise self._fail(f"{name}: {message}", **metadata)
         return answers
 
     async def _received(self, timeout_s: float | None) -> list[bytes] | None:
@@ -180,14 +204,13 @@ class Ranks:
         return self._failure
 
 
-def follow(rank: int, address: str, worker: Any) -> bool:
-    """Every rank's side: runs the commands on `worker`, one method each, until rank 0 says that no more will come.
-
-    A method takes its arguments by keyword, and `frames` if it wants them; it returns a Message or None.
+def follow(rank: int, address: str, worker: object) -> bool:
+    """Every rank's side: runs the commands of `worker` that rank 0 sends, until it says that no more will come.
 
     Returns:
         Whether rank 0 said so. If not it is gone, and the process should end.
     """
+    commands = commands_of(worker)
     with zmq.Context.instance().socket(zmq.DEALER) as connection:
         connection.setsockopt(zmq.IDENTITY, str(rank).encode())
         connection.setsockopt(zmq.LINGER, 1000)
@@ -203,10 +226,10 @@ def follow(rank: int, address: str, worker: Any) -> bool:
             if not connection.poll(0):  # what came before the loss comes first
                 log.error("rank %d ends: rank 0 at %s is gone", rank, address)
                 return False
-            command = Message.unpack(connection.recv_multipart())
-            if not command.body:
+            message = Message.unpack(connection.recv_multipart())
+            if not message.body:
                 return True
-            connection.send_multipart(_run(rank, worker, command))
+            connection.send_multipart(_run(rank, commands, message))
 
 
 def _send_heartbeats(to_others: zmq.Socket) -> None:
@@ -214,12 +237,13 @@ def _send_heartbeats(to_others: zmq.Socket) -> None:
     to_others.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
 
 
-def _run(rank: int, worker: Any, command: Message) -> list[bytes]:
-    """The packed answer, whatever happens: others wait for it."""
-    name, arguments = command.body["method"], command.body["arguments"]
+def _run(rank: int, commands: Mapping[str, Command], message: Message) -> list[bytes]:
+    """Returns the packed answer, whatever happens: others wait for it."""
+    name, arguments = message.body["command"], message.body["arguments"]
     try:
-        method = getattr(worker, name)
-        result = method(**arguments, frames=command.frames) if command.frames else method(**arguments)
+        if (command := commands.get(name)) is None:
+            raise LookupError(f"{name} is not a command of this rank")
+        result = command(**arguments, frames=message.frames) if message.frames else command(**arguments)
         return (result or Message({})).pack()
     except LockstepError as error:
         log.warning("rank %d: %s: %s", rank, name, error.message)
@@ -227,8 +251,8 @@ def _run(rank: int, worker: Any, command: Message) -> list[bytes]:
     except BaseException as error:  # also torch's; and the answer ends the whole trainer
         log.exception("rank %d failed in %s", rank, name)
         where = {"rank": str(rank), "host": socket.gethostname(), "traceback": traceback.format_exc(limit=-8)}
-        message = f"rank {rank} on {where['host']}: {type(error).__name__}: {error}"
-        return Message({"error": {"class": None, "reason": None, "message": message, "metadata": where}}).pack()
+        why = f"rank {rank} on {where['host']}: {type(error).__name__}: {error}"
+        return Message({"error": {"class": None, "reason": None, "message": why, "metadata": where}}).pack()
 
 
 def _describe(error: LockstepError, name: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The trainer's end of a publication: gather, pack, broadcast and hash, bucket by bucket.
 
-Several members send in turns. Each gathers and packs the next of its own buckets while its last and those of the others
-are on their way. The broadcasts themselves follow one another: each of them takes the whole link into every engine.
+Several members can share the sending. Each gathers and packs the next of its own buckets while its last and those of
+the others are on their way. The broadcasts themselves follow one another: each of them takes the whole link into every
+engine.
 """
 
 import time

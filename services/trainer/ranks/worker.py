@@ -1,13 +1,12 @@
-"""What every trainer rank can do. Rank 0's `Ranks` calls the same method on all of them at once."""
+"""What every trainer rank can do. Rank 0's `Ranks` calls the same command on all of them at once."""
 
 import gc
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import asdict
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,23 +23,17 @@ from services.common.model_card import read_model_card
 from services.common.weights.digest import Sums
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import NamedTensors, Plan
-from services.trainer.backend import Backend, Role
+from services.trainer.backend import Adapters, Backend, BackgroundSaves, Role, SeveralSenders
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.background import in_background
 from services.trainer.checkpoint.export import adapter_config, export_adapter, export_hugging_face
 from services.trainer.losses import Totals
-from services.trainer.ranks.calls import Message
+from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.publish import send
 from services.trainer.updates.critic import update_critic
-from services.trainer.updates.packing import build_pack
+from services.trainer.updates.packing import Pack, build_pack
 from services.trainer.updates.policy import Minibatch, update
 from services.trainer.updates.profiler import Profiler
-
-# Imported when a run asks for one: the libraries are large, and a host may have only one of them.
-_BACKENDS = {
-    "fsdp": ("services.trainer.fsdp.backend", "FsdpBackend"),
-    "megatron": ("services.trainer.megatron.backend", "MegatronBackend"),
-}
 
 # What each role is configured by.
 CONFIGS: dict[Role, type[TrainerConfig]] = {
@@ -68,6 +61,7 @@ class Worker:
         self._saving: futures.Future[dict[str, object]] | None = None
         self._num_updates = 0
 
+    @rank_command
     def open(
         self, *, role: str, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int
     ) -> Message:
@@ -98,6 +92,7 @@ class Worker:
             frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
         return Message({"data_rank": backend.data_rank}, frames)
 
+    @rank_command
     def close(self) -> None:
         """Frees the models."""
         self.leave()
@@ -112,19 +107,18 @@ class Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    @rank_command
     def forward(self, *, role: str, packs: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
         """Log-probabilities and entropy, or values, of this rank's samples, in their order."""
         held = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
-        # With adapters the policy's base may stand for the reference.
-        of_base = role == Role.REFERENCE and Role.REFERENCE not in self._backends
-        backend = self._open(Role.POLICY if of_base else Role(role))
-        outputs = backend.forward(held, temperature, of_base=of_base)
+        outputs = self._forward_of(Role(role))(held, temperature)
         columns = {}
         for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
             rows = [row for pack, out in zip(held, outputs, strict=True) for row in pack.per_sample(out[index])]
             columns[name] = pa.array(rows, pa.list_(pa.float32()))
         return Message({}, list(batches.encode(pa.table(columns))))
 
+    @rank_command
     def train(
         self,
         *,
@@ -152,6 +146,7 @@ class Worker:
             torch.accelerator.synchronize()  # the optimizer's kernels, their time and their errors, are the update's
         return Message({"metrics": metrics})
 
+    @rank_command
     def join(self, *, group: str) -> Message:
         """The ranks that send enter the epoch as its first members, rank 0 among them."""
         self.leave()
@@ -160,6 +155,7 @@ class Worker:
             self._group = WeightGroup(message, rank=self._members.index(self._rank), device=self._device)
         return Message({"plan_digest": self._plan.digest})
 
+    @rank_command
     def agree(self) -> Message:
         """Before `send`, if adapters are published: whether all members hold this very base, so that it is skipped."""
         if self._rank != 0:
@@ -169,6 +165,7 @@ class Worker:
         agrees = self._group.agrees(self._base_sums or (0, 0))
         return Message({"skips_base": agrees and self._base_sums is not None})
 
+    @rank_command
     def send(self, *, version: int, skips_base: bool) -> Message:
         """Publishes. All ranks gather, some of them broadcast; if that fails, the gather is still finished on all."""
         weights, base_sums = self._published(skips_base), self._base_sums if skips_base else None
@@ -199,17 +196,20 @@ class Worker:
         if group is not None:
             group.kill()
 
+    @rank_command
     def save(self, *, path: str, state: dict[str, object], role: str = Role.POLICY) -> Message:
         """Writes a checkpoint into its staging directory, which is there; rank 0 completes it.
 
-        The answer is empty if the backend goes on writing in the background; it is then that of `saved`.
+        The answer is empty if the backend writes in the background; it is then that of `saved`.
         """
         self._end_of_save()
-        final = Path(path)
-        write = self._open(Role(role)).save(checkpoint.staging(final) / "state")
-        if write is not None:
+        final, backend = Path(path), self._open(Role(role))
+        directory = checkpoint.staging(final) / "state"
+        if isinstance(backend, BackgroundSaves) and backend.saves_in_background:
+            write = backend.begin_save(directory)
             self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
             return Message({})
+        backend.save(directory)
         dist.barrier()
         return Message(self._complete(final, state))
 
@@ -222,17 +222,14 @@ class Worker:
         assert self._saving is not None, "the servicer asks after an empty answer"
         return self._saving.result()
 
-    def load(self, *, path: str) -> None:
-        """Loads a checkpoint that rank 0 has verified."""
-        self._open().load(Path(path) / "state")
-        self._base_sums = None
-
+    @rank_command
     def export(self, *, path: str) -> Message:
         """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`.
 
         A policy with adapters is written merged, and its adapters alone into the subdirectory `adapter`.
         """
-        weights, adapter = self._open().weights(), self._open().adapter()
+        weights, lora = self._open().weights(), self._configs[Role.POLICY].lora
+        adapter = self._adapters().adapter() if lora.rank else ()
         if self._rank != 0:
             _exhaust(weights)
             _exhaust(adapter)
@@ -240,29 +237,33 @@ class Worker:
         final = Path(path)
         partial = checkpoint.staging(final)
         num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
-        num_bytes += export_adapter(adapter, self._configs[Role.POLICY].lora, self._model_path, partial / "adapter")
+        if lora.rank:
+            num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
         partial.rename(final)
         return Message({"num_bytes": num_bytes})
 
     def _make_plan(self, bucket_bytes: int) -> Plan:
-        base, lora = self._open().weight_specs(), self._configs[Role.POLICY].lora
+        backend, lora = self._open(), self._configs[Role.POLICY].lora
+        base = backend.weight_specs()
         if not lora.published_rank:
-            turns = self._open().weight_turns(bucket_bytes)
-            self._members = sorted({0, *(rank for rank, _ in turns)})
-            numbered = [(self._members.index(rank), num_tensors) for rank, num_tensors in turns]
-            return Plan.of(base, bucket_bytes=bucket_bytes, turns=numbered)
+            slots = backend.sender_slots(bucket_bytes) if isinstance(backend, SeveralSenders) else []
+            self._members = sorted({0, *(rank for rank, _ in slots)})
+            numbered = [(self._members.index(rank), num_tensors) for rank, num_tensors in slots]
+            return Plan.of(base, bucket_bytes=bucket_bytes, slots=numbered)
         self._members = [0]
-        adapter = self._open().adapter_specs()
+        adapter = self._adapters().adapter_specs()
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
 
     def _published(self, skips_base: bool) -> NamedTensors | Iterator[NamedTensors]:
         backend = self._open()
         if self._plan.num_senders > 1:
+            assert isinstance(backend, SeveralSenders), "it has made the plan's slots"
             return backend.sent_weights(self._plan.message.bucket_bytes)
         if not self._plan.has_adapter:
             return backend.weights()
-        return itertools.chain(() if skips_base else backend.base(), backend.adapter())
+        adapters = self._adapters()
+        return itertools.chain(() if skips_base else adapters.base(), adapters.adapter())
 
     def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:
         if self._rank != 0:
@@ -279,6 +280,16 @@ class Worker:
         if role not in self._backends:
             raise PreconditionFailed(f"no {role} is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
         return self._backends[role]
+
+    def _adapters(self) -> Adapters:
+        backend = self._open()
+        assert isinstance(backend, Adapters), "a config with adapters is one of such a backend"
+        return backend
+
+    def _forward_of(self, role: Role) -> Callable[[Sequence[Pack], float], list[torch.Tensor]]:
+        """Returns the forward of a role; with adapters the policy's base stands for a reference that was not opened."""
+        is_base = role is Role.REFERENCE and role not in self._backends and self._configs[Role.POLICY].lora.rank
+        return self._adapters().forward_base if is_base else self._open(role).forward
 
     def _close_role(self, role: Role) -> None:
         if role is Role.POLICY:
@@ -301,8 +312,14 @@ class Worker:
 
 
 def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
-    module, name = _BACKENDS[config.strategy]
-    return getattr(import_module(module), name)(role, config, model_path, device)
+    """Imports the backend too: the libraries are large, and a host may have only one of them."""
+    if config.strategy == "megatron":
+        from services.trainer.megatron.backend import MegatronBackend
+
+        return MegatronBackend(role, config, model_path, device)
+    from services.trainer.fsdp.backend import FsdpBackend
+
+    return FsdpBackend(role, config, model_path, device)
 
 
 def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:
@@ -313,6 +330,6 @@ def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:
     return parts
 
 
-def _exhaust(weights: object) -> None:
+def _exhaust(weights: Iterable[object]) -> None:
     for _ in weights:
         pass

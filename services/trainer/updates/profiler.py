@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from services.common.config.trainer.section import ProfilerConfig
+from services.trainer.compat.torch import allocations, record_allocations, stop_recording
 
 _MAX_EVENTS = 100_000  # allocations and frees kept: some updates' worth, and several KB of host memory each
 
@@ -40,7 +41,7 @@ class Profiler:
         if self._steps or config.memory_snapshot:
             self._directory.mkdir(parents=True, exist_ok=True)
         if self._records_memory:
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_EVENTS, clear_history=True)
+            record_allocations(_MAX_EVENTS)
 
     @contextmanager
     def update(self, index: int) -> Iterator[None]:
@@ -68,7 +69,7 @@ class Profiler:
         self._stop()
         if self._records_memory:
             self._records_memory = False
-            torch.cuda.memory._record_memory_history(enabled=None)
+            stop_recording()
 
     def _start(self, index: int) -> None:
         self._traced.append(index)
@@ -95,6 +96,5 @@ class Profiler:
 
     def _write_snapshot(self) -> Path:
         path = (self._directory / f"rank-{self._rank}.oom.json.gz").absolute()
-        # torch's own _dump_snapshot would pickle it.
-        path.write_bytes(gzip.compress(json.dumps(torch.cuda.memory._snapshot()).encode(), compresslevel=1))
+        path.write_bytes(gzip.compress(json.dumps(allocations()).encode(), compresslevel=1))
         return path

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use.
+    """Runs training loops, several at a time, and reports their progress. The CLI and dashboards use it.
     """
 
     def __init__(self, channel):
@@ -73,53 +73,53 @@ class CoordinatorServiceStub(object):
 
 
 class CoordinatorServiceServicer(object):
-    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use.
+    """Runs training loops, several at a time, and reports their progress. The CLI and dashboards use it.
     """
 
     def GetInfo(self, request, context):
-        """Versions and state.
+        """Returns versions and state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartRun(self, request, context):
-        """Starts a run, or goes on with one that was begun before. Answered once its config is found to be right.
+        """Starts a run, or resumes one. Answers once the config has been validated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """State of one run.
+        """Returns the state of one run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """All runs in the coordinator's runs directory.
+        """Returns the states of all runs in the coordinator's runs directory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """What a run has done, then what it does until it ends. A slow reader misses changes of state, but no event.
+        """Streams the past events of a run, then new ones until it ends. A slow reader may miss state changes, but no event.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """Asks a run to end after the step in progress; answered at once.
+        """Asks a run to stop after the current step; answers immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadLog(self, request, context):
-        """The log of the coordinator or of a service that it started for a run.
+        """Streams a run's log: the coordinator's, or that of a service that it started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """Runs training loops, several at a time, and says how they go. What the CLI and a dashboard use.
+    """Runs training loops, several at a time, and reports their progress. The CLI and dashboards use it.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub(object):
-    """Scores completions. Holds no policy and no state between calls.
+    """Scores completions. Has no model of the policy, and keeps no state between Score calls.
     """
 
     def __init__(self, channel):
@@ -58,11 +58,11 @@ class RewardServiceStub(object):
 
 
 class RewardServiceServicer(object):
-    """Scores completions. Holds no policy and no state between calls.
+    """Scores completions. Has no model of the policy, and keeps no state between Score calls.
     """
 
     def GetInfo(self, request, context):
-        """Versions and state.
+        """Returns versions and state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,14 +76,14 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Ends them.
+        """Closes the scorers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Scores one prompt group. A sample that cannot be scored is a typed failure in the answer, not an error.
+        """Scores one prompt group. A sample that cannot be scored is a typed failure in the response, not an RPC error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService(object):
-    """Scores completions. Holds no policy and no state between calls.
+    """Scores completions. Has no model of the policy, and keeps no state between Score calls.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """One replica of the policy in an inference engine. It serves only a committed policy stamp.
+    """Serves one replica of the policy in an inference engine, with committed weights only.
     """
 
     def __init__(self, channel):
@@ -78,53 +78,53 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """One replica of the policy in an inference engine. It serves only a committed policy stamp.
+    """Serves one replica of the policy in an inference engine, with committed weights only.
     """
 
     def GetInfo(self, request, context):
-        """Versions, state and the stamp that is served.
+        """Returns versions, state and the served stamp.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenRun(self, request, context):
-        """Starts the engine with dummy weights from the model card. Again with the same run and config: answered at once.
+        """Starts the engine with dummy weights from the model card. Repeating the call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Ends the engine.
+        """Stops the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Samples prompt groups; one message for each as it finishes. Cancelling the call aborts them in the engine.
+        """Samples prompt groups and streams each one when it is finished. Canceling the call aborts the others in the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinWeightGroup(self, request, context):
-        """Enters the broadcast group of an epoch. Returns when all members are there.
+        """Joins the weight group of an epoch. Returns when all members have joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Takes part in one broadcast, loads and hashes what came. Nothing is served until it is committed.
+        """Receives, loads and hashes the weights of one publication. The replica serves nothing until they are committed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitWeights(self, request, context):
-        """Serves the received weights, if they are the ones named.
+        """Starts serving the received weights if their stamp is the given one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,7 +189,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """One replica of the policy in an inference engine. It serves only a committed policy stamp.
+    """Serves one replica of the policy in an inference engine, with committed weights only.
     """
 
     @staticmethod

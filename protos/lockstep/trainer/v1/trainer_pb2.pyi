@@ -194,18 +194,6 @@ class SaveCheckpointResponse(_message.Message):
     manifest_digest: str
     def __init__(self, num_bytes: _Optional[int] = ..., manifest_digest: _Optional[str] = ...) -> None: ...
 
-class LoadCheckpointRequest(_message.Message):
-    __slots__ = ("path",)
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    path: str
-    def __init__(self, path: _Optional[str] = ...) -> None: ...
-
-class LoadCheckpointResponse(_message.Message):
-    __slots__ = ("version",)
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
-
 class ExportHuggingFaceRequest(_message.Message):
     __slots__ = ("path",)
     PATH_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
     """
 
     def __init__(self, channel):
@@ -75,11 +75,6 @@ class TrainerServiceStub(object):
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
-        self.LoadCheckpoint = channel.unary_unary(
-                '/lockstep.trainer.v1.TrainerService/LoadCheckpoint',
-                request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
-                response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointResponse.FromString,
-                _registered_method=True)
         self.ExportHuggingFace = channel.unary_unary(
                 '/lockstep.trainer.v1.TrainerService/ExportHuggingFace',
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.SerializeToString,
@@ -93,67 +88,61 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
     """
 
     def GetInfo(self, request, context):
-        """Versions, state and the published stamp.
+        """Returns versions, state and the published stamp.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenRun(self, request, context):
-        """Loads one role's model, or resumes from a checkpoint; says which version it holds.
+        """Loads one role's model from its directory or from a checkpoint, and returns its version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Frees the model.
+        """Frees the models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request_iterator, context):
-        """Log-probabilities and entropy, or values, of samples under a role. A stream both ways, since a batch may be large.
+        """Computes log-probabilities and entropy, or values, of samples under a role. Streams both ways, since a batch may be
+        large.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Train(self, request_iterator, context):
-        """One update of policy or critic on one batch. The same batch id twice is answered, not applied twice.
+        """Updates policy or critic on one batch. A repeated batch id is answered again, but not applied again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinWeightGroup(self, request, context):
-        """Enters the broadcast group of an epoch. Returns when all members are there.
+        """Joins the weight group of an epoch. Returns when all members have joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request, context):
-        """Broadcasts the policy and hashes what is sent.
+        """Broadcasts the policy's weights and hashes them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes a checkpoint that is either whole and verified or not there.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def LoadCheckpoint(self, request, context):
-        """Loads a checkpoint after verifying it.
+        """Writes a checkpoint atomically: it exists only once it is complete and verified.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,8 +156,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SendTestBroadcast(self, request, context):
-        """Broadcasts bytes to replicas as a publication does, for a look before a run; refused while one is open. Answers the
-        group that the replicas are to be told of, then how it went.
+        """Broadcasts test bytes to replicas the way a publication does, to test the network before a run; refused while a run
+        is open. Returns first the group to give to the replicas, then the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,11 +206,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
             ),
-            'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadCheckpoint,
-                    request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.FromString,
-                    response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointResponse.SerializeToString,
-            ),
             'ExportHuggingFace': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportHuggingFace,
                     request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.FromString,
@@ -241,7 +225,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """The models that are trained, and the reference. Rank 0 of the deployment answers for all ranks.
+    """Hosts the models that are trained, and the reference model. Rank 0 of the deployment answers for all ranks.
     """
 
     @staticmethod
@@ -450,33 +434,6 @@ class TrainerService(object):
             '/lockstep.trainer.v1.TrainerService/SaveCheckpoint',
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadCheckpoint(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/lockstep.trainer.v1.TrainerService/LoadCheckpoint',
-            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
-            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.LoadCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

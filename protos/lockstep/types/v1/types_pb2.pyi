@@ -101,7 +101,7 @@ class TensorSpec(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class SenderTurn(_message.Message):
+class SenderSlot(_message.Message):
     __slots__ = ("sender", "num_tensors")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     NUM_TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -118,20 +118,20 @@ class PublicationCost(_message.Message):
     def __init__(self, digest_s: _Optional[float] = ..., extra_bytes: _Optional[int] = ...) -> None: ...
 
 class WeightPlan(_message.Message):
-    __slots__ = ("tensors", "bucket_bytes", "num_base_tensors", "adapter_config_json", "num_senders", "turns")
+    __slots__ = ("tensors", "bucket_bytes", "num_base_tensors", "adapter_config_json", "num_senders", "slots")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BASE_TENSORS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
-    TURNS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     bucket_bytes: int
     num_base_tensors: int
     adapter_config_json: str
     num_senders: int
-    turns: _containers.RepeatedCompositeFieldContainer[SenderTurn]
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., num_base_tensors: _Optional[int] = ..., adapter_config_json: _Optional[str] = ..., num_senders: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[SenderTurn, _Mapping]]] = ...) -> None: ...
+    slots: _containers.RepeatedCompositeFieldContainer[SenderSlot]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., num_base_tensors: _Optional[int] = ..., adapter_config_json: _Optional[str] = ..., num_senders: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[SenderSlot, _Mapping]]] = ...) -> None: ...
 
 class ServiceInfo(_message.Message):
     __slots__ = ("service", "version", "incarnation", "state", "run_id", "config_digest", "libraries", "time_ns")

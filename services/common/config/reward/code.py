@@ -1,4 +1,4 @@
-"""Config of the scorer that runs programs."""
+"""Defines the config of the scorer that runs programs."""
 
 from typing import Literal
 
@@ -8,32 +8,36 @@ from services.common.config.reward.scorer import BaseScorerConfig
 
 
 class CodeConfig(BaseScorerConfig):
-    """1 if the Python program in the completion passes the tests of its dataset row, else 0. Needs bubblewrap.
+    """Scores 1 if the Python program in the completion passes the tests of its dataset row, else 0. Needs bubblewrap.
 
-    The forms of tests are in services/reward/graders/code.py. Of the section `reward`, `timeout_s`, `num_workers` and
-    `max_memory_gib` do not count here.
+    services/reward/graders/code.py describes the forms of tests. This scorer does not use `timeout_s`, `num_workers`
+    and `max_memory_gib` of the section `reward`.
     """
 
     kind: Literal["code"] = "code"
-    """Runs programs in a sandbox."""
+    """Run the completion's Python program against tests, in a sandbox (needs bubblewrap). The score is 1 if all tests
+    pass, else 0."""
     tests_key: str | None = "tests"
-    """Column of the dataset's rows that has the tests, which data.extra_columns must hand over; null: the answer."""
+    """Dataset column with the tests, which must be among data.extra_columns; null reads the tests from the answer."""
     partial: bool = False
-    """The score is the fraction of tests passed. Otherwise all must pass, and the first that fails ends the run."""
+    """Score the fraction of tests passed. With false all tests must pass, and testing stops at the first failure."""
     require_fence: bool = False
-    """Without a fenced block of Python the score is 0; otherwise a completion without any fence is the program."""
+    """Score 0 if the completion has no fenced Python block. With false, a completion without any fence is run as a
+    whole."""
     float_tolerance: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
-    """A number is right within this, relative or absolute, where the expected one is no integer; 0: exactly equal.
-    Asserts always mean exactly what they say."""
+    """Relative or absolute tolerance for numbers in a program's results, where the expected number is not an integer;
+    0 requires exact equality. It does not apply to assert statements."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Most seconds of wall-clock time for one test."""
+    """Time limit of one test, in seconds of wall-clock time."""
     max_concurrent: int = Field(default=2, ge=1, le=1024)
-    """Programs that run at once; more than there are cores and they take one another's time."""
+    """Maximum number of programs that run concurrently. If it exceeds the number of cores, programs slow each other
+    down and may time out."""
     max_memory_gib: float = Field(default=1.0, ge=0.125)
-    """Address space of one process; the interpreter itself takes about 0.04 GiB."""
+    """Maximum address space of one process, in GiB. The Python interpreter itself takes about 0.04 GiB."""
     max_processes: int = Field(default=16, ge=1, le=1024)
-    """Processes and threads of one program; the most memory it can take is this many times max_memory_gib."""
+    """Maximum number of processes and threads of one program. A program can take up to this many times max_memory_gib
+    of memory."""
     max_disk_mib: int = Field(default=64, ge=1, le=65536)
-    """Size of its /tmp, which is memory and holds the input of a test too."""
+    """Size of a program's /tmp in MiB. It is in memory and also holds the test's input."""
     max_output_mib: float = Field(default=1.0, gt=0, le=64)
-    """A test with more output than this fails."""
+    """Maximum output of one test in MiB; a test with more output fails."""

@@ -1,4 +1,4 @@
-"""Scorers that ask another server over HTTP: a language model as judge, or a scorer of yours."""
+"""Defines the config of the scorers that call another server over HTTP: a judge model, or a scorer of your own."""
 
 import ipaddress
 import re
@@ -14,23 +14,25 @@ TEMPLATE_FIELDS = ("prompt", "answer", "completion", "extra")
 
 
 def parse_template(template: str) -> list[tuple[str, str | None]]:
-    """Pairs of literal text and the name of the field after it, None after the last.
+    """Splits a template into pairs of literal text and the field that follows it, which is None after the last text.
 
-    Fields are {prompt}, {answer}, {completion} and {extra}, braces of the text itself are doubled. Nothing else of
-    str.format is understood: no attributes, indices, conversions or format specs.
+    Fields are {prompt}, {answer}, {completion} and {extra}; literal braces are doubled. Nothing else of str.format is
+    supported: no attributes, indices, conversions or format specs.
 
     Raises:
-        ValueError: A brace is not closed, or a field is another one.
+        ValueError: A brace is not closed, or a field is unknown.
     """
     parts = []
     try:
         found = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"template: {error}; braces of the text itself are doubled") from error
+        raise ValueError(f"template: {error}; write literal braces twice, as {{{{ and }}}}") from error
     for literal, field, spec, conversion in found:
         if field is not None and (field not in TEMPLATE_FIELDS or spec or conversion):
             allowed = ", ".join(f"{{{name}}}" for name in TEMPLATE_FIELDS)
-            raise ValueError(f"template: a field is one of {allowed}, and other braces are doubled; got {{{field}}}")
+            raise ValueError(
+                f"template: got {{{field}}}, but a field must be just one of {allowed}; write literal braces twice"
+            )
         parts.append((literal, field))
     return parts
 
@@ -40,8 +42,10 @@ def _check_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\x00-\x1f]", url):
         raise ValueError(f"url {url!r} must be http://HOST... or https://HOST...")
     if "@" in parts.netloc or parts.fragment:
-        raise ValueError("url: no credentials and no #fragment; a key belongs in the file that api_key_file names")
-    _ = parts.port  # raises ValueError, if it is not a port
+        raise ValueError(
+            "url: must not contain credentials or a #fragment; put a key in a file and name it with api_key_file"
+        )
+    _ = parts.port  # raises ValueError if it is not a valid port
     return url
 
 
@@ -53,53 +57,58 @@ def _is_loopback(host: str) -> bool:
 
 
 class RemoteConfig(BaseScorerConfig):
-    """What the scorers have that ask a server."""
+    """Holds the keys that all scorers on another server have."""
 
     url: Annotated[str, AfterValidator(_check_url)]
-    """http or https. Redirects are not followed."""
+    """URL of the server, http or https. Redirects are not followed."""
     api_key_file: str | None = Field(default=None, min_length=1)
-    """File on the reward service's machine whose text is sent as bearer token; with http, only to loopback."""
+    """File on the reward service's host with an API key, which is sent as a bearer token: over https, or over http to
+    loopback only."""
     timeout_s: float | None = Field(default=None, gt=0, le=3600)
-    """Most seconds for one score with its retries, from when its first request may go; reward.timeout_s if unset."""
+    """Time limit in seconds for one score including retries, counted from when its first request may be sent; null uses
+    reward.timeout_s."""
     max_retries: int = Field(default=4, ge=0, le=20)
-    """Further tries after a failure that may pass, with exponential backoff from 0.5 s to 30 s."""
+    """Maximum number of retries after a temporary failure, with exponential backoff from 0.5 s to 30 s."""
     requests_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Most requests that start per second, retries too; no limit if unset. Each replica of the service has its own."""
+    """Maximum number of requests per second, including retries; null is no limit. Each reward replica has its own
+    limit."""
     max_concurrent: int = Field(default=16, ge=1, le=1024)
-    """Most scores in progress at once; others wait, and their timeout_s with them."""
+    """Maximum number of scores in progress. Others wait, and their timeout_s starts only when the wait ends."""
 
     @model_validator(mode="after")
     def _key_is_not_sent_in_clear(self) -> Self:
         parts = urlsplit(self.url)
         if self.api_key_file and parts.scheme != "https" and not _is_loopback(parts.hostname or ""):
-            raise ValueError("api_key_file: the key would be sent in clear; use an https url")
+            raise ValueError("api_key_file: the key would be sent unencrypted; use an https url")
         return self
 
 
 class JudgeConfig(RemoteConfig):
-    """A language model behind an OpenAI-compatible chat-completions URL reads the sample and writes its score."""
+    """Asks a language model behind an OpenAI-compatible chat-completions URL to read the sample and write its score."""
 
     kind: Literal["judge"] = "judge"
-    """Asks a language model."""
+    """Ask a language model behind an OpenAI-compatible chat-completions URL for the score."""
     model: str = Field(min_length=1)
-    """Its name, as the server knows it."""
+    """Name of the judge model on the server."""
     template: str
-    """Message to it, with fields {prompt}, {answer}, {completion} and {extra} (as JSON); other braces are doubled."""
+    """Message to the judge, with the fields {prompt}, {answer}, {completion} and {extra} (as JSON). Write literal
+    braces twice."""
     score_pattern: str
-    """Python regular expression; the first group of its last match in the judge's answer is the number."""
+    """Python regular expression whose last match in the judge's answer gives the score: the text of its first group,
+    which must be a number."""
     scale: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of that number: 0.1 makes 0..10 to 0..1."""
+    """Factor to multiply the judge's number by: 0.1 maps 0..10 to 0..1."""
     temperature: float | None = Field(default=0.0, ge=0, le=2)
-    """Of the judge's sampling; null leaves it to the server."""
+    """Sampling temperature of the judge; null uses the server's default."""
     max_tokens: int | None = Field(default=1024, ge=1)
-    """Most tokens of its answer; null leaves it to the server."""
+    """Maximum tokens of the judge's answer; null uses the server's default."""
     request_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """Most seconds for one request, which is then tried again."""
+    """Time limit in seconds for one request; a request that takes longer is retried."""
 
     @model_validator(mode="after")
     def _can_be_used(self) -> Self:
         if "completion" not in [field for _, field in parse_template(self.template)]:
-            raise ValueError("template: must have the field {completion}, or every sample would be judged alike")
+            raise ValueError("template: must have the field {completion}; without it all samples look the same")
         try:
             num_groups = re.compile(self.score_pattern, re.DOTALL).groups
         except re.error as error:
@@ -110,7 +119,7 @@ class JudgeConfig(RemoteConfig):
 
 
 class HttpConfig(RemoteConfig):
-    """A scorer behind a URL of yours: one POST for each prompt group; contract in services/reward/scorers/http.py."""
+    """Calls a scorer at a URL of yours: one POST per prompt group, as services/reward/scorers/http.py describes."""
 
     kind: Literal["http"] = "http"
-    """Asks a scorer over HTTP."""
+    """Send each prompt group as one POST to a scorer of your own."""

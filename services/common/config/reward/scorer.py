@@ -1,4 +1,4 @@
-"""What every scorer's config has."""
+"""Defines the keys that every scorer has."""
 
 from pydantic import Field
 
@@ -8,14 +8,14 @@ ITEM_FIELDS = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_
 
 
 class BaseScorerConfig(Strict):
-    """What every scorer has."""
+    """Holds the keys that every scorer has."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Name of its component in results and metrics; its kind if unset. Needed when a kind is used twice."""
+    """Name of this scorer's component in results and metrics; null uses the kind. Required if a kind is used twice."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Factor of its score in the reward; 0 records the score without rewarding it."""
+    """Weight of this score in the reward; 0 only records the score."""
 
     @property
     def component(self) -> str:
-        """Name of its component."""
+        """Returns the name of this scorer's component."""
         return self.name or str(getattr(self, "kind"))  # noqa: B009 every scorer config declares its own `kind`

@@ -1,4 +1,4 @@
-"""What the reward service reads: which scorers, their weights, and what a sample without a score means."""
+"""Defines the config section `reward`: the scorers, their weights, and the treatment of samples without a score."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -10,42 +10,44 @@ from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.model import ModelConfig
 from services.common.config.reward.remote import HttpConfig, JudgeConfig
 from services.common.config.reward.scorer import ITEM_FIELDS, BaseScorerConfig
+from services.common.import_path import IMPORT_PATH
 
 
 class ExactConfig(BaseScorerConfig):
-    """1 if completion and answer are the same text, else 0; white space at the ends does not count."""
+    """Scores 1 if completion and answer are the same text, else 0, ignoring leading and trailing whitespace."""
 
     kind: Literal["exact"] = "exact"
-    """Compares text."""
+    """Score 1 if completion and answer are the same text, else 0. Leading and trailing whitespace is ignored."""
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Ignore case when comparing."""
 
 
 class Gsm8kConfig(BaseScorerConfig):
-    """1 if the number after the last #### equals the one of the answer, else 0."""
+    """Scores 1 if the number after the last #### equals the answer's, else 0."""
 
     kind: Literal["gsm8k"] = "gsm8k"
-    """Compares final numbers."""
+    """Score 1 if the number after the completion's last #### equals the answer's, else 0."""
     require_marker: bool = False
-    """Without #### the score is 0; otherwise the last number of the completion counts."""
+    """Score 0 if the completion has no ####. With false, the completion's last number is used instead."""
 
 
 class MathConfig(BaseScorerConfig):
-    """1 if math-verify finds the last boxed answer equal to the dataset's, else 0."""
+    """Scores 1 if math-verify finds the last boxed answer equal to the dataset's, else 0."""
 
     kind: Literal["math"] = "math"
-    """Compares mathematics."""
+    """Score 1 if math-verify finds the completion's last boxed answer equal to the dataset's answer, else 0."""
     require_boxed: bool = False
-    """Without \\boxed{} the score is 0; otherwise the last formula or number near the end counts."""
+    """Score 0 if the completion has no \\boxed{}. With false, the last formula or number near the end is used
+    instead."""
 
 
 class FormatConfig(BaseScorerConfig):
-    """1 if the whole completion matches a regular expression, else 0."""
+    """Scores 1 if the whole completion matches a regular expression, else 0."""
 
     kind: Literal["format"] = "format"
-    """Checks the form."""
+    """Score 1 if the whole completion matches `pattern`, else 0."""
     pattern: str
-    """Python regular expression for the whole completion; `.` matches line breaks too."""
+    """Python regular expression that the whole completion must match; `.` also matches line breaks."""
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
@@ -57,14 +59,15 @@ class FormatConfig(BaseScorerConfig):
 
 
 class LengthConfig(BaseScorerConfig):
-    """Penalty: 0 up to target_tokens, falling linearly to -1 at max_tokens (arXiv 2503.14476, eq. 13)."""
+    """Penalizes length: 0 up to target_tokens, falling linearly to -1 at max_tokens (arXiv 2503.14476, eq. 13)."""
 
     kind: Literal["length"] = "length"
-    """Penalises length."""
+    """Penalize long completions (DAPO's soft overlong penalty, arXiv 2503.14476, eq. 13): the score is 0 up to
+    target_tokens and falls linearly to -1 at max_tokens."""
     target_tokens: int = Field(ge=0)
-    """No penalty up to here."""
+    """Number of tokens up to which the score is 0."""
     max_tokens: int = Field(ge=1)
-    """The penalty is -1 from here."""
+    """Number of tokens from which on the score is -1."""
 
     @model_validator(mode="after")
     def _falls(self) -> Self:
@@ -74,22 +77,24 @@ class LengthConfig(BaseScorerConfig):
 
 
 class PythonConfig(BaseScorerConfig):
-    """A function of yours, importable where the reward service runs; it may be async and returns a number."""
+    """Calls a function of yours, sync or async, that is importable on the reward service and returns a number."""
 
     kind: Literal["python"] = "python"
-    """Calls your function."""
-    path: str = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
-    """package.module:function; called by keyword: prompt, answer, extra, completion, num_tokens, finish_reason."""
+    """Call your own function, sync or async, which must be importable on the reward service."""
+    path: str = Field(pattern=IMPORT_PATH)
+    """Function to call, as package.module:function. It gets the keyword arguments prompt, answer, extra, completion,
+    num_tokens and finish_reason, and returns a number."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More keyword arguments for it."""
+    """Additional keyword arguments for the function."""
     group: bool = False
-    """Call it once for a prompt group, with lists of equal length; it returns a list of numbers."""
+    """Call the function once per prompt group instead of once per sample: each argument is then a list with one element
+    per sample, and the function returns a list of numbers."""
 
     @model_validator(mode="after")
     def _no_clash(self) -> Self:
         taken = sorted(set(self.kwargs) & set(ITEM_FIELDS))
         if taken:
-            raise ValueError(f"kwargs {', '.join(taken)}: passed by the service itself; rename")
+            raise ValueError(f"kwargs {', '.join(taken)}: already passed by the service; use other names")
         return self
 
 
@@ -109,23 +114,26 @@ ScorerConfig = Annotated[
 
 
 class RewardConfig(Strict):
-    """Reward of a sample: the weighted sum of its scores."""
+    """Configures the reward of a sample: the weighted sum of its scores."""
 
     scorers: tuple[ScorerConfig, ...] = Field(min_length=1)
-    """At least one, each with its kind."""
+    """List of at least one scorer, each with its kind. The reward of a sample is the weighted sum of their scores."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Most seconds for a sample (or group, for scorers of groups) from when a worker takes it, which is then killed."""
+    """Time limit in seconds for one sample (for one group, if the scorer takes groups), from when a worker process
+    takes it. On a timeout the sample has no score and the worker is killed and replaced."""
     num_workers: int = Field(default=2, ge=1, le=1024)
-    """Worker processes of each math, format and python scorer."""
+    """Number of worker processes of each math, format and python scorer."""
     max_memory_gib: float = Field(default=4.0, gt=0.1)
-    """Address space of one worker, in GiB; a scorer that imports CUDA libraries needs far more than it uses."""
+    """Maximum address space of one worker, in GiB. A scorer that imports CUDA libraries needs far more address space
+    than memory."""
     on_failure: Literal["zero", "drop_group", "fail"] = "drop_group"
-    """A sample without a score: its reward is 0, its prompt group is left out of the batch, or the run stops."""
+    """What to do if a sample could not be scored. zero: its reward is 0; drop_group: its prompt group is left out of
+    the batch; fail: the run fails."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         names = [scorer.component for scorer in self.scorers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"scorers: {', '.join(twice)} is used twice; give each a `name` of its own")
+            raise ValueError(f"scorers: {', '.join(twice)} is used twice; give each scorer a different `name`")
         return self

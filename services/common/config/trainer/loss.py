@@ -1,31 +1,34 @@
-"""The losses of policy and critic."""
+"""Defines the config of the policy's and the critic's losses."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.import_path import IMPORT_PATH
 
-LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft"]
+LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft", "python"]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
 class MeanConfig(Strict):
-    """How the losses of tokens become one number."""
+    """Says how the losses of all tokens are aggregated to one number."""
 
     aggregation: Aggregation = "token_mean"
-    """Mean over all tokens; mean over samples of their token means (the GRPO, GSPO and SAPO papers), of their token
-    sums, or of their token sums over norm_tokens (Dr.GRPO)."""
+    """How token losses are aggregated over a mini-batch. token_mean: mean over all tokens; seq_mean_token_mean: mean
+    over samples of each sample's token mean (the GRPO, GSPO and SAPO papers); seq_mean_token_sum: mean over samples of
+    each sample's token sum; seq_mean_token_sum_norm: the same divided by norm_tokens (Dr.GRPO)."""
     norm_tokens: int | None = Field(default=None, ge=1)
-    """The constant that seq_mean_token_sum_norm divides by: the longest possible completion,
-    rollout.sampling.max_tokens."""
+    """Constant that seq_mean_token_sum_norm divides by: set it to the longest possible completion in tokens,
+    rollout.sampling.max_tokens. Required by seq_mean_token_sum_norm, not allowed otherwise."""
 
     @model_validator(mode="after")
     def _norm_is_given(self) -> Self:
         is_read = self.aggregation == "seq_mean_token_sum_norm"
         if is_read and self.norm_tokens is None:
             raise ValueError(
-                "aggregation seq_mean_token_sum_norm needs norm_tokens: that of rollout.sampling.max_tokens"
+                "aggregation seq_mean_token_sum_norm needs norm_tokens: set it to the value of "
+                "rollout.sampling.max_tokens"
             )
         if not is_read and self.norm_tokens is not None:
             raise ValueError(f"norm_tokens is not read by aggregation {self.aggregation}: leave it out")
@@ -33,79 +36,87 @@ class MeanConfig(Strict):
 
 
 class GspoConfig(Strict):
-    """Clip range of kind gspo; its ratio is a geometric mean over the sequence, so the range is narrow."""
+    """Sets the clip range of kind gspo. Its ratio is a geometric mean over the sequence, so the range is narrow."""
 
     clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    """Sequences with a ratio below 1 - clip_low get no gradient from negative advantages."""
+    """Lower clip: a sequence with a negative advantage gets no gradient if its ratio (the geometric mean of its tokens'
+    ratios) is below 1 - clip_low."""
     clip_high: float = Field(default=4e-4, gt=0)
-    """Sequences with a ratio above 1 + clip_high get no gradient from positive advantages."""
+    """Upper clip: a sequence with a positive advantage gets no gradient if its ratio is above 1 + clip_high."""
 
 
 class CispoConfig(Strict):
-    """Bounds of the importance weight of kind cispo."""
+    """Bounds the importance weight of kind cispo."""
 
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Smaller weights are raised to this, the paper's 1 - epsilon_low; 0 is no bound, as there."""
+    """Lower bound of the importance weight, 1 - epsilon_low in the paper; 0 is no bound, as in the paper."""
     max_ratio: float = Field(default=5.0, ge=1)
-    """Larger weights are truncated to this, the paper's 1 + epsilon_high (4 to 8 work: arXiv 2510.13786)."""
+    """Upper bound of the importance weight, 1 + epsilon_high in the paper (4 to 8 work: arXiv 2510.13786)."""
 
 
 class SapoConfig(Strict):
-    """Temperatures of the gate of kind sapo: the higher, the sooner tokens off the policy fade."""
+    """Sets the temperatures of the gate of kind sapo."""
 
     tau_positive: float = Field(default=1.0, gt=0)
-    """For tokens with a positive advantage."""
+    """Temperature of the gate for tokens with a positive advantage. The higher it is, the faster a token's gradient
+    fades as its ratio moves away from 1."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """For all others."""
+    """Temperature of the gate for all other tokens."""
 
 
 class ClipCovConfig(Strict):
-    """Which tokens kind clip_cov leaves out; what it keeps is clipped by clip_low and clip_high as in kind grpo."""
+    """Says which tokens kind clip_cov drops. All others are clipped by clip_low and clip_high as in kind grpo."""
 
     min_covariance: float = Field(default=5.0, ge=0)
-    """Tokens with at least this much (log-probability - mean) * (advantage - mean) get no gradient: the tail above the
-    range 1 to 5 from which the paper draws 0.02 % of all tokens. Meant for advantages of deviation 1."""
+    """Tokens whose covariance (log-probability - mean) * (advantage - mean) is at least this get no gradient. The paper
+    instead draws 0.02 % of all tokens at random, from those with a covariance of 1 to 5. The default is meant for
+    advantages with standard deviation 1."""
 
 
 class KlCovConfig(Strict):
-    """Which tokens kind kl_cov holds near the policy before the batch, and how firmly."""
+    """Says which tokens kind kl_cov penalizes for moving away from the policy before the batch, and how strongly."""
 
     min_covariance: float = Field(default=2.0, ge=0)
-    """Tokens with at least this much (log-probability - mean) * (advantage - mean) get the penalty: about the 0.2 % of
-    the paper's 7B models. Meant for advantages of deviation 1."""
+    """Tokens whose covariance (log-probability - mean) * (advantage - mean) is at least this are penalized: about the
+    0.2 % of tokens that the paper selects for its 7B models. The default is meant for advantages with standard
+    deviation 1."""
     coef: float = Field(default=1.0, gt=0)
-    """Weight of the penalty |log-probability - old log-probability|."""
+    """Coefficient of the penalty |log-probability - old log-probability|."""
 
 
 class DppoConfig(Strict):
-    """The trust region of kind dppo."""
+    """Sets the trust region of kind dppo."""
 
     divergence: Literal["tv", "kl"] = "tv"
-    """Total variation or KL(old || policy) of the distribution over two events: the sampled token, or any other."""
+    """Divergence between the old policy and the policy, over two events (the sampled token, or any other token).
+    tv: total variation; kl: KL(old || policy)."""
     threshold: float = Field(default=0.15, gt=0)
-    """Tokens that moved farther, in the direction of their advantage, get no gradient; kl is smaller, about 0.05."""
+    """Tokens get no gradient once they moved in the direction of their advantage and their divergence is above this.
+    For kl use a smaller value, about 0.05."""
     max_ratio: float = Field(default=20.0, ge=1)
-    """A larger ratio counts as this much: one token of a bad sample weighs no more."""
+    """Upper bound of the ratio, which limits the weight of a single token."""
 
 
 class CorrectionConfig(Strict):
-    """For engine and trainer that disagree; ratio here is exp(old - behaviour log-probability), without gradient.
+    """Corrects for differences between the log-probabilities of engine and trainer.
 
-    Weights and masks apply to the policy's term of the loss only, not to KL and entropy. Counts that the loss is
-    divided by stay those of the batch: what a mask drops is not made up for by the rest.
+    The ratio is exp(old log-probability - behavior log-probability), without gradient. Weights and masks apply to the
+    policy term of the loss only, not to the KL and entropy terms. The counts that the loss is divided by stay those of
+    the whole batch, so dropping a token or sequence does not increase the weight of the others.
     """
 
     weight: Literal["none", "token", "sequence"] = "none"
-    """Truncated importance sampling (TIS): multiply by the ratio of the token, or by the product over its sequence."""
+    """Truncated importance sampling (TIS) between engine and trainer: multiply the loss of each token by
+    exp(old - behavior log-probability). token: the token's own ratio; sequence: the product over its sequence."""
     weight_cap: float = Field(default=2.0, ge=1)
-    """Larger weights are truncated to this."""
+    """Upper bound of the importance weight."""
     token_mask: tuple[float, float] | None = None
-    """Drop tokens with a ratio outside of [low, high]. IcePop is [0.5, 5] with weight: token and weight_cap: 5."""
+    """Drop tokens whose ratio is outside [low, high]. For IcePop, set [0.5, 5] with weight: token and weight_cap: 5."""
     geometric_mask: tuple[float, float] | None = None
-    """Drop sequences with a geometric mean of ratios outside of [low, high], such as [0.99, 1.01]: over many tokens the
-    mean comes near 1, so long ones need narrow bounds."""
+    """Drop sequences whose geometric mean of token ratios is outside [low, high], such as [0.99, 1.01]. The mean over
+    many tokens is close to 1, so long sequences need narrow bounds."""
     veto: float | None = Field(default=None, gt=0, lt=1)
-    """Drop sequences with a token whose ratio is below this, such as 1e-4."""
+    """Drop every sequence that has a token with a ratio below this, such as 1e-4."""
 
     @model_validator(mode="after")
     def _bounds_are_used(self) -> Self:
@@ -114,11 +125,11 @@ class CorrectionConfig(Strict):
             if bounds and not 0 <= bounds[0] <= 1 <= bounds[1]:
                 raise ValueError(f"{name} {list(bounds)} must be [low, high] with 0 <= low <= 1 <= high")
         if self.weight == "none" and self.weight_cap != type(self).model_fields["weight_cap"].default:
-            raise ValueError("weight_cap truncates weights, and weight is none: set weight to token or sequence")
+            raise ValueError("weight_cap has no effect while weight is none: set weight to token or sequence")
         return self
 
 
-# The settings that only some kinds read.
+# The kinds that read a key. Keys that are not listed are read by all kinds.
 _KINDS_OF = {
     "clip_low": ("grpo", "ppo", "clip_cov"),
     "clip_high": ("grpo", "ppo", "clip_cov"),
@@ -129,21 +140,25 @@ _KINDS_OF = {
     "clip_cov": ("clip_cov",),
     "kl_cov": ("kl_cov",),
     "dppo": ("dppo",),
+    "import_path": ("python",),
+    "kwargs": ("python",),
 }
 
 
 class LossConfig(MeanConfig):
-    """The policy loss: a kind's loss of every token, weighted, with a KL penalty and an entropy bonus."""
+    """Configures the policy loss: the loss of its kind, importance weights, a KL penalty and an entropy bonus."""
 
     kind: LossKind = "grpo"
-    """Name of the loss; grpo and ppo are the same clipped surrogate."""
+    """Policy loss. grpo and ppo are the same clipped surrogate; docs/algorithms.md has the formula of each kind."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """Ratios below 1 - clip_low get no gradient from negative advantages; 1 is no bound. Kinds grpo, ppo, clip_cov."""
+    """Lower clip: a token with a negative advantage gets no gradient if its ratio is below 1 - clip_low; 1 is no bound.
+    Read by kinds grpo, ppo and clip_cov (verl clip_ratio_low)."""
     clip_high: float = Field(default=0.2, gt=0)
-    """Ratios above 1 + clip_high get no gradient from positive advantages (clip-higher: arXiv 2503.14476)."""
+    """Upper clip: a token with a positive advantage gets no gradient if its ratio is above 1 + clip_high (clip-higher:
+    arXiv 2503.14476). Read by kinds grpo, ppo and clip_cov (verl clip_ratio_high)."""
     clip_dual: float | None = Field(default=None, gt=1)
-    """Ratios above this get no gradient from negative advantages (dual clip: arXiv 1912.09729), 3 there; null is no
-    such bound. Kinds grpo and ppo."""
+    """Dual clip (arXiv 1912.09729, which uses 3): a token with a negative advantage gets no gradient if its ratio is
+    above this; null is no bound. Read by kinds grpo and ppo (verl clip_ratio_c)."""
     gspo: GspoConfig = GspoConfig()
     """Used by kind gspo."""
     cispo: CispoConfig = CispoConfig()
@@ -156,24 +171,34 @@ class LossConfig(MeanConfig):
     """Used by kind kl_cov."""
     dppo: DppoConfig = DppoConfig()
     """Used by kind dppo."""
+    import_path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
+    """Your loss, as package.module:function, importable on every trainer rank. Read by python. It is called with the
+    tokens (services.trainer.losses.terms.Tokens), this section and `kwargs`; docs/algorithms.md has an example."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Additional keyword arguments for the function of `import_path`."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the estimate of KL(policy || reference) in the loss; 0 needs no reference model."""
+    """Coefficient of the KL penalty against the reference model in the loss; 0 turns it off and needs no reference
+    model."""
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """The estimate, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, abs = |d|.
-    On samples of the policy only k2 has the gradient of KL(policy || reference) on average; k3 has that of
-    KL(reference || policy), k1 none but noise, and abs pulls with the sign of d alone."""
+    """KL estimator, with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, abs = |d|.
+    On samples of the policy, the expected gradient of k2 is that of KL(policy || reference) and that of k3 is that of
+    KL(reference || policy). The gradient of k1 is only noise, and that of abs depends only on the sign of d."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus; 0 turns it off."""
     old_logprobs: Literal["recompute", "engine", "on_policy"] = "recompute"
-    """Denominator of the ratio: the trainer's policy before the batch, at the price of a forward if num_minibatches is
-    above 1; the engine's log-probabilities; or the policy itself, so that every ratio is 1 in every mini-batch."""
+    """Log-probabilities in the denominator of the ratio. recompute: those of the trainer's policy before the batch,
+    which costs a forward pass if num_minibatches is above 1; engine: those that the engine sampled with; on_policy:
+    those of the current policy, so that every ratio is 1 in every mini-batch."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Importance weights and masks for engine and trainer that disagree."""
+    """Importance weights and masks that correct for differences between engine and trainer."""
 
     @model_validator(mode="after")
     def _settings_are_of_the_kind(self) -> Self:
+        if self.kind == "python" and not self.import_path:
+            raise ValueError("kind python needs import_path: package.module:function")
         for name, kinds in _KINDS_OF.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if self.kind not in kinds and getattr(self, name) != default:
                 raise ValueError(f"{name} is not read by kind {self.kind}: leave it out, or set kind to {kinds[0]}")
         return self
 
@@ -183,26 +208,27 @@ class LossConfig(MeanConfig):
             return self
         if self.old_logprobs == "engine":
             raise ValueError(
-                "old_logprobs engine has the engine's policy in the ratio, so correction would count it twice: "
-                "leave correction out, or set old_logprobs to recompute"
+                "with old_logprobs engine the ratio already contains the difference of engine and trainer, which "
+                "correction would count twice: leave correction out, or set old_logprobs to recompute"
             )
         if not self.is_sampled:
-            raise ValueError(f"kind {self.kind} has no policy that its tokens should be of: leave correction out")
+            raise ValueError(f"kind {self.kind} trains on tokens that no engine sampled: leave correction out")
         return self
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the tokens are an engine's, so that they have advantages and a policy that they are of."""
+        """Whether an engine sampled the tokens, so that they have advantages and behavior log-probabilities."""
         return self.kind != "sft"
 
     @property
     def needs_covariance(self) -> bool:
-        """Whether tokens are told apart by the covariance of their log-probabilities and advantages."""
+        """Whether the loss selects tokens by the covariance of their log-probabilities and advantages."""
         return self.kind in ("clip_cov", "kl_cov")
 
 
 class ValueLossConfig(MeanConfig):
-    """Squared error of a critic's values (PPO, arXiv 1707.06347)."""
+    """Configures the squared error of a critic's values (PPO, arXiv 1707.06347)."""
 
     value_clip: float | None = Field(default=0.2, gt=0)
-    """Values that moved farther than this towards their return get no gradient; null for no clip."""
+    """Value clip: a value gets no gradient once it has moved by more than this toward its return (verl
+    cliprange_value); null turns clipping off."""

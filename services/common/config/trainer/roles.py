@@ -1,4 +1,4 @@
-"""The models beside the policy: the reference that it is held near, and the critic that says what it may expect."""
+"""Defines the config of the other models: the reference of the KL penalties and the critic, which predicts returns."""
 
 from typing import Literal, Self
 
@@ -11,61 +11,61 @@ from services.common.config.trainer.section import FsdpConfig, LoraConfig, Optim
 
 
 class RoleConfig(Strict):
-    """A model beside the policy. What is null is as in `trainer`."""
+    """Configures a model other than the policy. Keys that are null are taken from `trainer`."""
 
     deployment: Literal["shared", "own"] = "shared"
-    """shared: on the policy's ranks, beside it; own: on ranks of its own, another trainer service."""
+    """shared: run on the policy's ranks; own: run on a trainer service of its own."""
     model: str | None = None
-    """Model directory in the Hugging Face format, on its trainer's host; null is the policy's."""
+    """Path of the model on its trainer's host: a directory in Hugging Face format; null uses the policy's `model`."""
     strategy: Literal["fsdp", "megatron"] | None = None
-    """Backend."""
+    """Training backend; null uses trainer.strategy."""
     num_ranks: int | None = Field(default=None, ge=1)
-    """Ranks of its own deployment."""
+    """Number of ranks, with deployment: own only; null uses trainer.num_ranks."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
-    """Token budget of one packed forward."""
+    """Token budget of one packed forward pass on one rank; null uses trainer.max_tokens_per_microbatch."""
     fsdp: FsdpConfig | None = None
-    """Used by strategy fsdp."""
+    """FSDP2 settings, used by strategy fsdp; null uses trainer.fsdp."""
     megatron: MegatronConfig | None = None
-    """Used by strategy megatron: its own parallel sizes."""
+    """Megatron settings such as parallel sizes, used by strategy megatron; null uses trainer.megatron."""
 
     @model_validator(mode="after")
     def _shared_ranks_are_the_policys(self) -> Self:
         if self.deployment == "shared" and self.num_ranks is not None:
-            raise ValueError("num_ranks is of a deployment of its own: set deployment: own, or leave it out")
+            raise ValueError("num_ranks is only for deployment: own; set that, or leave num_ranks out")
         return self
 
     def settings(self, trainer: TrainerConfig) -> TrainerConfig:
-        """What its ranks are given."""
+        """Returns the settings for the ranks of this model."""
         names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return trainer.model_copy(update={"lora": LoraConfig(), **given})
 
 
 class ReferenceConfig(RoleConfig):
-    """The frozen model that a KL penalty, of the loss or of the reward, holds the policy near."""
+    """Configures the frozen reference model of the KL penalties in the loss and in the reward."""
 
 
 class CriticSettings(TrainerConfig):
-    """What a critic's ranks are given."""
+    """Holds the settings for the ranks of a critic."""
 
     value_loss: ValueLossConfig = ValueLossConfig()
-    """Its loss."""
+    """Loss of the critic."""
 
 
 class CriticConfig(RoleConfig):
-    """A value model for advantage.kind gae: the model's body under a head of one number, trained on the returns."""
+    """Configures the value model for advantage.kind gae: the model's body with a scalar head, trained on returns."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Batches that it alone is trained on before the first step."""
+    """Number of batches that only the critic is trained on, before the first step."""
     num_minibatches: int | None = Field(default=None, ge=1)
-    """Optimizer updates per batch; null is as in `trainer`."""
+    """Optimizer updates per batch; null uses trainer.num_minibatches."""
     optim: OptimConfig = OptimConfig()
-    """Its own optimizer and schedule."""
+    """Optimizer and schedule of the critic."""
     loss: ValueLossConfig = ValueLossConfig()
-    """Its loss."""
+    """Loss of the critic."""
 
     def settings(self, trainer: TrainerConfig) -> CriticSettings:
-        """What its ranks are given."""
+        """Returns the settings for the ranks of the critic."""
         minibatches = {} if self.num_minibatches is None else {"num_minibatches": self.num_minibatches}
         common = super().settings(trainer).model_copy(update={"optim": self.optim, **minibatches})
         return CriticSettings(**dict(common), value_loss=self.loss)

@@ -1,4 +1,4 @@
-"""What the trainer service reads: strategy, loss, optimizer."""
+"""Defines the config section `trainer`: strategy, loss, optimizer, adapters and profiler."""
 
 from typing import Any, Literal, Self
 
@@ -10,44 +10,44 @@ from services.common.config.trainer.megatron import MegatronConfig
 
 
 class OptimConfig(Strict):
-    """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
+    """Configures AdamW (arXiv 1711.05101) and its learning-rate schedule."""
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the first and second moment."""
+    """Decay rates of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Constant added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay; not applied to norms and biases."""
+    """Decoupled weight decay. It is not applied to norms and biases."""
     weight_decay_end: float | None = Field(default=None, ge=0)
-    """Weight decay after weight_decay_steps; null keeps it constant."""
+    """Final weight decay, reached after weight_decay_steps. Required by the schedules linear and cosine."""
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Way from weight_decay to weight_decay_end."""
+    """Shape of the change from weight_decay to weight_decay_end; constant keeps weight_decay."""
     weight_decay_steps: int | None = Field(default=None, ge=1)
-    """Optimizer updates until weight_decay_end."""
+    """Number of optimizer updates until weight_decay_end. Required by the schedules linear and cosine."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this global 2-norm."""
+    """Gradient clipping: gradients are scaled down if their global 2-norm is above this."""
     schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "constant"
-    """Shape of the learning rate after the warm-up; wsd is warm-up, stable, decay (arXiv 2404.06395)."""
+    """Learning-rate schedule after the warmup; wsd is warmup-stable-decay (arXiv 2404.06395)."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer updates until the peak, linear; the last of them has it."""
+    """Number of optimizer updates of linear warmup; the last of them uses the peak learning rate. 0 is no warmup."""
     warmup_init_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate that the warm-up starts above, over the peak: with 0 the first update has lr / warmup_steps."""
+    """Learning rate that the warmup rises from, as a fraction of lr. With 0 the first update uses lr / warmup_steps."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Optimizer updates, warm-up included, until lr * min_lr_ratio; needed by every schedule but constant.
-    inverse_square_root does not reach it by itself, it jumps there."""
+    """Number of optimizer updates, including the warmup, after which the learning rate is lr * min_lr_ratio. Required
+    by every schedule except constant. inverse_square_root does not decay to that value gradually, but drops to it."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Last learning rate over the peak."""
+    """Final learning rate as a fraction of lr."""
     wsd_decay_steps: int | None = Field(default=None, ge=1)
-    """The last so many of decay_steps are wsd's decay."""
+    """Number of optimizer updates of the decay phase of schedule wsd, at the end of decay_steps. Required by wsd."""
     wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of wsd's decay."""
+    """Shape of the decay phase of schedule wsd."""
 
     @model_validator(mode="after")
     def _decay_needs_steps(self) -> Self:
         if self.schedule != "constant" and self.decay_steps is None:
-            raise ValueError(f"schedule {self.schedule} needs decay_steps, the updates until the last learning rate")
+            raise ValueError(f"schedule {self.schedule} needs decay_steps, the updates until the final learning rate")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"decay_steps {self.decay_steps} must be above warmup_steps {self.warmup_steps}")
         if (self.schedule == "wsd") != (self.wsd_decay_steps is not None):
@@ -55,7 +55,7 @@ class OptimConfig(Strict):
         if self.wsd_decay_steps is not None and self.wsd_decay_steps > self.decay_steps - self.warmup_steps:
             raise ValueError(
                 f"wsd_decay_steps {self.wsd_decay_steps} must be at most decay_steps {self.decay_steps} "
-                f"- warmup_steps {self.warmup_steps}: the decay cannot start before the warm-up has ended"
+                f"- warmup_steps {self.warmup_steps}: the decay cannot start before the warmup has ended"
             )
         return self
 
@@ -64,49 +64,55 @@ class OptimConfig(Strict):
         changes = self.weight_decay_schedule != "constant"
         if changes != (self.weight_decay_end is not None) or changes != (self.weight_decay_steps is not None):
             raise ValueError(
-                "weight_decay_schedule linear and cosine need weight_decay_end and weight_decay_steps, constant neither"
+                "weight_decay_schedule linear and cosine need weight_decay_end and weight_decay_steps; constant allows "
+                "neither"
             )
         return self
 
 
 class FsdpConfig(Strict):
-    """Settings of torch FSDP2 (fully_shard)."""
+    """Configures torch FSDP2 (fully_shard)."""
 
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory between uses."""
+    """Offload parameters, gradients and optimizer state to host memory while they are not in use."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward; False trades memory for fewer gathers."""
+    """Free a layer's gathered weights after its forward pass; false uses more memory to save all-gathers."""
     reduce_each_microbatch: bool = False
-    """Reduce gradients with every micro-batch; else once with the last, and until then each rank holds whole ones."""
+    """Reduce-scatter gradients after every micro-batch. false reduces them once, after the last micro-batch, and until
+    then keeps unsharded gradients on each rank."""
     torch_compile: bool = True
-    """Compile the layers, on GPU: fewer kernels and less memory, for a minute at the first update."""
+    """Compile the layers with torch.compile, on GPU only. This launches fewer kernels and uses less memory; the first
+    update takes about a minute longer."""
 
 
 MAX_PUBLISHED_RANK = 512
 
 
 class LoraConfig(Strict):
-    """Low-rank adapters (arXiv 2106.09685): the base is frozen, only the adapters are trained and saved."""
+    """Configures low-rank adapters (arXiv 2106.09685): the base is frozen; only adapters are trained and saved."""
 
     rank: int = Field(default=0, ge=0)
-    """Rank of the adapters; 0 trains the whole model."""
+    """LoRA rank; 0 turns LoRA off and trains the whole model."""
     alpha: float = Field(default=16.0, gt=0)
-    """The adapter's output is scaled by alpha / rank."""
+    """LoRA alpha: the adapter's output is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the adapter's input while training."""
+    """Dropout probability of the adapter's input during training."""
     kind: Literal["lora", "canonical_lora"] = "lora"
-    """lora: one adapter per fused matrix (q, k, v share A; so do gate, up); canonical_lora: one for each of them."""
+    """lora: one adapter per fused matrix, so that q, k and v share their A matrix, as do gate and up; canonical_lora:
+    separate adapters for q, k, v, gate and up."""
     target_modules: tuple[str, ...] = ()
-    """lora: linear_qkv, linear_proj, linear_fc1, linear_fc2; canonical_lora: linear_q, linear_k, linear_v, linear_proj,
-    linear_fc1_gate, linear_fc1_up, linear_fc2. Empty is all of the kind."""
+    """Modules that get an adapter; empty is all. The choices for lora are linear_qkv, linear_proj, linear_fc1 and
+    linear_fc2; for canonical_lora they are linear_q, linear_k, linear_v, linear_proj, linear_fc1_gate, linear_fc1_up
+    and linear_fc2."""
     exclude_modules: tuple[str, ...] = ()
-    """Shell patterns of module names that get no adapter, such as decoder.layers.0.*."""
+    """Shell patterns for the names of modules that get no adapter, such as decoder.layers.0.*."""
     publish: Literal["merged", "adapter"] = "merged"
-    """Publish whole merged weights, or only the adapter, which the engine adds to its own copy of the base."""
+    """What to publish to the engines. merged: all weights, with the adapters merged in; adapter: only the adapters,
+    which the engine applies to its own copy of the base."""
 
     @property
     def published_rank(self) -> int:
-        """Rank of the adapters that engines get beside the base; 0 if they get merged weights."""
+        """Returns the rank of the adapters that are published to engines; 0 if merged weights are published."""
         return self.rank if self.publish == "adapter" else 0
 
     @model_validator(mode="after")
@@ -120,57 +126,63 @@ class LoraConfig(Strict):
 
 
 class ProfilerConfig(Strict):
-    """torch.profiler over some updates of some ranks."""
+    """Runs torch.profiler over some training steps of some ranks."""
 
     ranks: tuple[int, ...] = ()
-    """Ranks that are profiled; empty is none."""
+    """Ranks to profile; empty profiles none."""
     first_step: int = Field(default=1, ge=0)
-    """First profiled update; the first of a run compiles and allocates."""
+    """First training step to profile, counted from 0 since the run was opened. Step 0 is unrepresentative: it compiles
+    and allocates."""
     num_steps: int = Field(default=1, ge=1)
-    """Profiled updates, all in one Chrome trace per rank."""
+    """Number of training steps to profile; each rank writes them to one Chrome trace."""
     record_shapes: bool = False
-    """Keep the shapes of operators' inputs."""
+    """Record the shapes of operator inputs."""
     profile_memory: bool = False
-    """Keep allocations."""
+    """Record memory allocations."""
     with_stack: bool = False
-    """Keep Python stacks; slow."""
+    """Record Python stacks; slow."""
     directory: str = "profile"
-    """Where the trainer's ranks write traces, on their own hosts."""
+    """Directory on the ranks' own hosts where traces are written."""
     memory_snapshot: bool = False
-    """Record allocations on GPU, and write a memory snapshot into `directory` when memory runs out."""
+    """Record GPU memory allocations on all ranks, and write a memory snapshot to `directory` if a rank runs out of
+    memory."""
 
 
 class TrainerConfig(Strict):
-    """The update of the policy."""
+    """Configures the training of the policy."""
 
     strategy: Literal["fsdp", "megatron"] = "fsdp"
-    """Backend that shards the model over the ranks."""
+    """Training backend: fsdp (torch FSDP2) or megatron (Megatron-Core)."""
     num_ranks: int = Field(default=1, ge=1)
-    """Trainer processes that `lockstep run` starts on this host when no address is given."""
+    """Number of trainer ranks, normally one per GPU. `lockstep run` starts them on this host if no --trainer address is
+    given."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward; auto is bfloat16 on GPU and float32 on CPU. Master weights are float32."""
+    """Data type of the forward and backward passes; auto is bfloat16 on GPU and float32 on CPU. Master weights are
+    always float32."""
     gradient_checkpointing: bool = False
-    """Recompute each layer in the backward instead of keeping its activations."""
+    """Recompute each layer's activations in the backward pass instead of storing them."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
-    """Token budget of one packed forward and backward on one rank."""
+    """Maximum number of tokens in one micro-batch of packed sequences on one rank."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer updates per batch, each on an equal share of the prompt groups."""
+    """Number of optimizer updates per batch. Each update uses an equal share of the prompt groups, and each sample is
+    used once."""
     max_logprob_gap: float = Field(default=1.0, gt=0)
-    """Stop, with nothing applied, when the mean |engine - trainer| log-probability of a batch is above this."""
+    """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
+    trainer's log-probabilities over a batch is above this."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """A collective of the trainer that lasts longer fails all ranks."""
+    """Seconds after which a collective operation that has not finished fails all ranks of the trainer."""
     loss: LossConfig = LossConfig()
     """Policy loss."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
     lora: LoraConfig = LoraConfig()
-    """Adapters; strategy megatron only."""
+    """LoRA adapters; strategy megatron only."""
     fsdp: FsdpConfig = FsdpConfig()
-    """Used by strategy fsdp."""
+    """FSDP2 settings, used by strategy fsdp."""
     megatron: MegatronConfig = MegatronConfig()
-    """Used by strategy megatron, for the policy."""
+    """Megatron settings of the policy, used by strategy megatron."""
     profiler: ProfilerConfig = ProfilerConfig()
-    """Traces of where the time and the memory go."""
+    """Profiler traces of time and memory."""
 
     @model_validator(mode="after")
     def _lora_needs_megatron(self) -> Self:
@@ -180,7 +192,7 @@ class TrainerConfig(Strict):
 
 
 def require_used(section: Strict, strategy: str, *, key: str) -> None:
-    """Raises ValueError if the model section at `key` sets something that its `strategy` does not read."""
+    """Raises ValueError if the model's section at `key` sets a key that its `strategy` does not read."""
     other = "fsdp" if strategy == "megatron" else "megatron"
     value: Any = section.model_dump(include={other}, exclude_defaults=True).get(other)
     path = f"{key}.{other}"

@@ -1,1 +1,1 @@
-"""`lockstep doctor`: looks at a host, and at services, before a run is begun on them. Changes nothing."""
+"""`lockstep doctor`: checks a host and services before a run starts on them. Changes nothing."""

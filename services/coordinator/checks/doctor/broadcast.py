@@ -1,4 +1,4 @@
-"""A broadcast by the weight group's own code between two processes of this host, where no services are to be asked."""
+"""Tests a weight broadcast between two processes of this host, for when no running services are given."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ _TIMEOUT_S = 30.0
 
 
 async def check_broadcast(receiver: Sequence[str] = (), *, timeout_s: float = _TIMEOUT_S) -> Finding:
-    """What one process sends is what another, or what `receiver` makes of Python, receives."""
+    """Checks that a second process (Python with arguments `receiver`, if given) receives the bytes that one sends."""
     group = trial_group(ServedStore("127.0.0.1").address, num_receivers=1, timeout_s=timeout_s)
     group.backend = "gloo"
-    fix = "see that loopback is up and that this torch has gloo"
+    fix = "check that loopback is up and that this torch is built with gloo"
     try:
         sent, received = await gather([take_part(group, 0), take_part(group, 1, *([receiver] if receiver else []))])
     except LockstepError as error:
@@ -23,4 +23,4 @@ async def check_broadcast(receiver: Sequence[str] = (), *, timeout_s: float = _T
     if sent.digest != received.digest:
         return Finding("broadcast", f"sent {sent.digest}, received {received.digest}", Verdict.FAIL, fix)
     found = f"{rate(received)}, by gloo between two processes of this host"
-    return Finding("broadcast", f"{found}; with --trainer and --rollout it is between them")
+    return Finding("broadcast", f"{found}; pass --trainer and --rollout to test between them")

@@ -1,4 +1,4 @@
-"""What a check found, and how it is shown."""
+"""The result of a check and the table that shows results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 class Verdict(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -23,7 +23,7 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found; `fix` says what to do where it is not ok."""
+    """Result of one check; `fix` says what to do if the verdict is not ok."""
 
     check: str
     found: str
@@ -32,13 +32,13 @@ class Finding:
 
 
 def rate(received: TestBroadcast) -> str:
-    """What came, how soon and how fast."""
+    """Returns the size, duration and bandwidth of a received broadcast as text."""
     per_s = received.num_bytes / received.duration_s / 1e9
     return f"{received.num_bytes >> 20} MiB in {received.duration_s:.3f} s, {per_s:.1f} GB/s"
 
 
 def show_findings(findings: Sequence[Finding], console: Console) -> None:
-    """Prints a row for each, and in it what to do."""
+    """Prints a table with a row per finding, with its fix."""
     table = Table("check", "found", "verdict", show_lines=False)
     for one in findings:
         fix = f"\n[dim]fix: {escape(one.fix)}[/]" if one.fix else ""

@@ -1,4 +1,4 @@
-"""Checks of this host: what a run needs of it before anything is started."""
+"""Checks that this host has what a run needs, before anything is started."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from services.coordinator.services.launch import Addresses, started_ranks
 
 _ROOT = Path(__file__).parents[4]
 _GIB = 2**30
-# Master weights, two moments, and the weights themselves.
+# Bytes per parameter: master weights, two moments and the weights; for an export the weights alone, at most float32.
 _CHECKPOINT_BYTES, _EXPORT_BYTES = 14, 4
 _PROBE_TIMEOUT_S = 60.0
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -31,7 +31,7 @@ _NAME = re.compile(r"^[A-Za-z0-9._-]+")
 
 
 def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
-    """All checks of this host."""
+    """Runs all checks of this host."""
     yield check_python()
     try:
         gpus = visible_gpus()
@@ -49,23 +49,25 @@ def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
 
 
 def check_python(version: Sequence[int] = sys.version_info) -> Finding:
-    """The interpreter is one that the project is written for."""
+    """Checks that the Python version is supported."""
     found = ".".join(map(str, version[:3]))
     if tuple(version[:2]) < (3, 11):
-        return Finding("Python", found, Verdict.FAIL, "install Python 3.11 or newer and make the environment with it")
+        return Finding("Python", found, Verdict.FAIL, "create the environment with Python 3.11 or newer")
     return Finding("Python", found)
 
 
 def check_packages(locks: Sequence[Path]) -> Finding:
-    """What is installed is what the lock names, and nothing is missing."""
+    """Checks that no required package is missing and that installed versions are those of the lock files."""
     installed = {_plain(one.name): one.version for one in distributions()}
     required = [_plain(found[0]) for line in distribution("lockstep-rl").requires or () if (found := _needed(line))]
     if missing := sorted(set(required) - installed.keys()):
         return Finding("packages", f"missing: {', '.join(missing)}", Verdict.FAIL, "run `make setup`")
     if not locks:
-        return Finding("packages", "nothing to compare with", Verdict.WARN, "use the lock of this release's sources")
+        return Finding(
+            "packages", "no lock file to compare with", Verdict.WARN, "use the lock of this release's sources"
+        )
     lines = [line for lock in locks for line in lock.read_text().splitlines()]
-    pinned: dict[str, list[str]] = defaultdict(list)  # the services' locks for GPUs need not agree
+    pinned: dict[str, list[str]] = defaultdict(list)  # the services' locks for GPUs may pin different versions
     for found in filter(None, map(_PINNED.match, lines)):
         pinned[_plain(found[1])].append(found[2])
     other = [
@@ -76,12 +78,12 @@ def check_packages(locks: Sequence[Path]) -> Finding:
     names = " and ".join(lock.name for lock in locks)
     if other:
         shown = "; ".join(other[:4]) + (f"; and {len(other) - 4} more" if len(other) > 4 else "")
-        return Finding("packages", shown, Verdict.WARN, f"install what {names} names: that was tested")
-    return Finding("packages", f"{len(pinned.keys() & installed.keys())} as {names} has them")
+        return Finding("packages", shown, Verdict.WARN, f"install the tested versions from {names}")
+    return Finding("packages", f"{len(pinned.keys() & installed.keys())} match {names}")
 
 
 def check_torch(gpus: int) -> Finding:
-    """torch can use the GPUs that there are."""
+    """Checks that torch can use this host's GPUs."""
     if find_spec("torch") is None:
         return Finding("torch", "not installed here; only trainer and rollout need it")
     import torch
@@ -91,45 +93,50 @@ def check_torch(gpus: int) -> Finding:
     parts = [torch.__version__, *(f"{name} {version}" for name, version in accelerator_libraries().items())]
     found = ", ".join([*parts, f"driver {driver}"] if (driver := _driver()) else parts)
     if gpus and not torch.cuda.is_available():
-        fix = "install the torch that brings CUDA, and a driver that is not older than that CUDA"
+        fix = "install a CUDA build of torch, and a driver at least as new as its CUDA"
         return Finding("torch", f"{found}: cannot use the {gpus} GPUs of this host", Verdict.FAIL, fix)
     return Finding("torch", found)
 
 
 def check_gpus(config: Config | None, given: Addresses, gpus: Sequence[str]) -> Finding:
-    """The GPUs are enough for the services that a run would start here."""
+    """Checks that there are enough GPUs for the services that a run would start here."""
     if config is not None:
         try:
             split_gpus(started_ranks(config, given), config, available=gpus, start_rollout=not given.rollout)
         except LockstepError as error:
             return Finding("GPUs", str(len(gpus)), Verdict.FAIL, error.message)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    which = "" if named is None else f", by CUDA_VISIBLE_DEVICES={named}"
-    return Finding("GPUs", f"{len(gpus) or 'none: services run on CPU'}{which}")
+    which = "" if named is None else f" (CUDA_VISIBLE_DEVICES={named})"
+    return Finding("GPUs", f"{len(gpus) or 'none, services run on CPU'}{which}")
 
 
 def check_shared_memory(path: Path) -> Finding:
-    """Processes of an engine share memory."""
+    """Checks the size of shared memory, which the processes of an engine use."""
     if not path.is_dir():
-        return Finding(str(path), "not there", Verdict.FAIL, f"mount a tmpfs at {path}")
+        return Finding(str(path), "not mounted", Verdict.FAIL, f"mount a tmpfs at {path}")
     usage = shutil.disk_usage(path)
     found = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f}"
     if usage.free >= _GIB:
         return Finding(str(path), found)
     verdict = Verdict.FAIL if usage.free < _GIB / 16 else Verdict.WARN
-    fix = f"start the container with --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory at {path}"
+    fix = f"start the container with --shm-size=8g; on Kubernetes, mount an emptyDir of medium Memory at {path}"
     return Finding(str(path), found, verdict, fix)
 
 
 def check_ports(count: int, local_ports: Path) -> Finding:
-    """Started services find ports, and no outgoing connection can take one first."""
+    """Checks that services can get ports, and that outgoing connections do not use the same range."""
     span = f"{PORTS.start} to {PORTS.stop - 1}"
     try:
         with ExitStack() as holders:
             for _ in range(count):
                 hold_free_port("127.0.0.1", holders)
     except OSError as error:
-        return Finding("ports", str(error), Verdict.FAIL, f"end what listens on {span}, or give services addresses")
+        return Finding(
+            "ports",
+            str(error),
+            Verdict.FAIL,
+            f"stop the processes that listen on ports {span}, or start the services yourself",
+        )
     first, last = map(int, local_ports.read_text().split())
     if first < PORTS.stop and last >= PORTS.start:
         found = f"outgoing connections use {first} to {last}, services {span}"
@@ -139,7 +146,7 @@ def check_ports(count: int, local_ports: Path) -> Finding:
 
 
 def check_disk(config: Config | None) -> Finding:
-    """The checkpoints that a run keeps fit on its disk, and one more."""
+    """Checks that the disk has room for the checkpoints that a run keeps, plus the one being written."""
     directory = (config.run_dir if config else Path("runs")).absolute()
     there = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -156,12 +163,16 @@ def check_disk(config: Config | None) -> Finding:
 
 
 def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "services.reward.probe")) -> Finding:
-    """Programs of samples can be run apart from everything else; only scorers of kind code need it."""
+    """Checks that programs from samples can run in a sandbox; only scorers of kind code need it."""
     try:
         done = subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
-        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        why = (
+            ""
+            if done.returncode == 0
+            else (done.stderr.strip().splitlines() or ["the probe failed without a message"])[-1]
+        )
     except subprocess.TimeoutExpired:
         why = f"no answer within {_PROBE_TIMEOUT_S:g} s"
     if not why:
@@ -176,7 +187,9 @@ def _bytes_needed(config: Config | None) -> int:
         return 0
     try:
         parameters = read_architecture(config.model).num_parameters
-    except LockstepError:  # on another host, or of a family whose size is not known; the caller says so
+    except (
+        LockstepError
+    ):  # the model is on another host or of an unknown family; the caller reports the size as unknown
         return 0
     settings = config.checkpoint
     kept = settings.max_ckpts_to_keep + 1 if settings.save_freq else 0

@@ -1,4 +1,4 @@
-"""Checks of what a run reads: the model and the data of its config, by the run's own early checks."""
+"""Checks the model and data of a config with the same early checks that a run makes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +13,9 @@ from services.coordinator.services.launch import Addresses
 
 
 def examine_inputs(config: Config, given: Addresses) -> Iterator[Finding]:
-    """Whether the run would start with its model and its data, where they are on this host."""
+    """Checks that the run would accept its model and data, if they are on this host."""
     if given.trainer and not Path(config.model).is_dir():
-        yield Finding("model", f"{config.model} is on the trainer's host only: neither it nor the data is looked at")
+        yield Finding("model", f"{config.model} is not on this host; model and data were not checked")
         return
     try:
         read_model_card(config.model)
@@ -29,8 +29,8 @@ def examine_inputs(config: Config, given: Addresses) -> Iterator[Finding]:
     try:
         data = load_data(config, given)
     except LockstepError as error:
-        yield Finding("data", error.message, Verdict.FAIL, "set data to files and columns that are there")
+        yield Finding("data", error.message, Verdict.FAIL, "set data to files and columns that exist")
         return
-    assert data is not None, "the model is here"
+    assert data is not None, "the model is on this host"
     held_out = "".join(f", {len(prompts)} held out in {name}" for name, prompts in data.eval.items())
     yield Finding("data", f"{len(data.train)} prompts{held_out}")

@@ -1,4 +1,4 @@
-"""A broadcast from a trainer to its replicas, over the way that publications take."""
+"""Tests a broadcast from a trainer to its replicas over the network path that publications use."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import ServiceInfo, TestBroadcast, WeightGroup
 
 from services.common.errors import LockstepError, PermissionDenied, PreconditionFailed
@@ -17,15 +19,15 @@ from services.coordinator.checks.doctor.finding import Finding, Verdict, rate
 from services.coordinator.services.launch import Addresses
 
 _TIMEOUT_S = 20.0
-# The services end it before: see take_part in services/common/weights/trial.py.
+# Longer than the services' own limit: see take_part in services/common/weights/trial.py.
 _CALL_S = 150.0
 _REFUSALS = (PreconditionFailed, PermissionDenied)
-_SETTLE = "end the run, or use a certificate of the role coordinator, and look again"
+_SETTLE = "stop the run, or use a certificate with role coordinator, and try again"
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """What came of one broadcast, at the trainer and by address at the replicas."""
+    """Result of one broadcast: at the trainer (`sent`) and at each replica (`received`, by address)."""
 
     group: WeightGroup
     sent: TestBroadcast | LockstepError
@@ -33,20 +35,21 @@ class _Tried:
 
     @property
     def errors(self) -> list[LockstepError]:
-        """The replicas' first: they say more."""
+        """Returns all errors, the replicas' first because they are more specific."""
         return [end for end in (*self.received.values(), self.sent) if isinstance(end, LockstepError)]
 
 
 async def check_publication(
     given: Addresses, infos: Mapping[str, ServiceInfo], *, timeout_s: float = _TIMEOUT_S
 ) -> list[Finding]:
-    """All replicas receive what the trainer sends; if not, each is tried alone, to say which of them cannot.
+    """Checks that all replicas receive what the trainer sends; if not, tries each alone to find those that cannot.
 
-    `infos` are the answers of the services, by kind and address; without one, or in a run, nothing is tried.
+    `infos` maps "kind address" to each service's answer to GetInfo. Nothing is tried if an answer is missing or if a
+    service has a run open.
     """
     named = [f"trainer {given.trainer}", *(f"rollout {address}" for address in given.rollout)]
     if silent := [name for name in named if name not in infos]:
-        return [Finding("broadcast", f"not tried without {', '.join(silent)}", Verdict.WARN, "see above")]
+        return [Finding("broadcast", f"not tried: no answer from {', '.join(silent)}", Verdict.WARN, "see above")]
     if busy := [f"{name} has run {infos[name].run_id} open" for name in named if infos[name].run_id]:
         return [Finding("broadcast", f"not tried: {'; '.join(busy)}", Verdict.WARN, _SETTLE)]
     try:
@@ -60,16 +63,16 @@ async def check_publication(
         verdict = Verdict.WARN if isinstance(error, _REFUSALS) else Verdict.FAIL
         return [Finding("broadcast", f"not tried: {error.message}", verdict, _SETTLE)]
     if all(one.verdict is Verdict.OK for one in found):
-        fix = f"each alone receives it: open all TCP ports between {', '.join(given.rollout)}"
+        fix = f"each replica receives it alone; open all TCP ports between {', '.join(given.rollout)}"
         found.append(Finding("broadcast to all at once", _messages(tried.errors), Verdict.FAIL, fix))
     return found
 
 
 async def _try(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _Tried:
-    """One broadcast to `rollouts`.
+    """Broadcasts once to `rollouts`.
 
     Raises:
-        LockstepError: The trainer does not begin it.
+        LockstepError: The trainer did not start the broadcast.
     """
     request = trainer_pb2.SendTestBroadcastRequest(
         num_receivers=len(rollouts), host=parse_address(given.trainer, field="--trainer")[0], timeout_s=timeout_s
@@ -77,7 +80,7 @@ async def _try(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _
     async with AsyncExitStack() as stack:
         trainer = Client(given.trainer, trainer_pb2_grpc.TrainerServiceStub, given.transport)
         stack.push_async_callback(trainer.close)
-        stream = trainer.stream("SendTestBroadcast", request, timeout_s=_CALL_S)
+        stream = trainer.stream(TrainerService.SendTestBroadcast, request, timeout_s=_CALL_S)
         answers = await stack.enter_async_context(aclosing(stream))
         group = (await anext(answers)).group
         receiving = [_receive(address, given, group, rank) for rank, address in enumerate(rollouts, 1)]
@@ -96,7 +99,7 @@ async def _receive(address: str, given: Addresses, group: WeightGroup, rank: int
     client = Client(address, rollout_pb2_grpc.RolloutServiceStub, given.transport)
     request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=rank)
     try:
-        return (await client.call("ReceiveTestBroadcast", request, timeout_s=_CALL_S)).outcome
+        return (await client.call(RolloutService.ReceiveTestBroadcast, request, timeout_s=_CALL_S)).outcome
     finally:
         await client.close()
 
@@ -108,7 +111,7 @@ def _finding(tried: _Tried, address: str) -> Finding:
     found = f"{rate(received)}, by {group.backend} from {sent.route} to {received.route}"
     if sent.digest != received.digest:
         fix = "look for bad memory or a bad link on either host"
-        return Finding(check, f"{found}: other bytes than were sent", Verdict.FAIL, fix)
+        return Finding(check, f"{found}: the bytes differ from those sent", Verdict.FAIL, fix)
     return Finding(check, found)
 
 
@@ -116,12 +119,12 @@ def _fix(
     group: WeightGroup, sent: TestBroadcast | LockstepError, received: TestBroadcast | LockstepError, address: str
 ) -> str:
     ends = [
-        f"{who}, which takes {route} for it" if (route := _route(end)) else who
+        f"{who}, which uses interface {route}" if (route := _route(end)) else who
         for who, end in ((f"the trainer {group.store_host}", sent), (f"rollout {address}", received))
     ]
-    fix = f"open port {group.store_port} of {group.store_host}, where members meet, and all TCP ports between "
+    fix = f"open port {group.store_port} of {group.store_host}, the rendezvous port, and all TCP ports between "
     fix += " and ".join(ends)
-    return f"{fix}; set NCCL_SOCKET_IFNAME to it on both" if group.backend == "nccl" else fix
+    return f"{fix}; set NCCL_SOCKET_IFNAME to that interface on both" if group.backend == "nccl" else fix
 
 
 def _route(end: TestBroadcast | LockstepError) -> str:

@@ -1,13 +1,18 @@
-"""Checks of running services: whether they answer, how soon, with which clock and which libraries."""
+"""Checks running services: whether they answer, their latency, clocks and library versions."""
 
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
-from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from lockstep.reward.v1 import reward_pb2
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceStub
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceStub
+from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 from lockstep.types.v1.types_pb2 import ServiceInfo
 
 from services.common.errors import InvalidInput, LockstepError, Unauthenticated
@@ -22,19 +27,19 @@ _NUM_CALLS = 5
 _TIMEOUT_S = 5.0
 _SLOW_S = 0.05
 _SKEW_WARN_S, _SKEW_FAIL_S = 1.0, 300.0
-# Different versions of these cannot be in one run, and of those might not compute the same.
+# A run fails with different versions of the first group, and may compute different results with those of the second.
 _MUST_AGREE, _SHOULD_AGREE = ("lockstep-rl", "nccl"), ("torch", "cuda", "transformers")
 
-_KINDS: Mapping[str, tuple[type, Any]] = {
-    "trainer": (trainer_pb2_grpc.TrainerServiceStub, trainer_pb2.GetInfoRequest()),
-    "rollout": (rollout_pb2_grpc.RolloutServiceStub, rollout_pb2.GetInfoRequest()),
-    "reward": (reward_pb2_grpc.RewardServiceStub, reward_pb2.GetInfoRequest()),
+_KINDS = {
+    "trainer": (TrainerServiceStub, TrainerService.GetInfo, trainer_pb2.GetInfoRequest()),
+    "rollout": (RolloutServiceStub, RolloutService.GetInfo, rollout_pb2.GetInfoRequest()),
+    "reward": (RewardServiceStub, RewardService.GetInfo, reward_pb2.GetInfoRequest()),
 }
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a service said of itself: the fastest call, and how far its clock is ahead of ours."""
+    """A service's answer to GetInfo: the fastest call's latency, and how far its clock is ahead of this host's."""
 
     info: ServiceInfo
     latency_s: float
@@ -42,7 +47,7 @@ class Answer:
 
 
 async def examine_services(given: Addresses) -> list[Finding]:
-    """All checks of the services at `given`."""
+    """Runs all checks of the services at `given`."""
     named = [("trainer", given.trainer), ("reward", given.reward), *(("rollout", one) for one in given.rollout)]
     there = [(kind, address) for kind, address in named if address]
     answers = await gather(_ask(kind, address, given.transport) for kind, address in there)
@@ -60,13 +65,13 @@ async def examine_services(given: Addresses) -> list[Finding]:
 
 
 async def _ask(kind: str, address: str, transport: Transport) -> Answer | LockstepError:
-    stub, request = _KINDS[kind]
+    stub, method, request = _KINDS[kind]
     client = Client(address, stub, transport)
     answers = []
     try:
-        for _ in range(1 + _NUM_CALLS):  # the first connects
+        for _ in range(1 + _NUM_CALLS):  # the first call also connects, so it is not counted
             began, clock = time.perf_counter(), time.time()
-            info = (await client.call("GetInfo", request, timeout_s=_TIMEOUT_S)).info
+            info = (await client.call(method, request, timeout_s=_TIMEOUT_S)).info
             took_s = time.perf_counter() - began
             answers.append(Answer(info, took_s, info.time_ns / 1e9 - clock - took_s / 2))
     except LockstepError as error:
@@ -77,40 +82,40 @@ async def _ask(kind: str, address: str, transport: Transport) -> Answer | Lockst
 
 
 def check_answer(name: str, answer: Answer | LockstepError) -> Finding:
-    """The service is there, is of its kind, and answers soon."""
+    """Checks that the service is reachable, of the expected kind, and answers fast."""
     if isinstance(answer, LockstepError):
         return Finding(name, answer.message, Verdict.FAIL, _fix(answer))
     info = answer.info
     found = f"{info.state}, {answer.latency_s * 1e3:.1f} ms, " + (f"run {info.run_id}" if info.run_id else "no run")
     if answer.latency_s > _SLOW_S:
-        return Finding(name, found, Verdict.WARN, "use a nearer host: a step makes thousands of calls")
+        return Finding(name, found, Verdict.WARN, "use a host with lower latency: a step makes thousands of calls")
     return Finding(name, found)
 
 
 def _fix(error: LockstepError) -> str:
     match error:
         case Unauthenticated():
-            return "give both ends certificates of one authority (`lockstep certs`), or neither"
+            return "give both sides certificates of the same authority (`lockstep certs`), or use none on both"
         case InvalidInput():
-            return "give the address of such a service; those of trainer, rollout and reward may be swapped"
-    return "start it, and see that the address is of such a service and that no firewall is between"
+            return "check the address: those of trainer, rollout and reward may be swapped"
+    return "start the service, and check its address and any firewall in between"
 
 
 def check_clock(name: str, answer: Answer) -> Finding:
-    """Its host's clock is ours: certificates, logs and traces go by it."""
+    """Checks that the service's clock agrees with this host's, as certificates, logs and traces depend on it."""
     check = f"clock of {name}"
     if not answer.info.time_ns:
-        return Finding(check, "not told", Verdict.WARN, "the service is older than this lockstep: update it")
+        return Finding(check, "not reported", Verdict.WARN, "the service runs an older version of lockstep: update it")
     ahead_s = answer.ahead_s
-    found = f"{ahead_s:+.3f} s, to about {answer.latency_s / 2:.3f} s"
+    found = f"{ahead_s:+.3f} s, give or take {answer.latency_s / 2:.3f} s"
     if abs(ahead_s) < _SKEW_WARN_S:
         return Finding(check, found)
     verdict = Verdict.FAIL if abs(ahead_s) >= _SKEW_FAIL_S else Verdict.WARN
-    return Finding(check, found, verdict, "let chrony or systemd-timesyncd set the clocks of both hosts")
+    return Finding(check, found, verdict, "synchronize the clocks of both hosts with chrony or systemd-timesyncd")
 
 
 def check_agreement(infos: Mapping[str, ServiceInfo]) -> Iterator[Finding]:
-    """Services of one run have the same versions of what they must compute alike or speak together."""
+    """Checks that all services have the same versions of libraries that affect their results or communication."""
     versions = {name: {"lockstep-rl": info.version, **info.libraries} for name, info in infos.items()}
     if len(versions) < 2:
         return

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are shown."""
+"""Runs all checks, in the order in which they are shown."""
 
 import asyncio
 from importlib.util import find_spec
@@ -14,8 +14,8 @@ from services.coordinator.services.launch import Addresses
 
 
 def examine(config: Config | None, given: Addresses, console: Console) -> bool:
-    """Checks this host and the services at `given`, and shows what was found; whether nothing failed."""
-    with console.status("looking"):
+    """Checks this host and the services at `given` and prints the findings. Returns whether no check failed."""
+    with console.status("checking"):
         findings = list(examine_host(config, given))
         findings += examine_inputs(config, given) if config else ()
         if not (given.trainer and given.rollout):
@@ -27,7 +27,7 @@ def examine(config: Config | None, given: Addresses, console: Console) -> bool:
 
 def _broadcast() -> Finding:
     if find_spec("torch") is None:
-        fix = "nothing to do here, unless trainer or rollout are to run on this host"
+        fix = "install torch if trainer or rollout are to run on this host"
         return Finding("broadcast", "not tried: torch is not installed here", Verdict.WARN, fix)
     from services.coordinator.checks.doctor.broadcast import check_broadcast
 

@@ -4,7 +4,7 @@ from importlib import import_module
 
 from services.common.config.observability import TrackerConfig
 from services.common.errors import InvalidInput, PreconditionFailed
-from services.coordinator.observe.reporters import Reporter
+from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
 _KINDS = {"wandb": "Wandb", "mlflow": "Mlflow"}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from services.common.config.observability import MlflowConfig
-from services.coordinator.observe.reporters import Reporter
+from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
 log = logging.getLogger(__name__)

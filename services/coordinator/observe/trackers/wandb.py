@@ -3,7 +3,7 @@
 import json
 
 from services.common.config.observability import WandbConfig
-from services.coordinator.observe.reporters import Reporter
+from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 from services.common.config.advantage import AdvantageConfig
 from services.coordinator.rl.advantages.gae import gae
 from services.coordinator.rl.advantages.group import centered_rewards, gpg, grpo, opo, rloo
+from services.coordinator.rl.advantages.python import python
 from services.coordinator.rl.advantages.reinforce import reinforce_plus_plus, remax
 from services.coordinator.rl.advantages.samples import Samples
 from services.coordinator.rl.advantages.turns import per_turn
@@ -31,10 +32,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": centered_rewards,  # with whitening over the batch
     "remax": remax,
     "gae": gae,
+    "python": python,
 }
 
 
-def credit(batch: pa.Table, config: AdvantageConfig, *, kl_coef: float | None = None) -> pa.Table:
+def compute_advantages(batch: pa.Table, config: AdvantageConfig, *, kl_coef: float | None = None) -> pa.Table:
     """`batch` (common.batch.SAMPLE_SCHEMA) with `advantages`, and with a critic `returns`, one for each token.
 
     They are 0 where loss_mask is false. Returns are advantages before whitening + values, the critic's targets.
@@ -60,4 +62,4 @@ def _with_column(batch: pa.Table, name: str, column: pa.Array) -> pa.Table:
     return batch.set_column(index, batch.schema.field(index), column)
 
 
-__all__ = ["ESTIMATORS", "credit"]
+__all__ = ["ESTIMATORS", "compute_advantages"]

@@ -23,13 +23,13 @@ def next_coef(coef: float, measured_kl: float, num_samples: int, config: KlConfi
 
 
 def coef_after(before: Mapping[str, float] | None, config: KlConfig) -> float:
-    """A step's coefficient from `record` of the step before, None for the first: then it is the configured one."""
+    """A step's coefficient from `kl_record` of the step before, None for the first: then it is the configured one."""
     if before is None or config.target is None:
         return config.coef
     return next_coef(before["kl_coef"], before["kl_per_sample"], int(before["num_samples"]), config)
 
 
-def record(batch: pa.Table, coef: float, config: KlConfig) -> dict[str, float]:
+def kl_record(batch: pa.Table, coef: float, config: KlConfig) -> dict[str, float]:
     """What `coef_after` needs of a step: its coefficient, mean KL of its samples in nats, and how many they are.
 
     Raises:

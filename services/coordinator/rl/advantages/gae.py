@@ -15,6 +15,7 @@ def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     value of that token: the state behind it is not evaluated.
     """
     values_M = samples.values_M
+    assert values_M is not None, "kind gae needs values"
     next_M = np.roll(values_M, -1)
     bootstraps = samples.truncated_S[samples.trained_S] & config.bootstrap_truncated
     next_M[samples.last] = np.where(bootstraps, values_M[samples.last], 0.0)

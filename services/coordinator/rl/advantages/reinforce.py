@@ -14,5 +14,6 @@ def reinforce_plus_plus(samples: Samples, config: AdvantageConfig) -> np.ndarray
 
 def remax(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Sum of the token rewards from t on, less the reward of the prompt's greedy completion (arXiv 2310.10505)."""
+    assert samples.baseline_S is not None, "kind remax needs baselines"
     returns_M = discounted_sums(samples.token_rewards_M, samples.count_S, 1.0)
     return returns_M - samples.baseline_S[samples.sample_M]

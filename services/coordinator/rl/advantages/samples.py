@@ -54,8 +54,9 @@ class Samples:
                 "has one only; raise rollout.completions_per_prompt",
                 field="group",
             )
-        lengths_S = pc.list_value_length(batch["tokens"]).to_numpy()
-        sample_N = np.repeat(np.arange(batch.num_rows), lengths_S)
+        lengths_S: np.ndarray = pc.list_value_length(batch["tokens"]).to_numpy()
+        num_samples: int = batch.num_rows
+        sample_N = np.repeat(np.arange(num_samples), lengths_S)
         position_M = np.flatnonzero(trained_mask(batch))
         sample_M = sample_N[position_M]
         kind = f"advantage.kind {config.kind}"
@@ -66,7 +67,7 @@ class Samples:
         return cls(
             rewards_S=batch["reward"].to_numpy(),
             group_S=group_S,
-            count_S=np.bincount(sample_M, minlength=batch.num_rows),
+            count_S=np.bincount(sample_M, minlength=num_samples),
             truncated_S=pc.equal(batch["finish_reason"], "length").to_numpy(),
             offsets_S=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),
             position_M=position_M,

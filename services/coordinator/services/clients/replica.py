@@ -6,7 +6,8 @@ from enum import StrEnum
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
-from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams, WeightGroup, WeightPlan
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams, WeightGroup, WeightPlan
 
 from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import InternalError, LockstepError
@@ -38,7 +39,7 @@ class Replica:
         self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub, transport)
         self._timeouts = timeouts
 
-    async def open(self, run_id: str, config: Config, card: object) -> None:
+    async def open(self, run_id: str, config: Config, card: ModelCard) -> None:
         """Waits for the service and starts its engine; afterwards the replica is STALE."""
         request = pb.OpenRunRequest(
             run_id=run_id,
@@ -47,7 +48,9 @@ class Replica:
             seed=config.seed,
             adapter_rank=config.trainer.lora.published_rank,
         )
-        answer = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+        answer = await self._client.call(
+            RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
+        )
         self.num_workers, self.max_samples = answer.num_workers, answer.max_samples
         self.num_opens += 1
         self.state = ReplicaState.STALE
@@ -55,7 +58,7 @@ class Replica:
     async def is_alive(self) -> bool:
         """Whether the service answers and still has its engine."""
         try:
-            info = await self._client.call("GetInfo", pb.GetInfoRequest(), timeout_s=self._timeouts.info_s)
+            info = await self._client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s)
         except LockstepError as error:
             log.warning("replica %s does not answer: %s", self.address, error.message)
             return False
@@ -75,7 +78,8 @@ class Replica:
             prompts=[pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)],
             sampling=sampling,
         )
-        answers = [a async for a in self._client.stream("Generate", request, timeout_s=self._timeouts.generate_s)]
+        stream = self._client.stream(RolloutService.Generate, request, timeout_s=self._timeouts.generate_s)
+        answers = [answer async for answer in stream]
         if len(answers) != 1 or len(answers[0].completions) != len(seeds):
             raise InternalError(f"replica {self.address} answered prompt {prompt.prompt_id} incompletely")
         return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)
@@ -83,18 +87,20 @@ class Replica:
     async def join(self, group: WeightGroup, base_rank: int, plan: WeightPlan) -> str:
         """Enters the weight group with all workers; the digest of the plan as they built it."""
         request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
-        return (await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)).plan_digest
+        answer = await self._client.call(RolloutService.JoinWeightGroup, request, timeout_s=self._timeouts.publish_s)
+        return answer.plan_digest
 
-    async def receive(self, epoch: int, version: int) -> str:
-        """Receives one publication; its digest. Until it is committed the replica is STALE."""
+    async def receive(self, epoch: int, version: int) -> PolicyStamp:
+        """Receives one publication; its stamp. Until it is committed the replica is STALE."""
         self.state = ReplicaState.STALE
         request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
-        return (await self._client.call("ReceiveWeights", request, timeout_s=self._timeouts.publish_s)).digest
+        answer = await self._client.call(RolloutService.ReceiveWeights, request, timeout_s=self._timeouts.publish_s)
+        return PolicyStamp(version=version, digest=answer.digest)
 
     async def commit(self, stamp: PolicyStamp) -> None:
         """Serves what was received."""
         request = pb.CommitWeightsRequest(stamp=stamp)
-        await self._client.call("CommitWeights", request, timeout_s=self._timeouts.publish_s)
+        await self._client.call(RolloutService.CommitWeights, request, timeout_s=self._timeouts.publish_s)
         self.state = ReplicaState.SERVING
 
     async def close(self) -> None:

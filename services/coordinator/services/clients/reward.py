@@ -6,6 +6,7 @@ import logging
 
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 
 from services.common.config.run import Config
 from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
@@ -34,7 +35,9 @@ class Reward:
         """
         self._run_id = run_id
         request = pb.OpenRunRequest(run_id=run_id, config_json=self._config.model_dump_json())
-        opened = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+        opened = await self._client.call(
+            RewardService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
+        )
         self._require_same(opened.scorer)
         self._num_opens += 1
 
@@ -79,7 +82,7 @@ class Reward:
         while True:
             num_opens = self._num_opens
             try:
-                return await self._client.call("Score", request, timeout_s=self._timeouts.score_s)
+                return await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
             except LockstepError as error:
                 if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
                     raise

@@ -45,6 +45,11 @@ class Rollout:
         self._last_loss = "nothing was published yet"
         self._run_id, self._card = "", ModelCard()
 
+    @property
+    def num_dead(self) -> int:
+        """Replicas that are gone and have not come back."""
+        return sum(replica.state is ReplicaState.DEAD for replica in self.replicas)
+
     async def open(self, run_id: str, card: ModelCard) -> None:
         """Starts the engines of all replicas."""
         self._run_id, self._card = run_id, card

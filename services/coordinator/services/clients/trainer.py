@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common import batch as batches
@@ -43,7 +44,9 @@ class Model:
             bucket_bytes=self._config.weights.bucket_bytes,
             role=self._role,
         )
-        self.opened = await self._client.call("OpenRun", request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+        self.opened = await self._client.call(
+            TrainerService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
+        )
         # A trainer that listens on all interfaces cannot know which of them reaches it: this one does.
         self.opened.store_host = self.opened.store_host or parse_address(self._client.address, field=self.name)[0]
         return self.opened.version
@@ -52,7 +55,7 @@ class Model:
         """What the model says of every completion token of `batch`: log-probabilities, or a critic's values."""
         header = pb.ForwardHeader(role=self._role, temperature=self._temperature)
         requests = _framed(pb.ForwardRequest, header, batch)
-        answers = self._client.stream("Forward", requests, timeout_s=self._timeouts.train_s)
+        answers = self._client.stream(TrainerService.Forward, requests, timeout_s=self._timeouts.train_s)
         return batches.decode([answer.frame async for answer in answers])[self._answer]
 
     async def train(
@@ -70,13 +73,13 @@ class Model:
             critic_version=critic_version,
         )
         requests = _framed(pb.TrainRequest, header, batch)
-        answer = await self._client.call("Train", requests, timeout_s=self._timeouts.train_s)
+        answer = await self._client.call(TrainerService.Train, requests, timeout_s=self._timeouts.train_s)
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which must be held; the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
-        answer = await self._client.call("SaveCheckpoint", request, timeout_s=self._timeouts.checkpoint_s)
+        answer = await self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s)
         return answer.manifest_digest
 
     async def close(self) -> None:
@@ -97,17 +100,19 @@ class Trainer(Model):
     async def join(self, group: WeightGroup) -> str:
         """Enters the weight group as its first members; the digest of the plan as the trainer built it."""
         request = pb.JoinWeightGroupRequest(group=group)
-        return (await self._client.call("JoinWeightGroup", request, timeout_s=self._timeouts.publish_s)).plan_digest
+        answer = await self._client.call(TrainerService.JoinWeightGroup, request, timeout_s=self._timeouts.publish_s)
+        return answer.plan_digest
 
     async def send(self, epoch: int, version: int) -> PolicyStamp:
         """Broadcasts the policy; the stamp of what was sent."""
         request = pb.SendWeightsRequest(epoch=epoch, version=version)
-        return (await self._client.call("SendWeights", request, timeout_s=self._timeouts.publish_s)).stamp
+        answer = await self._client.call(TrainerService.SendWeights, request, timeout_s=self._timeouts.publish_s)
+        return answer.stamp
 
     async def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
-        await self._client.call("ExportHuggingFace", request, timeout_s=self._timeouts.checkpoint_s)
+        await self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s)
 
 
 async def _framed(kind: type, header: object, batch: pa.Table) -> AsyncIterator[pb.ForwardRequest | pb.TrainRequest]:

@@ -13,9 +13,9 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from services.trainer.compat.megatron.optimizer import allocate_hybrid, inner_optimizers, is_hybrid
 from services.trainer.megatron.checkpoint.torch_dist import Sharded
 from services.trainer.megatron.optim.adam import chained_parts
-from services.trainer.megatron.optim.hybrid import allocate_hybrid, inner_optimizers, is_hybrid
 
 Resharding = Literal["fully_reshardable", "dp_reshardable"]
 

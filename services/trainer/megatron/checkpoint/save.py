@@ -107,21 +107,27 @@ class Checkpointer:
 
     def __init__(self, model: MegatronModel, optimizer: MegatronOptimizer, config: TrainerConfig, own: SavedUnder):
         self._model, self._optimizer, self._own = model, optimizer, own
-        self._is_async = config.megatron.async_save
         # The writers of a background thread must not meet with the collectives of the training.
         timeout = timedelta(seconds=config.collective_timeout_s)
-        self._writers = dist.new_group(backend="gloo", timeout=timeout) if self._is_async else None
+        self._writers = dist.new_group(backend="gloo", timeout=timeout) if config.megatron.async_save else None
 
-    def save(self, directory: Path) -> Callable[[], None] | None:
-        """Writes into `directory`; with async_save copies instead and returns what writes, for another thread.
+    def save(self, directory: Path) -> None:
+        """Writes into `directory`.
 
         Raises:
-            InternalError: A file could not be written. The returned function raises it likewise.
+            InternalError: A file could not be written.
         """
+        self._staged(directory, is_copied=False)()
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Copies what is to be saved and returns what writes the copy into `directory`, for another thread."""
+        return self._staged(directory, is_copied=True)
+
+    def _staged(self, directory: Path, *, is_copied: bool) -> Callable[[], None]:
         self._model.parallelism.activate()
         alive = ["model"] if is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
         sharded = self._sharded(self._own.resharding, is_loading=False)
-        staged = stage(sharded, copied=alive if self._is_async else ())
+        staged = stage(sharded, copied=alive if is_copied else ())
         # A pipeline stage without adapters has an optimizer that never counts.
         number = max(gather_json(num_updates(self._optimizer), torch.device("cpu")))
 
@@ -131,10 +137,7 @@ class Checkpointer:
                 content = {"layout": asdict(self._own), "num_updates": number}
                 (directory / _LAYOUT).write_text(json.dumps(content, indent=1))
 
-        if self._is_async:
-            return write_all
-        write_all()
-        return None
+        return write_all
 
     def load(self, directory: Path) -> None:
         """Loads what `save` wrote, under whatever layout.

@@ -15,10 +15,10 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from services.trainer.compat.megatron.optimizer import is_hybrid, share_hybrid, take_range
 from services.trainer.megatron.checkpoint.optimizer_state import forget_steps
 from services.trainer.megatron.checkpoint.torch_dist import Sharded, load
 from services.trainer.megatron.optim.adam import chained_parts
-from services.trainer.megatron.optim.hybrid import is_hybrid
 from services.trainer.megatron.weights.stream import gather_json
 
 # Host memory for what has been read and is yet to be cut; what is larger by itself is a batch of its own.
@@ -41,10 +41,7 @@ class Piece:
 
     def take(self, whole: Sharded) -> None:
         """Keeps this rank's range of what was read."""
-        span = self.part._get_model_param_range_map(self.parameter)["param"]
-        # Copies, since the hybrid optimizer keeps what it is given: views would keep the whole.
-        own = {key: tensor.flatten()[span.start : span.end].clone() for key, tensor in whole.items()}
-        self.part._set_main_param_and_optimizer_states(self.parameter, own)
+        take_range(self.part, self.parameter, whole)
 
 
 def shard_pieces(optimizer: MegatronOptimizer, model: Sharded) -> list[Piece]:
@@ -76,7 +73,7 @@ def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
             piece.take(loaded.pop(index))
     for part in parts.values():
         if is_hybrid(part):
-            part.optimizer._sync_hdo_state_to_sub_optimizers()
+            share_hybrid(part)
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

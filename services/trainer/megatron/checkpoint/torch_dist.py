@@ -20,13 +20,12 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveSt
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
 from services.trainer.checkpoint.torch_errors import typed_errors
+from services.trainer.compat.megatron.checkpoint import torch_tensors
 from services.trainer.megatron.weights.stream import gather_json
 
 # Nested dicts with Megatron's sharded tensors, and factories that make some, as leaves.
@@ -42,8 +41,7 @@ def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, Any
         for shard in nested_values(tensors.get(name, {})):
             if is_main_replica(shard.replica_id):
                 shard.data = shard.data.detach().to("cpu", copy=True)
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
-    return mcore_to_pyt_state_dict(flat)
+    return torch_tensors(tensors)
 
 
 def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup | None) -> None:

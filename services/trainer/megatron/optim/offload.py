@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from services.trainer.compat.torch import storage_id
+
 
 class Offloader:
     """Groups of tensors that leave the device together; only those named in `leaving` ever do.
@@ -47,10 +49,10 @@ class Offloader:
 
     def _storages(self, name: str) -> Iterable[torch.UntypedStorage]:
         """Once each, and only for the first group that has it: others need it no longer than that one does."""
-        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._groups[name]()}
+        found = {storage_id(tensor): tensor.untyped_storage() for tensor in self._groups[name]()}
         for earlier in itertools.takewhile(lambda other: other != name, self._groups):
             for tensor in self._groups[earlier]():
-                found.pop(tensor.untyped_storage()._cdata, None)
+                found.pop(storage_id(tensor), None)
         return [storage for storage in found.values() if storage.nbytes()]
 
 

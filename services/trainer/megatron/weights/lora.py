@@ -33,6 +33,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from services.common.config.trainer.section import LoraConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.megatron.lora import FUSED, PARTS
+from services.trainer.compat.megatron.model import set_class
+from services.trainer.compat.torch import CallableParameters
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights.stream import Held, gather_json
@@ -66,15 +68,6 @@ class _Shape:
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.unflatten(-1, (self.num_groups, -1)) for part in parts], -1).flatten(-2)
-
-
-class _Parts(torch.nn.ParameterDict):
-    """Matrices by part. A forward calls it for them, as DDP with overlap_param_gather gathers weights in such hooks."""
-
-    __call__ = torch.nn.Module.__call__  # torch's forbids to
-
-    def forward(self) -> dict[str, torch.Tensor]:
-        return dict(self.items())
 
 
 class _Adapted:
@@ -240,7 +233,7 @@ def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Par
     module, shape = site.module, _shape(site, lora, parallelism)
     tp_rank, tp_size = parallelism.tp_index
     weight = module.weight
-    module.lora_A, module.lora_B = _Parts(), _Parts()
+    module.lora_A, module.lora_B = CallableParameters(), CallableParameters()
     for part in parts:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{site.prefix}.{part}".encode()) + seed)
         a = torch.empty(lora.rank, weight.size(1) * (1 if shape.is_column else tp_size))
@@ -255,7 +248,7 @@ def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Par
         # finalize_model_grads sums the gradient over the tensor-parallel ranks, each of which saw a part of the tokens.
         whole.sequence_parallel = shape.has_sequence_parallel
     module.lora_shape = shape
-    module.__class__ = type(f"Adapted{type(module).__name__}", (_Adapted, type(module)), {})
+    set_class(module, type(f"Adapted{type(module).__name__}", (_Adapted, type(module)), {}))
 
 
 def _shape(site: _Site, lora: LoraConfig, parallelism: Parallelism) -> _Shape:

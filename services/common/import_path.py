@@ -1,0 +1,27 @@
+"""Functions of the user's that a config names as `package.module:function`."""
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from services.common.errors import InvalidInput
+
+IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+
+
+@functools.cache
+def load_function(path: str, *, field: str) -> Callable[..., Any]:
+    """Imports the function that `path` names. The path must come from a run's config, never from a sample.
+
+    Raises:
+        InvalidInput: It cannot be imported, or is not a function; names `field`.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        function = getattr(import_module(module_name), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise InvalidInput(f"{field}: {path} cannot be imported: {error}", field=field) from error
+    if not callable(function):
+        raise InvalidInput(f"{field}: {path} is not a function", field=field)
+    return function

@@ -1,0 +1,36 @@
+"""What a run leaves: the final policy, and what the terminal says of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run leaves."""
+
+    directory: Path
+    version: int
+    num_steps: int
+    evaluations: list[dict[str, float]]
+    export_path: Path | None
+
+
+def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number: str) -> None:
+    """Prints the first and the last held-out numbers, formatted as `number`, and what is in which `files`."""
+    if outcome.evaluations:
+        shown = [outcome.evaluations[0], *outcome.evaluations[1:][-1:]]
+        table = Table("held-out", *(f"after step {metrics['version']}" for metrics in shown))
+        for name in dict.fromkeys(name for metrics in shown for name in metrics if name != "version"):
+            values = (format(metrics[name], number) if name in metrics else "-" for metrics in shown)
+            table.add_row(name.removeprefix("eval/"), *values)
+        console.print(table)
+    lines = [f"  {name:<28} {what}" for name, what in files.items() if outcome.export_path or name != "model/"]
+    done = f"{outcome.version} steps done."
+    if outcome.version < outcome.num_steps:
+        done = f"Stopped: {outcome.version} of {outcome.num_steps} steps done. The same command goes on."
+    for line in (f"{done} Files of this run, in {outcome.directory}:", *lines):
+        console.print(line, soft_wrap=True, highlight=False)

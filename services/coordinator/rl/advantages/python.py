@@ -1,0 +1,37 @@
+"""An advantage estimator of the user's, imported from `advantage.import_path`."""
+
+import numpy as np
+
+from services.common.config.advantage import AdvantageConfig
+from services.common.errors import InvalidInput
+from services.common.import_path import load_function
+from services.coordinator.rl.advantages.samples import Samples
+
+_FIELD = "advantage.import_path"
+
+
+def python(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Calls the user's function; it returns one float64 advantage for each trained token [M], as every kind does.
+
+    Raises:
+        InvalidInput: The function cannot be imported, or its result is not finite or not of shape [M].
+    """
+    result = load_function(config.import_path, field=_FIELD)(samples, config, **config.kwargs)
+    advantages_M = np.asarray(result, np.float64)
+    if advantages_M.shape != samples.position_M.shape or not np.isfinite(advantages_M).all():
+        raise InvalidInput(
+            f"{_FIELD}: {config.import_path} returned an array of shape {list(advantages_M.shape)}; it must return "
+            f"one finite number for each of the {samples.position_M.size} trained tokens",
+            field=_FIELD,
+        )
+    return advantages_M
+
+
+def require_importable(config: AdvantageConfig) -> None:
+    """Checks, before a run starts, that the user's function is there, if the config names one.
+
+    Raises:
+        InvalidInput: It cannot be imported.
+    """
+    if config.import_path:
+        load_function(config.import_path, field=_FIELD)

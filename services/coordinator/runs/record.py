@@ -1,0 +1,123 @@
+"""The record of a run in its directory: ledger, batches, evaluations, exports."""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.errors import PreconditionFailed
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.reporter import in_order
+
+
+class RunRecord:
+    """Writes what a run decides and samples before it acts on it, and reads it back after a restart."""
+
+    def __init__(self, run_dir: Path, ledger: Ledger):
+        self.run_dir, self.ledger = run_dir, ledger
+        self.batch_is_from_disk = False
+        """Whether the batch of the step in progress was sampled before a restart."""
+        (run_dir / "batches").mkdir(exist_ok=True)
+
+    def next_epoch(self, num_replicas: int) -> int:
+        """Returns a weight-group epoch above all earlier ones."""
+        return self.ledger.record(Kind.EPOCH, num_replicas=num_replicas)
+
+    def record_published(self, stamp: PolicyStamp) -> None:
+        """Records that the replicas serve `stamp`."""
+        self.ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest)
+
+    def require_same_data(self, dataset_digest: str) -> None:
+        """Checks, before the first step, that the training data is that of the run.
+
+        Raises:
+            PreconditionFailed: The run was begun with other data.
+        """
+        before = self.ledger.last(Kind.COLLECTED)
+        if before and before["dataset"] != dataset_digest:
+            raise PreconditionFailed(
+                f"data.train is not what {self.run_dir} was begun with (rows, template or tokenizer differ); "
+                "use that again, or another name"
+            )
+
+    def record_batch(
+        self,
+        batch: pa.Table,
+        stamp: PolicyStamp,
+        *,
+        decision: Mapping[str, Any],
+        outcomes: Mapping[str, tuple[int, int]],
+        **collected: Any,
+    ) -> None:
+        """Writes a step's batch to disk, and records how it was chosen, before it is trained on.
+
+        Args:
+            batch: Samples drawn from `stamp`.
+            stamp: The policy stamp that they were drawn from.
+            decision: How the batch was selected; the ledger keeps it as JSON.
+            outcomes: (samples, samples that passed) by prompt id.
+            collected: What else the ledger keeps of the batch: the digest of the dataset, the KL coefficient.
+        """
+        path = self._batch_path(stamp.version)
+        partial = path.with_suffix(".partial")  # the final name never belongs to half a file
+        with partial.open("wb") as file:
+            pq.write_table(batch, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        with self.ledger.together():
+            self.ledger.record(Kind.SELECTED, stamp.version, **decision)
+            self.ledger.keep_outcomes(stamp.version, outcomes)
+            self.ledger.record(Kind.COLLECTED, stamp.version, digest=stamp.digest, sha256=_sha256(path), **collected)
+
+    def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
+        """Returns the batch drawn from exactly `stamp` before a restart; None if there is none or it is damaged."""
+        recorded, path = self.ledger.last(Kind.COLLECTED, stamp.version), self._batch_path(stamp.version)
+        if not recorded or recorded["digest"] != stamp.digest or not path.is_file():
+            return None
+        self.batch_is_from_disk = _sha256(path) == recorded["sha256"]
+        return pq.read_table(path) if self.batch_is_from_disk else None
+
+    def record_step(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of a finished step."""
+        self.ledger.record(Kind.FINISHED, version, **metrics)
+        self.batch_is_from_disk = False
+
+    def was_evaluated(self, version: int) -> bool:
+        """Whether `version` was evaluated before a restart."""
+        return self.ledger.last(Kind.EVALUATED, version) is not None
+
+    def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
+        """Writes the samples of an evaluation of the set `name` as Parquet."""
+        directory = self.run_dir / "evaluations"
+        directory.mkdir(exist_ok=True)
+        pq.write_table(samples, directory / f"{name}-step-{stamp.version:06d}.parquet", compression="zstd")
+
+    def evaluations(self) -> list[dict[str, float]]:
+        """Returns the metrics of all evaluations so far, oldest first, each with its `version`."""
+        found = self.ledger.all(Kind.EVALUATED)
+        return [{"version": metrics["version"], **in_order(metrics)} for metrics in found]
+
+    def set_aside_export(self, path: Path, version: int) -> bool:
+        """Returns whether `path` holds the policy of `version`; an export of another version is renamed."""
+        exported = self.ledger.last(Kind.EXPORTED) or {"version": None}
+        if path.exists() and exported["version"] != version:
+            path.rename(path.with_name(f"{path.name}-{exported['version'] or 'before'}-{uuid.uuid4().hex[:8]}"))
+        return path.exists()
+
+    def record_export(self, path: Path, version: int) -> None:
+        """Records that the policy of `version` was exported to `path`."""
+        self.ledger.record(Kind.EXPORTED, version, path=str(path))
+
+    def _batch_path(self, version: int) -> Path:
+        return self.run_dir / "batches" / f"step-{version:06d}.parquet"
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

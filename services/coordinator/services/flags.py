@@ -1,0 +1,42 @@
+"""Command-line flags of started services that make them observable like the run itself."""
+
+import json
+from contextlib import ExitStack
+
+from services.common.config.run import Config
+from services.common.rpc.ports import hold_free_port
+
+TARGETS = "prometheus.json"
+
+
+class ServiceFlags:
+    """Command-line flags that have the started services watched like the run."""
+
+    def __init__(self, config: Config, host: str, ports: ExitStack):
+        self._config, self._settings = config, config.observability
+        self._host, self._ports = host, ports
+        self._targets: list[dict[str, object]] = []
+
+    def of(self, name: str) -> list[str]:
+        """Those of the service `name`."""
+        settings, flags = self._settings, []
+        if settings.metrics_address:
+            page = f"{self._host}:{hold_free_port(self._host, self._ports)}"
+            self._add_target(page, name)
+            flags += ["--metrics", page]
+        flags += ["--otel", settings.otel_endpoint] if settings.otel_endpoint else []
+        return [*flags, "--log-format", settings.log_format]
+
+    def write_targets(self) -> None:
+        """Tells Prometheus where the pages are (file_sd_configs): those of the flags, and the coordinator's."""
+        if self._settings.metrics_address:
+            self._add_target(self._settings.metrics_address, "coordinator")
+            (self._config.run_dir / TARGETS).write_text(json.dumps(self._targets, indent=1) + "\n")
+
+    def remove_targets(self) -> None:
+        """The pages are gone."""
+        (self._config.run_dir / TARGETS).unlink(missing_ok=True)
+
+    def _add_target(self, page: str, name: str) -> None:
+        labels = {"job": self._config.name, "lockstep_process": name}
+        self._targets.append({"targets": [page], "labels": labels})

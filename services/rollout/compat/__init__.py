@@ -1,0 +1,1 @@
+"""Holds what the rollout service uses inside vLLM and torch; see services.common.compat."""

@@ -1,0 +1,41 @@
+"""Hooks into every operator that torch runs. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from services.common.compat.versions import require_version
+
+require_version("torch")
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Inside its `with` block, calls `see` after every operator.
+
+    Reason: the class that sees operators below autograd, with views and copies apart, is in a private module, as is the
+    walk through an operator's nested arguments.
+    """
+
+    def see(self, func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Gets the operator and its tensors; subclasses define it."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see(func, _tensors((args, kwargs)), _tensors(result))
+        return result
+
+
+def writes_input(func: Any) -> bool:
+    """Returns whether the operator changes one of its inputs.
+
+    Reason: only its private schema says so.
+    """
+    return func._schema.is_mutable
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,87 @@
+"""Reloads a live engine's weights by vLLM's layerwise reload, and does what that leaves undone.
+
+Reason: vLLM's own weight transfer, which calls the same two functions, brings its own transport and has another
+interface in each release. Captured graphs stay valid either way. Seen with vLLM 0.26.0 (GPU) and 0.32.0 (CPU).
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+
+# Layers whose weights an engine uses as they were loaded.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_PLAIN_ATTENTION = ("Attention",)
+
+
+def reload_weights(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Loads `weights`, in checkpoint names, as vLLM would from files; the device may not be done when it returns."""
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        _unpack_experts_on_cpu(model)
+    with _without_adapters(model):
+        initialize_layerwise_reload(model)
+        model.load_weights(weights)
+        finalize_layerwise_reload(model, model_config)
+    if on_cpu:
+        _repack_tied_head_on_cpu(model)
+
+
+def abort_reload(model: nn.Module) -> None:
+    """Undoes a reload that ended half way; vLLM would mix its pieces into the next one."""
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def not_plain(model: nn.Module) -> str:
+    """Returns the first kind of layer that does not use its weights as they were loaded; empty if all do."""
+    for module in model.modules():
+        method = type(getattr(module, "quant_method", None)).__name__
+        if method not in (*_PLAIN_METHODS, "NoneType", "BaseKVCacheMethod"):
+            return method
+        is_attention = "Attention" in type(module).__name__ and hasattr(module, "process_weights_after_loading")
+        if is_attention and type(module).__name__ not in _PLAIN_ATTENTION:
+            return type(module).__name__
+    return ""
+
+
+@contextlib.contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before vLLM wrapped its layers for adapters: checkpoint names fit that one only."""
+    wrapped = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    for parent, name, layer in wrapped:
+        setattr(parent, name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, layer in wrapped:
+            setattr(parent, name, layer)
+
+
+def _unpack_experts_on_cpu(model: nn.Module) -> None:
+    """vLLM's CPU MoE packs its weights only while it has no kernel yet, so a reload would leave them unpacked."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _repack_tied_head_on_cpu(model: nn.Module) -> None:
+    """A tied lm_head keeps a packed copy of its own on CPU that the reload does not see."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

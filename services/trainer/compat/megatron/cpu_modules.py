@@ -1,0 +1,126 @@
+"""torch stand-ins for the two TransformerEngine modules whose counterparts in Megatron's local layer spec are too weak.
+
+Reason: the local norm knows no sequence parallelism; the local attention neither packed sequences nor context
+parallelism. Seen with Megatron-Core 0.16.1.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from services.trainer.compat.megatron.context_parallel import zigzag
+
+
+def with_torch_modules(spec: Any) -> Any:
+    """A layer or block spec in which the weak local modules are replaced by those of this file."""
+    if isinstance(spec, type):
+        return {WrappedTorchNorm: RMSNorm, DotProductAttention: SDPAttention}.get(spec, spec)
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(with_torch_modules(part) for part in spec)
+    if isinstance(spec, functools.partial):
+        kwargs = {name: with_torch_modules(value) for name, value in spec.keywords.items()}
+        return functools.partial(with_torch_modules(spec.func), *map(with_torch_modules, spec.args), **kwargs)
+    if dataclasses.is_dataclass(spec):
+        fields = [field.name for field in dataclasses.fields(spec) if field.init]
+        return dataclasses.replace(spec, **{name: with_torch_modules(getattr(spec, name)) for name in fields})
+    return spec
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm (arXiv 1910.07467) of the last dimension, computed in float32."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
+        super().__init__()
+        self._eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # finalize_model_grads sums the gradient over the tensor-parallel ranks where this is set.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., hidden], normalised and scaled."""
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self._eps)
+        return self.weight * y.to(x.dtype)
+
+
+class SDPAttention(MegatronModule):
+    """Causal self-attention, called like TransformerEngine's.
+
+    A packed sequence is one call of torch's attention. Context parallelism gathers keys and values: a rank keeps its
+    two zig-zag chunks of each sequence's queries and masks by position (arXiv 2407.21783, section 3.3.2).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        attn_mask_type: AttnMaskType,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ):
+        super().__init__(config=config)
+        if config.softmax_type != "vanilla" or config.window_size is not None:
+            raise NotImplementedError("attention on CPU: only plain softmax over the whole context")
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise NotImplementedError(f"attention on CPU: {attn_mask_type}")
+        if config.attention_dropout if attention_dropout is None else attention_dropout:
+            raise NotImplementedError("attention on CPU: no dropout")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self._cp_group = groups.cp
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """[s, b, heads, dim], or packed [t, heads, dim], to the same shape with heads and dim as one."""
+        if attention_mask is not None:
+            raise NotImplementedError("attention on CPU: causal only, pass no mask")
+        cp = self._cp_group.size()
+        is_packed = packed_seq_params is not None
+        lengths = [query.size(0) * cp]
+        if is_packed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        if cp > 1:  # all ranks' rows, one rank after the other; the backward is a reduce-scatter
+            key, value = (gather_from_sequence_parallel_region(x, group=self._cp_group) for x in (key, value))
+        out, start = [], 0
+        for length in lengths:
+            out.append(self._attend(query, key, value, start, length))
+            start += length // cp
+        mixed = torch.cat(out).flatten(2)
+        return mixed.squeeze(1) if is_packed else mixed
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, length: int
+    ) -> torch.Tensor:
+        """One sequence of `length` tokens, whose part of this rank begins at row `start`."""
+        cp, rank, num_rows = self._cp_group.size(), self._cp_group.rank(), query.size(0)
+        end = start + length // cp
+        mask: dict[str, Any] = {"is_causal": True}
+        if cp > 1:
+            key = torch.cat([key[r * num_rows + start : r * num_rows + end] for r in range(cp)])
+            value = torch.cat([value[r * num_rows + start : r * num_rows + end] for r in range(cp)])
+            key_positions = torch.cat([zigzag(length, cp, r) for r in range(cp)])
+            mask = {"attn_mask": zigzag(length, cp, rank)[:, None] >= key_positions[None, :]}
+        else:
+            key, value = key[start:end], value[start:end]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query[start:end], key, value))
+        is_grouped = q.size(1) != k.size(1)
+        mixed = F.scaled_dot_product_attention(q, k, v, scale=self._scale, enable_gqa=is_grouped, **mask)
+        return mixed.permute(2, 0, 1, 3)

@@ -1,0 +1,378 @@
+"""From files and overrides to one checked config, and errors that say what to change."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from services.common.config.load import keys, load, parse_json
+from services.common.config.reward.section import ExactConfig, FormatConfig
+from services.common.config.rollout import RolloutConfig
+from services.common.config.run import Config
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput, Reason
+
+SMALLEST = {
+    "model": "m",
+    "data": {"train": "a.parquet", "prompts_per_step": 4},
+    "reward": {"scorers": [{"kind": "exact"}]},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(SMALLEST))
+    return str(path)
+
+
+def refused(*args: str) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        load(Config, args)
+    return caught.value.message
+
+
+def write(directory: Path, name: str, text: str) -> str:
+    (directory / name).write_text(text)
+    return str(directory / name)
+
+
+def test_defaults_are_filled_in(file: str) -> None:
+    config = load(Config, [file])
+    assert config.trainer.optim.lr == 1e-6
+    assert config.data.train == (Path("a.parquet"),)
+    assert config.run_dir == Path("runs/run")
+
+
+def test_later_files_and_overrides_win(file: str, tmp_path: Path) -> None:
+    more = write(tmp_path, "more.yaml", "trainer: {optim: {lr: 2.0e-6, eps: 1.0e-7}, num_ranks: 2}\nseed: 5")
+    last = write(tmp_path, "last.yaml", "trainer: {optim: {lr: 3.0e-6}}")
+    config = load(Config, [file, more, last])
+    assert (config.trainer.optim.lr, config.trainer.optim.eps, config.trainer.num_ranks) == (3e-6, 1e-7, 2)
+    config = load(Config, [file, "seed=1", more, "trainer.optim.lr=4e-6", "trainer.optim.lr=5e-6"])
+    assert (config.seed, config.trainer.optim.lr) == (5, 5e-6)
+
+
+def test_override_can_hold_any_yaml_value(file: str) -> None:
+    config = load(
+        Config,
+        [file, "reward.scorers=[{kind: format, pattern: 'a=b.*'}]", "data.eval={short: x.parquet}", "name=a-b"],
+    )
+    assert config.reward.scorers == (FormatConfig(pattern="a=b.*"),)
+    assert config.data.eval == {"short": Path("x.parquet")}
+    # Longer than any file name may be.
+    assert load(Config, [file, "data.system_prompt=" + "x" * 5000]).data.system_prompt == "x" * 5000
+
+
+def test_file_name_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    assert load(Config, [write(tmp_path, "a=b.yaml", yaml.safe_dump(SMALLEST))]).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("quux", None),
+        ("trainer.optim.lrr", "trainer.optim.lr"),
+        ("trainer.optm.lr", "trainer.optim"),
+        ("trainer.lr", "trainer.optim.lr"),
+        ("sead", "seed"),
+        ("rollout.sampling.temprature", "rollout.sampling.temperature"),
+        ("data.prompt_per_step", "data.prompts_per_step"),
+    ],
+)
+def test_unknown_key_names_the_nearest(file: str, tmp_path: Path, wrong: str, right: str | None) -> None:
+    for source, args in (
+        ("command line", [file, f"{wrong}=1"]),
+        (str(tmp_path / "typo.yaml"), [file, write(tmp_path, "typo.yaml", yaml.safe_dump(_nested(wrong, 1)))]),
+    ):
+        message = refused(*args)
+        # `trainer.optm.lr` is wrong from `optm` on.
+        named = wrong if wrong != "trainer.optm.lr" else "trainer.optm"
+        assert f"{named}: unknown key (from {source})" in message
+        assert (f"did you mean {right}" if right else "lists every key") in message
+
+
+def test_every_problem_is_told_at_once(file: str) -> None:
+    message = refused(file, "sead=1", "trainer.optim.lr=-1", "trainer.num_ranks=two")
+    assert all(part in message for part in ("did you mean seed", "trainer.optim.lr: ", "trainer.num_ranks: "))
+    assert "'two' (from command line)" in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.optim.lr=fast",
+        "trainer.optim.lr=0",
+        "trainer.optim.betas=[0.9]",
+        "trainer.strategy=megatrn",
+        "seed=-1",
+        "seed=1.5",
+        "data=7",
+        "name=a/b",
+        "name=../up",
+        "trainer.loss.kind=p3o",
+        "reward.scorers=[]",
+        "reward.scorers=[{kind: exactly}]",
+        "reward.scorers=[{ignore_case: true}]",
+        "reward.scorers=[{kind: format, pattern: '('}]",
+        "reward.scorers=[{kind: exact}, {kind: exact}]",
+        "reward.scorers=[{kind: length, target_tokens: 5, max_tokens: 5}]",
+        "reward.scorers=[{kind: python, path: 'os'}]",
+        "rollout.sampling.top_p=0.9",
+        "rollout.sampling.top_k=50",
+    ],
+)
+def test_wrong_value_names_its_key(file: str, override: str) -> None:
+    message = refused(file, override)
+    assert override.partition("=")[0].rpartition(".top_")[0] in message
+
+
+def test_unknown_key_in_a_union_is_found(file: str) -> None:
+    assert "ignore_case" in refused(file, "reward.scorers=[{kind: exact, ignore_cas: true}]")
+    assert load(Config, [file, "reward.scorers=[{kind: exact, ignore_case: true}]"]).reward.scorers == (
+        ExactConfig(ignore_case=True),
+    )
+
+
+def test_list_of_wrong_elements_is_not_called_empty(file: str) -> None:
+    message = refused(file, "reward.scorers=[{kind: mathh}]")
+    assert "reward.scorers.0: Input tag 'mathh'" in message and "at least 1 item" not in message
+    assert "at least 1 item" in refused(file, "reward.scorers=[]")
+
+
+def test_missing_keys_are_named() -> None:
+    message = refused("seed=1")
+    assert all(f"{key}: required and not set" in message for key in ("model", "data", "reward"))
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refused(str(tmp_path / "none.yaml"))
+    assert "cannot be read" in refused(str(tmp_path))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in refused(str(tmp_path / "binary.yaml"))
+    assert "is not YAML" in refused(write(tmp_path, "bad.yaml", "a: [1"))
+    assert "table of keys" in refused(write(tmp_path, "list.yaml", "- 1"))
+    assert "is not a YAML value" in refused("seed=[1")
+    assert "is not YAML" in refused(write(tmp_path, "code.yaml", "a: !!python/object/apply:os.getcwd []"))
+
+
+def test_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
+    """YAML would keep the second and forget the first without a word."""
+    text = yaml.safe_dump(SMALLEST) + "trainer: {num_ranks: 2}\ntrainer: {max_logprob_gap: 0.5}\n"
+    assert "trainer" in refused(write(tmp_path, "twice.yaml", text))
+
+
+# Overrides that break one rule, what the error must name, and the nearest legal overrides.
+CROSS_FIELD = {
+    "groups divide": (
+        ["data.prompts_per_step=11", "trainer.num_minibatches=4"],
+        ["nearest: 12"],
+        ["data.prompts_per_step=12", "trainer.num_minibatches=4"],
+    ),
+    "groups divide, fewer than mini-batches": (
+        ["data.prompts_per_step=3", "trainer.num_minibatches=8"],
+        ["nearest: 8"],
+        ["data.prompts_per_step=8", "trainer.num_minibatches=8"],
+    ),
+    "a sample for every rank": (
+        ["data.prompts_per_step=1", "rollout.completions_per_prompt=2", "trainer.num_ranks=3"],
+        ["2 samples", "trainer.num_ranks 3"],
+        ["data.prompts_per_step=1", "rollout.completions_per_prompt=3", "trainer.num_ranks=3"],
+    ),
+    "engine holds the longest": (
+        ["rollout.max_model_len=2047"],
+        ["rollout.max_model_len", "at least 2048"],
+        ["rollout.max_model_len=2048"],
+    ),
+    "micro-batch holds the longest": (
+        ["trainer.max_tokens_per_microbatch=2047"],
+        ["trainer.max_tokens_per_microbatch", "at least 2048"],
+        ["trainer.max_tokens_per_microbatch=2048"],
+    ),
+    "long samples spread evenly": (
+        ["trainer.num_ranks=3", "trainer.max_tokens_per_microbatch=4095"],
+        ["trainer.num_ranks 3", "at least 4096"],
+        ["trainer.num_ranks=3", "trainer.max_tokens_per_microbatch=4096"],
+    ),
+    "a group has a baseline": (
+        ["rollout.completions_per_prompt=1"],
+        ["rollout.completions_per_prompt must be at least 2"],
+        ["rollout.completions_per_prompt=2"],
+    ),
+    "samples vary": (
+        ["rollout.sampling.temperature=0"],
+        ["rollout.sampling.temperature must be above 0"],
+        ["rollout.sampling.temperature=0.01"],
+    ),
+    "the engine samples at what is trained at": (
+        ["rollout.sampling.temperature=0.0099"],
+        ["rollout.sampling.temperature", "vLLM would sample at 0.01; set at least that"],
+        ["rollout.sampling.temperature=0.01"],
+    ),
+    "a temperature is finite": (
+        ["rollout.sampling.temperature=.inf"],
+        ["rollout.sampling.temperature", "finite"],
+        ["rollout.sampling.temperature=100"],
+    ),
+    "evaluation has data": (
+        ["evaluation.eval_freq=1"],
+        ["evaluation.eval_freq", "data.eval"],
+        ["evaluation.eval_freq=1", "data.eval=b.parquet"],
+    ),
+    "decay has an end": (
+        ["trainer.optim.schedule=cosine"],
+        ["decay_steps"],
+        ["trainer.optim.schedule=cosine", "trainer.optim.decay_steps=10"],
+    ),
+    "published adapters exist": (
+        ["trainer.lora.publish=adapter"],
+        ["lora.rank from 1 to 512", "not 0", "lora.publish merged"],
+        ["trainer.lora.publish=adapter", "trainer.lora.rank=512", "trainer.strategy=megatron"],
+    ),
+    "an engine serves the adapters": (
+        ["trainer.lora.publish=adapter", "trainer.lora.rank=513", "trainer.strategy=megatron"],
+        ["lora.rank from 1 to 512", "not 513"],
+        ["trainer.lora.rank=513", "trainer.strategy=megatron"],
+    ),
+    "decay ends after the warm-up": (
+        ["trainer.optim.decay_steps=10", "trainer.optim.warmup_steps=10"],
+        ["decay_steps 10", "warmup_steps 10"],
+        ["trainer.optim.decay_steps=11", "trainer.optim.warmup_steps=10"],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", CROSS_FIELD)
+def test_cross_field_rule(file: str, rule: str) -> None:
+    wrong, words, right = CROSS_FIELD[rule]
+    message = refused(file, *wrong)
+    assert all(word in message for word in words), message
+    load(Config, [file, *right])
+
+
+TP2, GATHERED = "trainer.megatron.tensor_model_parallel_size=2", "trainer.fsdp.reshard_after_forward=false"
+MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=2"]
+OWN = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
+CRITIC = ["advantage.kind=gae", "critic.strategy=fsdp", "critic.deployment=own"]
+
+
+@pytest.mark.parametrize(
+    ("unused", "key", "used"),
+    [
+        ([TP2], "trainer.megatron.tensor_model_parallel_size", [*MEGATRON, TP2]),
+        (["trainer.megatron.moe.freeze_router=true"], "trainer.megatron.moe.freeze_router", []),
+        (["trainer.megatron.ddp_config={a: 1}"], "trainer.megatron.ddp_config.a", []),
+        ([*MEGATRON, GATHERED], "trainer.fsdp.reshard_after_forward", [GATHERED]),
+        (["reference.megatron.auto_offload=true"], "reference.megatron.auto_offload", []),
+        # Inherited by a model that does not read it, or only by one that does.
+        ([*MEGATRON, "reference.fsdp.cpu_offload=true"], "reference.fsdp.cpu_offload", [*MEGATRON, TP2, *CRITIC]),
+        (
+            [*OWN, "reference.strategy=fsdp", TP2],
+            TP2.partition("=")[0],
+            [*OWN, "reference.strategy=megatron", "reference.num_ranks=2", TP2],
+        ),
+        (["advantage.kind=gae", "critic.megatron={async_save: true}"], "critic.megatron.async_save", [GATHERED]),
+    ],
+)
+def test_what_the_other_strategy_would_read_is_refused(file: str, unused: list[str], key: str, used: list[str]) -> None:
+    section, strategy = key.partition(".")[0], key.split(".")[1]
+    assert f"{key} is not used by strategy" in refused(file, *unused)
+    assert f"set {section}.strategy={strategy}, or leave it out" in refused(file, *unused)
+    load(Config, [file, *used])
+
+
+def test_default_of_the_other_strategy_may_be_written(file: str) -> None:
+    load(
+        Config,
+        [file, "trainer.megatron={tensor_model_parallel_size: 1, ddp_config: {}, moe: {}}", "reference.megatron={}"],
+    )
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def _default(path: str) -> Any:
+    value: Any = Config.model_validate(SMALLEST)
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _is_set(path: str) -> bool:
+    """Whether it is there without more: in no list, no table by name, and no table that is null."""
+    try:
+        _default(path)
+    except AttributeError:
+        return False
+    return True
+
+
+ALL_KEYS = [key for key in keys(Config) if _is_set(key.path)]
+
+
+@pytest.mark.parametrize("path", [key.path for key in ALL_KEYS])
+def test_every_listed_key_can_be_set_on_the_command_line(file: str, path: str) -> None:
+    """The value that it has already, since any other may break a rule; the error shows that it was read."""
+    dumped = Config.model_validate(SMALLEST).model_dump(mode="json")
+    for name in path.split("."):
+        dumped = dumped[name]
+    value = yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    config = load(Config, [file, f"{path}={value}"])
+    assert config == Config.model_validate(SMALLEST)
+    # Dictionaries that pass through take any key, and text any text; a set of two empty lists fits nothing else.
+    if not isinstance(_default(path), dict):
+        assert path in refused(file, f"{path}={{wrong: [[]]}}")
+
+
+def test_every_key_is_listed_with_type_and_help() -> None:
+    listed = {key.path: key for key in keys(Config)}
+    assert listed["trainer.optim.lr"].default == "1e-06"
+    assert listed["model"].default == "required"
+    assert "reward.scorers[format].pattern" in listed
+    assert [dataclasses.asdict(key) for key in listed.values() if not (key.type and key.help and key.default)] == []
+    fields = sum(1 for _ in _leaves(Config))
+    assert len(ALL_KEYS) == fields
+
+
+def _leaves(model: Any, prefix: str = "") -> Any:
+    for name, field in model.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_config_is_frozen(file: str) -> None:
+    config = load(Config, [file])
+    with pytest.raises(ValidationError):
+        config.seed = 1  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.trainer.optim.lr = 1.0  # type: ignore[misc]
+
+
+def test_sections_survive_the_wire(file: str) -> None:
+    config = load(Config, [file, "trainer.optim.lr=0.30000000000000004", "rollout.engine={a: [1, null]}"])
+    for section in (config.trainer, config.rollout, config.reward, config.data, config):
+        assert parse_json(type(section), section.model_dump_json()) == section
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[]", '{"optim": {"lrr": 1}}', '{"optim": {"lr": -1}}', "{"])
+def test_section_that_does_not_fit_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_json(TrainerConfig, text)
+    assert caught.value.reason is Reason.INVALID_CONFIG
+    if "lrr" in text:
+        assert "did you mean optim.lr" in caught.value.message
+
+
+def test_default_that_breaks_its_own_rule_is_noticed() -> None:
+    # validate_default: a default is checked like any other value.
+    assert RolloutConfig().engine == {}
+    for model in (Config, TrainerConfig, RolloutConfig):
+        assert model.model_config["validate_default"] and model.model_config["extra"] == "forbid"

@@ -1,0 +1,89 @@
+"""The reward section: what is refused, and with which words."""
+
+import json
+
+import pytest
+
+from services.common.config.load import parse_json
+from services.common.config.reward.section import RewardConfig
+from services.common.errors import InvalidInput, Reason
+
+
+def parse(scorers: object, **settings: object) -> RewardConfig:
+    return parse_json(RewardConfig, json.dumps({"scorers": scorers, **settings}))
+
+
+HTTP = {"kind": "http", "url": "http://scorer.example:8000/score"}
+JUDGE = {
+    "kind": "judge", "url": "https://judge.example/v1/chat/completions", "model": "m", "template": "{completion}",
+    "score_pattern": "([0-9]+)",
+}  # fmt: skip
+
+
+def test_names_default_to_the_kind_and_weights_to_one():
+    config = parse([{"kind": "math"}, {"kind": "length", "target_tokens": 5, "max_tokens": 9, "weight": 0.1}])
+    assert [scorer.component for scorer in config.scorers] == ["math", "length"]
+    assert [scorer.weight for scorer in config.scorers] == [1.0, 0.1]
+    assert config.on_failure == "drop_group"
+
+
+def test_a_kind_may_be_used_twice_under_two_names():
+    config = parse([{"kind": "exact"}, {"kind": "exact", "name": "loose", "ignore_case": True}])
+    assert [scorer.component for scorer in config.scorers] == ["exact", "loose"]
+
+
+@pytest.mark.parametrize(
+    ("scorers", "words"),
+    [
+        ([], "at least 1 item"),
+        ([{"kind": "regex"}], "'exact', 'gsm8k', 'math', 'format', 'length', 'python', 'judge', 'http', 'model'"),
+        ([{"kind": "exact"}, {"kind": "exact"}], "give each scorer a different `name`"),
+        ([{"kind": "exact", "weight": float("inf")}], "finite"),
+        ([{"kind": "exact", "ignorecase": True}], "ignore_case"),
+        ([{"kind": "format"}], "pattern: required"),
+        ([{"kind": "format", "pattern": "(a"}], "not a regular expression"),
+        ([{"kind": "length", "target_tokens": 5, "max_tokens": 5}], "above target_tokens"),
+        ([{"kind": "python", "path": "no_colon"}], "path"),
+        ([{"kind": "python", "path": "os; import x:y"}], "path"),
+        ([{"kind": "python", "path": "a.b:c", "kwargs": {"answer": 1}}], "kwargs answer"),
+        ([HTTP | {"url": "ftp://host/"}], "must be http"),
+        ([HTTP | {"url": "file:///etc/passwd"}], "must be http"),
+        ([HTTP | {"url": "http://"}], "must be http"),
+        ([HTTP | {"url": "http://host/ x"}], "must be http"),
+        ([HTTP | {"url": "http://host:99999/"}], "Port out of range"),
+        ([HTTP | {"url": "https://user:secret@host/"}], "must not contain credentials"),
+        ([HTTP | {"api_key_file": "key"}], "unencrypted"),
+        ([HTTP | {"api_key": "sk-1"}], "api_key"),
+        ([JUDGE | {"template": "{prompt}"}], "must have the field {completion}"),
+        ([JUDGE | {"template": "{completion.__class__}"}], "got {completion.__class__}"),
+        ([JUDGE | {"template": "{completion} {0}"}], "got {0}"),
+        ([JUDGE | {"template": "{completion!r}"}], "a field must be just one of"),
+        ([JUDGE | {"template": "{completion:>9{answer}}"}], "a field must be just one of"),
+        ([JUDGE | {"template": "{completion} {"}], "template"),
+        ([JUDGE | {"score_pattern": "([0-9]+"}], "not a regular expression"),
+        ([JUDGE | {"score_pattern": "[0-9]+"}], "must have a group"),
+        ([{"kind": "model"}], "path: required"),
+        ([{"kind": "model", "path": "m", "device": "tpu"}], "device"),
+        ([{"kind": "model", "path": "m", "trust_remote_code": True}], "trust_remote_code"),
+    ],
+)
+def test_wrong_scorers_are_refused_in_words_that_help(scorers, words):
+    with pytest.raises(InvalidInput) as caught:
+        parse(scorers)
+    assert caught.value.reason is Reason.INVALID_CONFIG
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "url", ["https://scorer.example", "http://127.0.0.1:8000", "http://[::1]/", "http://localhost"]
+)
+def test_a_key_may_go_over_tls_or_to_loopback(url):
+    assert parse([HTTP | {"url": url, "api_key_file": "key"}]).scorers[0].url == url
+
+
+@pytest.mark.parametrize(
+    "setting", [{"timeout_s": 0}, {"num_workers": 0}, {"on_failure": "ignore"}, {"max_memory_gib": 0}, {"time_out": 1}]
+)
+def test_wrong_settings_are_refused_by_name(setting):
+    with pytest.raises(InvalidInput, match=next(iter(setting))):
+        parse([{"kind": "exact"}], **setting)

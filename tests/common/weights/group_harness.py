@@ -1,0 +1,92 @@
+"""Members of a weight group: as threads of one process, or, run as a program, as a process of its own.
+
+`python -m tests.common.weights.group_harness` says `{}` when it has imported what it needs. Then it obeys one JSON
+object per line of its standard input and answers each with a line: `{"epoch", "rank", "world_size", "port", "secret",
+"timeout_s", "receive"}` joins and receives a publication.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
+
+from services.common.errors import LockstepError
+from services.common.weights.digest import WeightDigest
+from services.common.weights.group import WeightGroup
+from services.common.weights.plan import Plan, pack, unpack
+from services.common.weights.store import StoreAddress
+
+CPU = torch.device("cpu")
+NamedTensor = tuple[str, torch.Tensor]
+
+
+def some_weights(num_large: int = 4, large: int = 1 << 16) -> list[NamedTensor]:
+    """Weights of several dtypes and shapes, odd sizes and a scalar among them."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [("scalar", torch.tensor(1.5)), ("odd", torch.randn(7, generator=generator).bfloat16())]
+    weights += [(f"large.{i}", torch.randn(large, generator=generator)) for i in range(num_large)]
+    return [*weights, ("bytes", torch.arange(5, dtype=torch.uint8))]
+
+
+def message(store: StoreAddress, *, epoch: int, world_size: int, timeout_s: float = 30.0) -> GroupMessage:
+    return GroupMessage(
+        run_id="test",
+        epoch=epoch,
+        store_host=store.host,
+        store_port=store.port,
+        store_secret=store.secret,
+        world_size=world_size,
+        backend="gloo",
+        timeout_s=timeout_s,
+    )
+
+
+def join_all(pool: ThreadPoolExecutor, group: GroupMessage, ranks: Sequence[int]) -> list[Future[WeightGroup]]:
+    """Each of `ranks` enters in a thread of its own."""
+    return [pool.submit(WeightGroup, group, rank=rank, device=CPU) for rank in ranks]
+
+
+def receive(group: WeightGroup, plan: Plan, version: int) -> tuple[str, list[NamedTensor]]:
+    """Receives and acknowledges a publication; its digest and the weights."""
+    digest, weights = WeightDigest(plan.digest, CPU), []
+    for bucket in plan.buckets:
+        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        group.wait(group.broadcast(flat, bucket.sender))
+        digest.update(flat, start=bucket.start)
+        weights += unpack(bucket, flat)
+    group.acknowledge(version, digest.hexdigest())
+    return digest.hexdigest(), weights
+
+
+def digest_of(plan: Plan, weights: Sequence[NamedTensor]) -> str:
+    digest = WeightDigest(plan.digest, CPU)
+    for bucket, flat in pack(plan, weights, CPU):
+        digest.update(flat, start=bucket.start)
+    return digest.hexdigest()
+
+
+def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
+    yield {}
+    for line in commands:
+        order = json.loads(line)
+        store = StoreAddress("127.0.0.1", order["port"], bytes.fromhex(order["secret"]))
+        asked = message(store, epoch=order["epoch"], world_size=order["world_size"], timeout_s=order["timeout_s"])
+        try:
+            group = WeightGroup(asked, rank=order["rank"], device=CPU)
+            yield {"joined": order["epoch"]}
+            if not order["receive"]:
+                continue
+            plan = Plan.of(some_weights(**order["receive"]), bucket_bytes=1 << 20)
+            yield {"digest": receive(group, plan, version=order["epoch"])[0]}
+        except LockstepError as error:
+            yield {"error": error.reason.value, "message": error.message}
+
+
+if __name__ == "__main__":
+    for answer in _obey(sys.stdin):
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,219 @@
+"""What the rollout service uses inside vLLM is there, and vLLM still does what each patch is for. Starts no engine."""
+
+import asyncio
+import inspect
+import multiprocessing
+from array import array
+from dataclasses import fields
+from importlib.util import find_spec
+from multiprocessing import forkserver
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import vllm.envs
+from torch import nn
+from vllm.config import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+    record_metadata_for_reloading,
+)
+from vllm.utils.system_utils import get_mp_context
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.worker_base import WorkerBase
+
+from services.rollout.compat.vllm import engine_fork, reload
+from services.rollout.compat.vllm.client import abort_samples
+from services.rollout.compat.vllm.scheduler import kind_of
+from services.rollout.compat.vllm.worker import rank_of
+from services.rollout.weights.receiver import WeightReceiver
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def names(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+# ---- engine_fork
+
+
+def test_vllm_has_no_name_for_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(METHOD, "forkserver")
+    with pytest.raises(ValueError, match="forkserver"):  # else set the variable
+        vllm.envs.environment_variables[METHOD]()
+
+
+def test_vllm_takes_the_method_that_is_put_into_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vllm.envs.environment_variables, METHOD, lambda: "forkserver")
+    assert get_mp_context() is multiprocessing.get_context("forkserver")
+
+
+def test_pythons_fork_server_can_be_replaced() -> None:
+    server = vars(forkserver._forkserver)
+    assert {"_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"} <= server.keys()
+    assert names(forkserver.main)[:3] == ["listener_fd", "alive_r", "preload"]
+    assert find_spec(engine_fork._CPU_WORKER) is not None
+
+
+# ---- client
+
+
+def test_a_pause_of_the_engine_is_one_call_and_vllms_own_sleeps_too() -> None:
+    assert {"mode", "clear_cache"} <= set(names(AsyncMPClient.pause_scheduler_async))
+    asked = []
+
+    class Core:
+        async def pause_scheduler_async(self, **how: Any) -> None:
+            asked.append(how)
+
+    asyncio.run(abort_samples(SimpleNamespace(engine_core=Core())))
+    assert asked == [{"mode": "abort", "clear_cache": False}]
+    source = inspect.getsource(AsyncLLM.pause_generation)
+    assert "self.engine_core.pause_scheduler_async(" in source and "sleep(" in source  # else call that
+
+
+# ---- scheduler
+
+
+def test_schedulers_say_what_is_sent_and_what_was_aborted() -> None:
+    assert names(Scheduler.update_from_output) == ["self", "scheduler_output", "model_runner_output"]
+    assert inspect.signature(Scheduler.update_from_output).return_annotation == dict[int, EngineCoreOutputs]
+    assert names(Scheduler.finish_requests)[:2] == ["self", "request_ids"]
+    assert inspect.signature(Scheduler.finish_requests).return_annotation == list[Request]
+    assert issubclass(AsyncScheduler, Scheduler)
+    sent = {"request_id", "new_token_ids", "new_logprobs", "finish_reason", "events"}
+    assert sent <= {field.name for field in msgspec.structs.fields(EngineCoreOutput)}
+    together = {"outputs", "scheduler_stats", "finished_requests"}
+    assert together <= {field.name for field in msgspec.structs.fields(EngineCoreOutputs)}
+
+
+def test_logprobs_are_built_from_three_arrays() -> None:
+    lists = LogprobsLists(np.array([[1]]), np.array([[-0.5]]), np.array(array("i", [2])))
+    assert (lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks) == ([[1]], [[-0.5]], [2])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_scheduler_is_of_the_kind_that_vllm_takes(is_async: bool) -> None:
+    config = SimpleNamespace(scheduler_cls=None, async_scheduling=is_async)
+    assert SchedulerConfig.get_scheduler_cls(config) is kind_of(SimpleNamespace(scheduler_config=config))
+
+
+# ---- worker
+
+
+def test_a_worker_has_what_the_extension_reads() -> None:
+    source = inspect.getsource(WorkerBase.__init__)
+    for name in ("vllm_config", "model_config", "rank", "device"):
+        assert f"self.{name} = " in source or f"self.{name}: " in source
+    assert names(CPUWorker.add_lora) == ["self", "lora_request"]
+    assert names(GPUModelRunner.get_model) == ["self"]
+    assert "self.model_runner" in inspect.getsource(CPUWorker)
+    assert {"world_size", "data_parallel_index"} <= {field.name for field in fields(ParallelConfig)}
+
+
+def test_the_extension_collides_with_no_attribute_of_a_worker() -> None:
+    own = [name for name in dir(WeightReceiver) if not name.startswith("__")]
+    assert own and all(name.startswith(("lockstep_", "_lockstep_")) for name in own)
+    assert not [name for name in own if hasattr(CPUWorker, name)]
+
+
+def test_a_workers_rank_counts_data_parallelism() -> None:
+    parallel = SimpleNamespace(world_size=4, data_parallel_index=2)
+    assert rank_of(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel), rank=3)) == 11
+
+
+# ---- reload
+
+
+class Model(nn.Module):
+    """A layer of two tensors, as vLLM would load it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        for name in ("weight", "bias"):
+            self.layer.register_parameter(name, nn.Parameter(torch.zeros(2), requires_grad=False))
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            parameter = self.layer.get_parameter(name)
+            getattr(parameter, "weight_loader", lambda param, loaded: param.data.copy_(loaded))(parameter, tensor)
+
+
+def test_the_reloads_functions_are_called_as_vllm_defines_them() -> None:
+    assert names(initialize_layerwise_reload) == ["model"]
+    assert names(layerwise.finalize_layerwise_processing) == ["model", "model_config"]
+    assert names(layerwise._place_kernel_tensors) == ["layer", "info"]
+    info = layerwise.get_layerwise_info(Model().layer)
+    assert info.kernel_tensors is None and not info.can_load()
+    info.reset()
+
+
+def half_loaded() -> tuple[Model, torch.Tensor]:
+    """A model into which one of two tensors was loaded, and the memory that the engine reads."""
+    model = Model()
+    live = model.layer.weight.data
+    initialize_layerwise_reload(model)
+    model.load_weights([("weight", torch.ones(2))])
+    return model, live
+
+
+def test_a_reload_that_broke_off_would_mix_with_the_next() -> None:
+    model, _ = half_loaded()
+    assert model.layer.weight.is_meta  # the engine has no weights in between
+    initialize_layerwise_reload(model)
+    model.load_weights([("bias", torch.full((2,), 3.0))])
+    finalize_layerwise_reload(model, None)
+    assert model.layer.weight.tolist() == [1, 1]  # of the publication before
+
+
+def test_a_reload_that_is_undone_does_not() -> None:
+    model, live = half_loaded()
+    reload.abort_reload(model)
+    assert model.layer.weight.data_ptr() == live.data_ptr() and model.layer.weight.tolist() == [0, 0]
+    reload.reload_weights(model, None, [("weight", torch.full((2,), 2.0)), ("bias", torch.full((2,), 3.0))])
+    assert model.layer.weight.data_ptr() == live.data_ptr() and live.tolist() == [2, 2]
+
+
+def test_plain_layers_have_the_names_that_are_looked_for() -> None:
+    methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+    assert tuple(method.__name__ for method in methods) == reload._PLAIN_METHODS
+    assert (Attention.__name__,) == reload._PLAIN_ATTENTION
+    assert callable(Attention.process_weights_after_loading)
+
+
+def test_layers_with_adapters_keep_their_base_layer() -> None:
+    assert "base_layer" in inspect.getsource(BaseLayerWithLoRA)
+
+
+def test_on_cpu_experts_are_packed_only_before_they_have_a_kernel() -> None:
+    source = inspect.getsource(UnquantizedFusedMoEMethod)
+    packing = source.split("if not is_weight_update:", 1)[1].split("\n    def ", 1)[0]
+    assert "is_weight_update = self.moe_kernel is not None" in source
+    assert "fused_experts.process_weights_after_loading(" in packing
+
+
+def test_on_cpu_a_layer_keeps_a_packed_copy_of_its_weight() -> None:
+    assert "layer.cpu_linear = " in inspect.getsource(layer_utils.dispatch_cpu_unquantized_gemm)

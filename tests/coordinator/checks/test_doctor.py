@@ -1,0 +1,262 @@
+"""`lockstep doctor`: every check says ok here, and sees what it is for."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.types.v1 import types_pb2
+from lockstep.types.v1.types_pb2 import ServiceInfo
+from typer.testing import CliRunner
+
+from services.common.config.run import Config
+from services.common.errors import Unavailable
+from services.common.rpc import ports
+from services.common.rpc.identities import Role
+from services.common.rpc.server import Server
+from services.coordinator.checks.doctor import broadcast, host, running, session
+from services.coordinator.checks.doctor.broadcast import check_broadcast
+from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.doctor.inputs import examine_inputs
+from services.coordinator.checks.doctor.running import (
+    Answer,
+    check_agreement,
+    check_answer,
+    check_clock,
+    examine_services,
+)
+from services.coordinator.cli.main import app, main
+from services.coordinator.services import devices
+from services.coordinator.services.launch import Addresses
+from services.reward.servicer import NAME, RewardServicer
+from tests.common.rpc.tls_harness import Certificates, serve
+from tests.coordinator.fake_services import make_config
+from tests.support import PATIENCE_S, ROOT, free_port
+
+OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+GIB = 2**30
+
+
+def config_with(**sections: object) -> Config:
+    return make_config(model=str(ROOT / "deploy" / "quickstart" / "model"), **sections)
+
+
+def assert_fails(finding: Finding, verdict: Verdict, found: str, fix: str) -> None:
+    assert (finding.verdict, found in finding.found, fix in finding.fix) == (verdict, True, True), finding
+
+
+def test_python() -> None:
+    assert host.check_python().verdict is OK
+    assert_fails(host.check_python((3, 10, 2)), FAIL, "3.10.2", "Python 3.11")
+
+
+def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "cpu.txt"
+    lock.write_text("# all\nnumpy==0.0.1 \\\n    --hash=sha256:1\nnot-installed==1.0\n")
+    assert_fails(host.check_packages([lock]), WARN, "numpy", "what cpu.txt names")
+    lock.write_text("not-installed==1.0\n")
+    assert host.check_packages([lock]).verdict is OK
+    for name in ("rollout-cuda.txt", "trainer-cuda.txt"):  # one of them is installed
+        (tmp_path / name).write_text(f"numpy=={version('numpy') if name[0] == 't' else '0.0.1'}\n")
+    assert host.check_packages(sorted(tmp_path.glob("*-cuda.txt"))).verdict is OK
+    assert_fails(host.check_packages([]), WARN, "no lock file to compare", "lock")
+    some = [one for one in host.distributions() if one.name.lower() not in ("grpcio", "pyarrow")]
+    monkeypatch.setattr(host, "distributions", lambda: some)
+    assert_fails(host.check_packages([lock]), FAIL, "missing: grpcio, pyarrow", "make setup")
+
+
+def test_torch() -> None:
+    assert host.check_torch(0).verdict is OK
+    assert_fails(host.check_torch(2), FAIL, "cannot use the 2 GPUs", "CUDA")
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config, none = config_with(trainer={"num_ranks": 2}), Addresses()
+    assert host.check_gpus(config, none, []).verdict is OK
+    assert host.check_gpus(config, none, ["0", "1", "2"]).verdict is OK
+    assert_fails(host.check_gpus(config, none, ["0", "1"]), FAIL, "2", "need 3")
+    assert host.check_gpus(config, Addresses(trainer="a:1"), ["0", "1"]).verdict is OK
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert host.check_gpus(None, none, ["5"]).found == "1 (CUDA_VISIBLE_DEVICES=5)"
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    findings = {finding.check: finding for finding in host.examine_host(None, Addresses(reward="a:1"))}
+    assert_fails(findings["GPUs"], FAIL, "unknown", "CUDA_VISIBLE_DEVICES=0,1: this host has 1 GPUs")
+    assert "torch" not in findings  # what it should find there is not known
+    assert "disk" in findings
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_fails(host.check_shared_memory(tmp_path / "none"), FAIL, "not mounted", "tmpfs")
+    for free, verdict in ((2 * GIB, OK), (GIB // 2, WARN), (GIB // 32, FAIL)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(total=2 * GIB, free=free))
+        finding = host.check_shared_memory(tmp_path)
+        assert (finding.verdict, bool(finding.fix)) == (verdict, verdict is not OK)
+
+
+def test_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = tmp_path / "ip_local_port_range"
+    local.write_text("32768\t60999\n")
+    assert host.check_ports(2, local).verdict is OK
+    local.write_text("1024\t60999\n")
+    assert_fails(host.check_ports(2, local), WARN, "1024 to 60999", "ip_local_port_range='32768 60999'")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
+        assert_fails(host.check_ports(1, local), FAIL, "is free", "stop the processes that listen")
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"free": 100 * GIB}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(**free))
+    config = config_with(runs_dir=tmp_path / "not" / "yet", checkpoint={"save_freq": 1, "max_ckpts_to_keep": 3})
+    assert str(tmp_path) in host.check_disk(config).found
+    for verdict, left in ((OK, 100 * GIB), (WARN, 5 * GIB), (FAIL, GIB // 2)):
+        free["free"] = left
+        assert host.check_disk(None).verdict is host.check_disk(config).verdict is verdict
+    # Four checkpoints and an export of a model of 8 GiB of parameters.
+    monkeypatch.setattr(host, "read_architecture", lambda model: SimpleNamespace(num_parameters=8 * GIB))
+    free["free"] = 8 * (4 * 14 + 4) * GIB - 1
+    assert_fails(host.check_disk(config), FAIL, "the run needs 480.00", "max_ckpts_to_keep")
+    free["free"] = 2 * 8 * (4 * 14 + 4) * GIB
+    assert host.check_disk(config).verdict is OK
+    monkeypatch.undo()
+    assert "not known" in host.check_disk(config_with().model_copy(update={"model": "elsewhere"})).found
+
+
+def test_sandbox() -> None:
+    broken = ("-c", "import sys; sys.exit('bwrap: no namespaces')")
+    assert_fails(host.check_sandbox(None, broken), WARN, "bwrap: no namespaces", "bubblewrap")
+    code = config_with(reward={"scorers": [{"kind": "code"}]})
+    assert_fails(host.check_sandbox(code, broken), FAIL, "bwrap: no namespaces", "bubblewrap")
+    assert host.check_sandbox(code, ("-c", "")).verdict is OK
+
+
+def test_the_probe_of_the_sandbox_says_why_it_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.reward.probe"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={"PATH": str(tmp_path)})
+    assert (done.returncode, "bwrap not found: install bubblewrap" in done.stderr) == (1, True), done.stderr
+
+
+def test_model_and_data(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["1+1=", "1+2="] * 8, "answer": ["2", "3"] * 8}), file)
+    data = {"train": file, "eval": {"few": file}, "prompts_per_step": 8}
+    model, found = examine_inputs(config_with(data=data), Addresses())
+    assert (model.verdict, found.verdict, found.found) == (OK, OK, "16 prompts, 16 held out in few")
+
+    model, found = examine_inputs(config_with(data=data | {"train": "/nope.parquet"}), Addresses())
+    assert model.verdict is OK
+    assert_fails(found, FAIL, "data.train: /nope.parquet does not exist", "files")
+    elsewhere = make_config(model="/nope", data=data)
+    model, found = examine_inputs(elsewhere, Addresses())
+    assert_fails(model, FAIL, "/nope does not exist", "directory")
+    assert_fails(found, WARN, "not read", "above")
+    (model,) = examine_inputs(elsewhere, Addresses(trainer="a:1"))
+    assert (model.verdict, "trainer's host" in model.found) == (OK, True)
+    megatron = {"strategy": "megatron", "num_ranks": 64, "megatron": {"tensor_model_parallel_size": 64}}
+    model, _ = examine_inputs(config_with(data=data, trainer=megatron), Addresses())
+    assert_fails(model, FAIL, "tensor_model_parallel_size 64", "strategy")
+
+
+@pytest.fixture
+async def reward() -> AsyncIterator[str]:
+    """Address of a real reward service."""
+    server, servicer = Server(), RewardServicer()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
+    port = await server.start("127.0.0.1:0", [NAME])
+    yield f"127.0.0.1:{port}"
+    await server.grpc.stop(0)
+
+
+async def test_services(reward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_SLOW_S", PATIENCE_S)  # this machine may be busy
+    monkeypatch.setattr(running, "_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(running, "_SKEW_WARN_S", PATIENCE_S)
+    answered, clock = await examine_services(Addresses(reward=reward))
+    assert (answered.verdict, clock.verdict) == (OK, OK)
+    assert "idle" in answered.found and "no run" in answered.found
+    nobody = f"127.0.0.1:{free_port()}"
+    wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
+    assert_fails(wrong, FAIL, f"{reward} is not the address of a trainer service", "swapped")
+    assert_fails(lost, FAIL, nobody, "start it")
+    assert_fails(untried, WARN, f"not tried: no answer from trainer {reward}, rollout {nobody}", "above")
+
+
+async def test_service_that_wants_certificates(tmp_path: Path) -> None:
+    server, address = await serve(Certificates(tmp_path).of(Role.REWARD))
+    (finding,) = await examine_services(Addresses(reward=address))
+    assert_fails(finding, FAIL, "the service wants mTLS: pass --tls", "certificates")
+    await server.grpc.stop(None)
+
+
+def test_answers_clocks_and_versions() -> None:
+    info = ServiceInfo(state="open", run_id="r", version="1", time_ns=1)
+    assert_fails(check_answer("trainer a:1", Unavailable("gone")), FAIL, "gone", "firewall")
+    assert check_answer("trainer a:1", Answer(info, 0.001, 0)).verdict is OK
+    assert_fails(check_answer("trainer a:1", Answer(info, 0.2, 0)), WARN, "200.0 ms", "nearer host")
+    for ahead_s, verdict in ((0.1, OK), (-2, WARN), (3600, FAIL)):
+        finding = check_clock("trainer a:1", Answer(info, 0.001, ahead_s))
+        assert (finding.verdict, bool(finding.fix)) == (verdict, verdict is not OK)
+    assert check_clock("trainer a:1", Answer(ServiceInfo(), 0.001, 0)).verdict is WARN
+
+    infos = {
+        "trainer a:1": ServiceInfo(version="1", libraries={"torch": "2.13", "nccl": "2.27.3"}),
+        "rollout b:1": ServiceInfo(version="1", libraries={"torch": "2.12", "nccl": "2.28.9"}),
+    }
+    found = {finding.check: finding for finding in check_agreement(infos)}
+    assert found["lockstep-rl of all"].verdict is OK
+    assert_fails(found["nccl of all"], FAIL, "2.27.3 in trainer a:1; 2.28.9 in rollout b:1", "same nccl")
+    assert_fails(found["torch of all"], WARN, "2.12 in rollout b:1", "same torch")
+    assert "cuda of all" not in found
+
+
+async def test_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_fails(await check_broadcast(timeout_s=PATIENCE_S), OK, "64 MiB in", "")
+    dead = await check_broadcast(("-c", "raise SystemExit('no gloo here')"))
+    assert_fails(dead, FAIL, "no gloo here", "gloo")
+
+    async def wrong(group: object, rank: int) -> types_pb2.TestBroadcast:
+        return types_pb2.TestBroadcast(digest=str(rank), num_bytes=1 << 20, duration_s=1)
+
+    monkeypatch.setattr(broadcast, "take_part", wrong)
+    assert_fails(await check_broadcast(), FAIL, "sent 0, received 1", "gloo")
+
+
+def test_the_exit_code_is_1_if_anything_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "examine_host", lambda config, given: [host.check_python()])
+    monkeypatch.setattr(session, "_broadcast", lambda: Finding("broadcast", "[b]fast", WARN, "wait"))
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0 and "[b]fast" in done.output and "fix: wait" in done.output
+    nowhere = ["model=/nope", "data.train=x.parquet", "data.prompts_per_step=1", "reward.scorers=[{kind: exact}]"]
+    done = CliRunner().invoke(app, ["doctor", *nowhere])
+    assert done.exit_code == 1 and "/nope does not exist" in done.output
+    done = CliRunner().invoke(app, ["doctor", "--trainer", f"127.0.0.1:{free_port()}"])
+    assert done.exit_code == 1 and "fail" in done.output
+
+
+def test_an_interrupted_command_says_that_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "examine", interrupt)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "doctor"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, capsys.readouterr().err) == (130, "lockstep: stopped\n")

@@ -1,0 +1,326 @@
+"""`lockstep plan`: figures against sums by hand, the tables as a person sees them, and refusals before any start."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from services.common.config.run import Config
+from services.common.errors import InvalidInput, NotFound
+from services.common.families.architecture import Architecture, read_architecture
+from services.coordinator.checks.memory import Memory, fsdp_memory, publication, stage_memory
+from services.coordinator.checks.plan import check_model, show_plan
+from services.coordinator.cli.main import app, main
+
+SHAPE = {
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+DENSE = {"model_type": "qwen3", "intermediate_size": 128, **SHAPE}
+MOE = {
+    "model_type": "qwen3_moe",
+    "intermediate_size": 128,  # of dense layers, of which it has none
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    **SHAPE,
+    "tie_word_embeddings": False,
+}
+# q, k and v, 128 + 64 + 64 rows; o.
+ATTENTION = 64 * 256 + 128 * 64
+AWARE = {"use_precision_aware_optimizer": True}
+HYBRID = AWARE | {"optimizer_cpu_offload": True}
+# Two norms of the layer, those of q and of k.
+NORMS = 2 * 64 + 2 * 32
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return write(tmp_path / "dense", DENSE)
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return write(tmp_path / "moe", MOE)
+
+
+def write(directory: Path, content: dict[str, Any]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+def make(model: Path, **trainer: Any) -> tuple[Config, Architecture]:
+    tree = {
+        "model": str(model),
+        "runs_dir": str(model / "runs"),
+        "data": {"train": "a.parquet", "prompts_per_step": 8},
+        "reward": {"scorers": [{"kind": "exact"}]},
+        "weights": {"bucket_bytes": 2**16},
+        "reference": trainer.pop("reference", {}),
+        "trainer": {"strategy": "megatron", **trainer},
+    }
+    return Config.model_validate(tree), read_architecture(model)
+
+
+def sizes(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        **more,
+    }
+
+
+def shown(config: Config, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show_plan(config, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_dense_memory(dense: Path) -> None:
+    """TP 2 x PP 2 x CP 2 x DP 2. The tied embedding is on both stages, for the last has the output layer."""
+    config, model = make(dense, num_ranks=16, megatron=sizes(tp=2, pp=2, cp=2, grad_offload=True))
+    layer = ATTENTION // 2 + 3 * 64 * 128 // 2 + NORMS
+    embedding, tokens = 256 * 64 // 2, 16384 // 2
+    first = stage_memory(config, model, 0)
+    assert first.parameters == 4 * layer + embedding
+    assert (first.weights, first.gradients) == (2 * first.parameters, 4 * first.parameters)
+    assert first.optimizer == 12 * first.parameters // 4
+    # Bytes per token and TP rank: 4 hidden inputs, q and o's input, k and v, then gate, up and their product.
+    assert first.activations == 4 * tokens * 2 * (4 * 64 + 2 * 128 + 2 * 64 + 3 * 128) // 2
+    assert first.in_flight == 2
+    last = stage_memory(config, model, 1)
+    assert (last.parameters, last.in_flight) == (4 * layer + embedding + 64, 1)
+    assert first.peak == first.weights + first.gradients + first.optimizer + 2 * first.activations
+    assert first.idle == first.weights + first.optimizer
+
+
+def test_tied_embedding_of_one_stage_is_held_once(dense: Path) -> None:
+    config, model = make(dense)
+    assert stage_memory(config, model, 0).parameters == model.num_parameters
+    assert model.num_parameters == 8 * (ATTENTION + 3 * 64 * 128 + NORMS) + 256 * 64 + 64
+
+
+def test_moe_memory(moe: Path) -> None:
+    """TP 2 x DP 4, and over the same 8 ranks ETP 1 x EP 4 x 2 copies: two experts of each layer on a rank."""
+    config, model = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=1), gradient_checkpointing=True)
+    router = 8 * 64
+    dense = 8 * (ATTENTION // 2 + NORMS + router) + 2 * 256 * 64 // 2 + 64
+    experts = 8 * 2 * 3 * 64 * 32
+    memory = stage_memory(config, model, 0)
+    assert memory.parameters == dense + experts
+    assert memory.optimizer == 12 * dense // 4 + 12 * experts // 2
+    assert memory.activations == 8 * 16384 * 2 * 64 // 2  # layer inputs, cut by sequence parallelism
+    config, _ = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=1))
+    expert = 2 * (3 * 32 + 2 * 64)
+    whole = 2 * (4 * 64 + 2 * 128 + 2 * 64 + expert) // 2
+    assert stage_memory(config, model, 0).activations == 8 * 16384 * whole
+    # With ETP 2 both ranks of an expert are sent its tokens, and each computes half of its width.
+    config, _ = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=2))
+    assert stage_memory(config, model, 0).activations == 8 * 16384 * (whole + 2 * 2 * 2 * 64 // 2)
+
+
+def test_keys_that_change_memory(dense: Path) -> None:
+    def memory(megatron: dict[str, Any] | None = None, **trainer: Any) -> Memory:
+        config, model = make(dense, num_ranks=4, megatron={**sizes(tp=2), **(megatron or {})}, **trainer)
+        return stage_memory(config, model, 0)
+
+    plain = memory()
+    count = plain.parameters
+    assert memory({"use_distributed_optimizer": False}).optimizer == 12 * count == 2 * plain.optimizer
+    full = memory(compute_dtype="float32")
+    assert (full.weights, full.optimizer) == (4 * count, 8 * count // 2)  # the weights are their own master copy
+    away = memory({"auto_offload": True})
+    assert away.idle == 0 and away.peak == away.weights + away.gradients + max(away.activations, away.optimizer)
+    # Without sequence parallelism the four hidden inputs of a layer are whole on every TP rank.
+    whole = memory({"sequence_parallel": False}).activations - plain.activations
+    assert whole == 8 * 16384 * 2 * 4 * 64 // 2
+    layer_input, layer = 16384 * 2 * 64 // 2, plain.activations // 8
+    saving = {"gradient_checkpointing": True}
+    assert memory({"recompute_num_layers": 3}, **saving).activations == 3 * layer_input
+    block = memory({"recompute_method": "block", "recompute_num_layers": 3}, **saving).activations
+    assert block == 3 * layer_input + 5 * layer
+    assert memory({"recompute_granularity": "selective"}, **saving).activations == plain.activations
+    assert memory(loss={"kl_coef": 0.1}).reference == plain.weights
+    own = {"megatron": sizes(pp=4)}
+    last = 2 * (ATTENTION + 3 * 64 * 128 + NORMS) + 256 * 64 + 64
+    assert memory(loss={"kl_coef": 0.1}, reference=own).reference == 2 * last
+    assert memory(loss={"kl_coef": 0.1}, lora={"rank": 4}).reference == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradient", "optimizer"),
+    [
+        ({"ddp_config": {"grad_reduce_in_fp32": False}}, 2, 12),
+        ({"optimizer_config_kwargs": {"use_precision_aware_optimizer": True}}, 4, 12),
+        ({"optimizer_config_kwargs": {"exp_avg_dtype": "bf16"}}, 4, 12),  # Megatron takes no notice without the former
+        ({"optimizer_config_kwargs": AWARE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "BF16"}}, 4, 8),
+        ({"optimizer_config_kwargs": AWARE, "fully_reshardable": False}, 4, 10),
+        ({"optimizer_config_kwargs": AWARE | {"main_params_dtype": "fp16"}}, 4, 10),
+        ({"optimizer_config_kwargs": HYBRID | {"optimizer_offload_fraction": 0.75}}, 4, 3),
+        ({"optimizer_config_kwargs": AWARE | {"optimizer_offload_fraction": 0.75}}, 4, 12),
+    ],
+)
+def test_dtypes_and_places_of_optimizer_state(
+    dense: Path, changes: dict[str, Any], gradient: int, optimizer: int
+) -> None:
+    config, model = make(dense, num_ranks=1, megatron=changes)
+    memory = stage_memory(config, model, 0)
+    assert memory.gradients == gradient * memory.parameters
+    assert memory.optimizer == optimizer * memory.parameters
+
+
+def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:
+    config, model = make(dense, megatron={"optimizer_config_kwargs": AWARE | {"exp_avg_dtype": "bfloat16"}})
+    with pytest.raises(InvalidInput, match="exp_avg_dtype: 'bfloat16' is not one of fp32, fp16, bf16, fp8"):
+        stage_memory(config, model, 0)
+
+
+def test_micro_batches_in_flight_of_an_interleaved_pipeline(dense: Path) -> None:
+    """arXiv 2205.05198: stage 0 holds 1 + (PP - 1) / (PP x VPP) times the activations of the whole model."""
+    megatron = sizes(pp=4, virtual_pipeline_model_parallel_size=2)
+    config, model = make(dense, num_ranks=4, megatron=megatron)
+    assert stage_memory(config, model, 0).in_flight == 4 * (1 + 3 / 8)
+    assert stage_memory(config, model, 3).in_flight == 2.5
+
+
+def test_adapters_are_all_that_is_trained(dense: Path) -> None:
+    lora = {"rank": 4, "target_modules": ["linear_qkv", "linear_proj"], "publish": "adapter"}
+    config, model = make(dense, num_ranks=2, megatron=sizes(tp=2), lora=lora)
+    memory = stage_memory(config, model, 0)
+    # q, k, v share the first matrix, whole on each rank; of o the second is.
+    adapters = 8 * 4 * ((64 + 256 // 2) + (128 // 2 + 64))
+    assert memory.gradients == 4 * adapters and memory.optimizer == 12 * adapters
+    assert memory.weights == 2 * (memory.parameters + adapters)
+    # Published as an engine reads it: two matrices each for q, k, v and o.
+    sent, buckets = publication(config, model)
+    assert sent == 2 * 8 * 4 * ((64 + 128) + (64 + 64) + (64 + 64) + (128 + 64))
+    assert buckets == 1
+    canonical, _ = make(dense, num_ranks=2, megatron=sizes(tp=2), lora={"rank": 4, "kind": "canonical_lora"})
+    assert stage_memory(canonical, model, 0).gradients == 4 * 8 * 4 * (
+        3 * 64 + 256 // 2 + (128 // 2 + 64) + 2 * (64 + 128 // 2) + (128 // 2 + 64)
+    )
+
+
+def test_publication_is_cut_as_the_trainer_cuts_it(dense: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from services.common.weights.plan import Plan
+
+    hf = transformers.AutoConfig.from_pretrained(dense)
+    with torch.device("meta"):
+        causal_lm = transformers.AutoModelForCausalLM.from_config(hf).bfloat16()
+    config, model = make(dense)
+    sent = Plan.of(causal_lm.named_parameters(), bucket_bytes=config.weights.bucket_bytes)
+    assert publication(config, model) == (sent.num_bytes, len(sent.buckets))
+    assert len(sent.buckets) > 5
+
+
+def test_fsdp_memory(dense: Path) -> None:
+    config, model = make(dense, strategy="fsdp", num_ranks=4)
+    memory, count = fsdp_memory(config, model), model.num_parameters // 4
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * model.num_parameters, 8 * count)
+    assert (memory.peak, memory.idle) == (12 * count + 4 * model.num_parameters, 12 * count)
+    reducing, _ = make(dense, strategy="fsdp", num_ranks=4, fsdp={"reduce_each_microbatch": True})
+    assert fsdp_memory(reducing, model).peak == 16 * count
+    text = shown(config)
+    assert " all  " in text and "Ranks" not in text and "float32 weights 4" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_plan_fits_the_terminal(moe: Path, width: int) -> None:
+    interleaved = sizes(tp=2, pp=2, ep=4, etp=1, virtual_pipeline_model_parallel_size=2, param_offload=True)
+    config, _ = make(moe, num_ranks=16, megatron=interleaved, loss={"kl_coef": 0.1})
+    text = shown(config, width)
+    lines = [line.split() for line in text.splitlines()]
+    assert max(map(len, text.splitlines())) <= width
+    assert ["11", "3", "1", "0", "1", "1", "3", "0", "2-3,", "6-7", "6-7"] in lines
+    assert ["0"] * 8 + ["0-1,", "4-5", "0-1"] in lines
+    assert any(line[:2] == ["pp", "1"] and "x1.5" in line for line in lines)
+    flat = " ".join(text.split())
+    assert "16 ranks = TP 2 x PP 2 x CP 1 x DP 4, VPP 2 experts: ETP 1 x EP 4 x PP 2 x 2 copies" in flat
+    assert "in host memory between phases (idle): params" in flat
+    assert "batch: 64 samples per mini-batch, 16 on each of 4 data-parallel ranks" in flat
+    assert "bf16 weights 2, grads 4, optimizer: master 4 + Adam moments 8" in flat
+    assert "arXiv 2205.05198" in flat
+
+
+def test_uneven_batch_and_own_layout_of_the_reference(dense: Path) -> None:
+    config, _ = make(dense, num_ranks=3, megatron=sizes())
+    assert "21 or 22 on each of 3" in shown(config)
+    config, _ = make(
+        dense, num_ranks=2, megatron=sizes(tp=2), loss={"kl_coef": 0.1}, reference={"megatron": sizes(pp=2)}
+    )
+    assert "reference: 2 ranks = TP 1 x PP 2" in shown(config)
+
+
+def test_shape_rules_are_checked(dense: Path, tmp_path: Path) -> None:
+    config, _ = make(dense, num_ranks=8, megatron=sizes(tp=8))
+    for check in (check_model, shown):
+        with pytest.raises(
+            InvalidInput, match=r"tensor_model_parallel_size 8: .*num_attention_heads 4.*nearest legal: 4"
+        ):
+            check(config)
+    config, _ = make(dense, num_ranks=6, loss={"kl_coef": 0.1}, reference={"megatron": sizes(pp=3)})
+    with pytest.raises(InvalidInput, match=r"reference\.megatron\.pipeline_model_parallel_size 3"):
+        check_model(config)
+    check_model(make(dense, num_ranks=8, strategy="fsdp")[0])
+    elsewhere = config.model_copy(update={"model": str(tmp_path / "on-another-host")})
+    check_model(elsewhere)
+    with pytest.raises(NotFound, match=r"on-another-host/config\.json"):
+        shown(elsewhere)
+
+
+def write_run(directory: Path, config: Config) -> str:
+    (directory / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return str(directory / "run.yaml")
+
+
+def test_command(dense: Path) -> None:
+    file = write_run(dense, make(dense, num_ranks=4)[0])
+    result = CliRunner().invoke(app, ["plan", file, "trainer.megatron.tensor_model_parallel_size=2"])
+    assert result.exit_code == 0, result.output
+    assert "4 ranks = TP 2 x PP 1 x CP 1 x DP 2" in result.output and "publication: " in result.output
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        # Known from the config, and from the model.
+        ("trainer.megatron.context_parallel_size=3", ["trainer.num_ranks 4", "nearest legal: 3 or 6"]),
+        ("trainer.megatron.tensor_model_parallel_size=4", ["TP", "num_key_value_heads 3", "nearest legal: 3"]),
+    ],
+)
+def test_illegal_layout_starts_nothing(
+    tmp_path: Path,
+    command: str,
+    override: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    odd = {"num_attention_heads": 12, "num_key_value_heads": 3, "vocab_size": 240, "hidden_size": 96}
+    model = write(tmp_path / "odd", DENSE | odd | {"intermediate_size": 192})
+    file = write_run(model, make(model, num_ranks=4)[0])
+    monkeypatch.setattr(sys, "argv", ["lockstep", command, file, override])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("lockstep: error: ") and all(word in line for word in words), line
+    assert not (model / "runs").exists()

@@ -1,0 +1,20 @@
+"""What the terminal says of a run that has ended."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from services.coordinator.observe.outcome import Outcome, show
+
+
+def test_a_number_that_only_one_of_the_evaluations_has_is_shown() -> None:
+    evaluations = [
+        {"version": 0, "eval/test/reward": 0.25},
+        {"version": 2, "eval/test/reward": 0.5, "eval/test/failed": 3.0},
+    ]
+    output = io.StringIO()
+    show(Outcome(Path("runs/run"), 2, 2, evaluations, None), {}, Console(file=output, width=80), number=".2f")
+    rows = [line.replace("│", " ").split() for line in output.getvalue().splitlines()]
+    assert ["test/reward", "0.25", "0.50"] in rows
+    assert ["test/failed", "-", "3.00"] in rows

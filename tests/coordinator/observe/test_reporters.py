@@ -1,0 +1,127 @@
+"""What a terminal shows of a run, at the widths that terminals have."""
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+from rich.console import Console
+
+from services.coordinator.daemon.following import _runs_table
+from services.coordinator.observe.log_files import log_to
+from services.coordinator.observe.reporters import Terminal
+from tests.coordinator.fake_services import make_config
+
+STEP = {
+    "reward/mean": 0.625,
+    "reward/mixed_groups": 0.92,
+    "batch/tokens": 123456.0,
+    "train/entropy": 0.387,
+    "train/grad_norm": 12.345,
+    "train/logprob_gap_max": 2.9e-06,
+    "time/generating_s": 123.45,
+    "time/training_s": 67.89,
+    "time/publishing_s": 1.23,
+}
+NUMBERS = {"0.625", "0.92", "123456", "0.387", "12.345", "2.9e-06", "123.45", "67.89", "1.23"}
+NUM_STEPS = 30
+
+
+def make_console(width: int, height: int, *, is_terminal: bool) -> Console:
+    return Console(file=io.StringIO(), width=width, height=height, force_terminal=is_terminal, color_system=None)
+
+
+def told(console: Console) -> Terminal:
+    """A terminal at the end of a run of two held-out sets."""
+    terminal = Terminal(console, NUM_STEPS)
+    for version in range(1, NUM_STEPS + 1):
+        terminal.step(version, STEP)
+        if version % 10 == 0:
+            terminal.evaluation(version, {"eval/hard/reward": 0.25, "eval/easy/tokens_mean": 3, "eval/easy/reward": 1})
+    terminal.close()
+    return terminal
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "num_columns", "num_rows"),
+    [(40, 10, 4, 4), (80, 24, 7, 12), (100, 30, 9, 12), (120, 16, 11, 10)],
+)
+def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_columns: int, num_rows: int):
+    table = told(make_console(width, height, is_terminal=True))._table()
+    console = make_console(width, height, is_terminal=False)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and len(lines) < height
+    assert len(lines[1].split("┃")) - 2 == num_columns
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[0] for row in rows] == [str(step) for step in range(NUM_STEPS - num_rows + 1, NUM_STEPS + 1)]
+    assert rows[-1][1] == "1.000 0.250"  # by the sets' names
+    assert all({*row} - {row[0], row[1]} <= NUMBERS for row in rows)
+    assert [len({*row} & NUMBERS) for row in rows] == [num_columns - 2] * num_rows
+
+
+def test_a_file_gets_a_line_for_each_step():
+    console = make_console(40, 10, is_terminal=False)
+    told(console)
+    head, *lines = console.file.getvalue().splitlines()
+    assert head.split()[-6:] == ["generate", "s", "train", "s", "publish", "s"]
+    steps = [line for line in lines if not line.startswith("held-out")]
+    assert len(steps) == NUM_STEPS and len(lines) == NUM_STEPS + 3
+    assert {len(line) for line in (head, *steps)} == {len(head)}
+    assert all({*line.split()[1:]} == NUMBERS for line in steps)
+
+
+@pytest.mark.parametrize(("width", "num_columns"), [(40, 2), (60, 3), (80, 4), (90, 5), (160, 5)])
+def test_the_name_of_a_run_is_whole_in_every_list(width: int, num_columns: int):
+    name = "quickstart-20261122-033224"
+    runs = [
+        pb.Run(name=n, run_dir=f"/home/me/lockstep/runs/{n}", phase="generating", state=pb.RUN_STATE_RUNNING)
+        for n in (name, "b")
+    ]
+    console = make_console(width, 24, is_terminal=False)
+    console.print(_runs_table(runs, width))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[0] for row in rows if row[0]] == [name, "b"]
+    assert {len(row) for row in rows} == {num_columns}
+    if num_columns == 5:
+        assert "".join(row[4] for row in rows) == "".join(run.run_dir for run in runs)
+
+
+def test_a_name_wider_than_the_terminal_is_folded():
+    console = make_console(40, 24, is_terminal=False)
+    console.print(_runs_table([pb.Run(name="a" * 70)], 40))
+    assert console.file.getvalue().count("a") == 70
+
+
+@contextlib.contextmanager
+def logging_to(console: Console, directory: Path) -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+    root.handlers.clear()  # or they would be closed
+    try:
+        log_to(make_config(runs_dir=directory), console)
+        yield
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.level, root.handlers[:] = before
+
+
+def test_a_warning_is_one_line_where_there_is_no_terminal(tmp_path: Path):
+    message = "replica 127.0.0.1:5 is out: " + "gone " * 40 + "[for good]"
+    lines = {}
+    for is_terminal in (False, True):
+        console = make_console(80, 24, is_terminal=is_terminal)
+        with logging_to(console, tmp_path):
+            logging.getLogger("test").info("not for the terminal")
+            logging.getLogger("test").warning(message)
+        lines[is_terminal] = console.file.getvalue().splitlines()
+    (line,) = lines[False]
+    assert line.endswith(f" WARNING {message}")
+    assert len(lines[True]) > 2 and max(map(len, lines[True])) <= 80
+    assert (tmp_path / "run" / "logs" / "coordinator.log").read_text().count(message) == 2

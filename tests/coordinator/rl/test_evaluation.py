@@ -1,0 +1,318 @@
+"""Numbers of held-out sets, worked out in other ways; what an evaluation asks of the services and leaves behind."""
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import pytest_asyncio
+from lockstep.reward.v1 import reward_pb2
+from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
+from pydantic import ValidationError
+
+from services.common.config.evaluation import EvalSetConfig
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
+from services.coordinator.observe.reporters import Reporter
+from services.coordinator.rl.eval_session import eval_config
+from services.coordinator.rl.evaluation import evaluate, pass_at_k
+from services.coordinator.runs.clock import Phase
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Run
+from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
+
+STAMP = PolicyStamp(version=4, digest="d" * 32)
+EVAL = {"easy": "easy.parquet", "hard": "hard.parquet", "plain": "plain.parquet"}
+# By prompt: the rewards of its samples in order, the number of their tokens, and how many were cut off.
+REWARDS = {"p0": [1.0, 0.0, 0.5, 1.0], "p1": [0.0, 0.0, 0.0, 0.0], "p2": [1.0, 1.0, 1.0, 0.5]}
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_pass():
+    for num_samples in range(1, 8):
+        for num_passed in range(num_samples + 1):
+            passes = [True] * num_passed + [False] * (num_samples - num_passed)
+            for k in range(1, num_samples + 1):
+                draws = list(itertools.combinations(passes, k))
+                share = sum(map(any, draws)) / len(draws)
+                assert pass_at_k(num_samples, num_passed, k) == pytest.approx(share, abs=1e-15)
+    # Where factorials leave float64: 1 - (1 - 5/1000)(1 - 5/999)...
+    assert pass_at_k(1000, 5, 100) == pytest.approx(1 - (900 * 899 * 898 * 897 * 896) / (1000 * 999 * 998 * 997 * 996))
+
+
+class Replica(FakeReplica):
+    """The n-th sample of a prompt has n + 2 tokens, the last of four is cut off; notes how samples were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int, float, int]] = []
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        (prompt,), sampling = request.prompts, request.sampling
+        asked = (prompt.prompt_id, len(prompt.seeds), round(sampling.temperature, 6), sampling.max_tokens)
+        self.asked.append(asked)
+        completions = [
+            Completion(
+                tokens=[index] * (index + 2),
+                logprobs=[-1] * (index + 2),
+                finish_reason=FINISH_REASON_LENGTH if index == 3 else FINISH_REASON_STOP,
+                seed=seed,
+            )
+            for index, seed in enumerate(prompt.seeds)
+        ]
+        yield pb.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=request.expected_stamp)
+
+
+class Scorer(FakeReward):
+    """Scores as in REWARDS; none of the samples in `failing`, which are named as p1/3."""
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        rewards = REWARDS[request.prompt_id][: len(request.candidates)]
+        scores = [reward_pb2.Score(reward=r, components={"math": 2 * r, "truncated": 9.0}) for r in rewards]
+        for sample in range(len(scores)):
+            if f"{request.prompt_id}/{sample}" in self.failing:
+                scores[sample] = reward_pb2.Score(failure=reward_pb2.Failure(reason=1, scorer="fake", message="slow"))
+        return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
+
+
+@pytest_asyncio.fixture
+async def evaluated(tmp_path: Path) -> AsyncIterator[tuple[Run, Replica, dict[str, float]]]:
+    sets = {
+        "easy": {"temperature": 0.6, "num_samples": 4, "pass_k": [1, 2, 4], "max_tokens": 33},
+        "hard": {"num_samples": 1, "pass_k": [1], "pass_threshold": 0.5, "max_prompts": 2},
+    }
+    config = make_config(
+        runs_dir=tmp_path,
+        data={"train": "x.parquet", "eval": EVAL, "prompts_per_step": 8},
+        evaluation={"max_tokens": 22, "sets": sets},
+        rollout={"sampling": {"temperature": 0.9, "max_tokens": 11}},
+    )
+    with contextlib.closing(Run(config, open_run(config))) as run:
+        async with replicas(1, Replica) as fakes, collector(config, fakes, Scorer(set()), STAMP) as collects:
+            prompts = [make_prompt(index) for index in range(3)]
+            yield run, fakes[0], await evaluate(run, collects, dict.fromkeys(EVAL, prompts), STAMP)
+
+
+async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, dict[str, float]]):
+    run, replica, metrics = evaluated
+    expected = {
+        "eval/easy/reward": 6 / 12,
+        "eval/easy/pass@1": (2 / 4 + 0 + 3 / 4) / 3,
+        "eval/easy/pass@2": ((1 - 1 / 6) + 0 + 1) / 3,
+        "eval/easy/pass@4": 2 / 3,
+        "eval/easy/tokens_mean": 3.5,
+        "eval/easy/truncated": 0.25,  # not the component of the same name
+        "eval/easy/math": 1.0,
+        "eval/hard/reward": 0.5,
+        "eval/hard/pass@1": 0.5,
+        "eval/hard/tokens_mean": 2.0,
+        "eval/hard/truncated": 0.0,
+        "eval/hard/math": 1.0,
+        "eval/plain/reward": 2 / 3,
+        "eval/plain/tokens_mean": 2.0,
+        "eval/plain/truncated": 0.0,
+        "eval/plain/math": 4 / 3,
+    }
+    assert metrics == pytest.approx(expected, abs=1e-12)
+    assert list(metrics) == list(expected)
+    (recorded,) = run.record.ledger.all(Kind.EVALUATED)
+    assert recorded == {"version": 4, **metrics}
+    (shown,) = run.record.evaluations()
+    assert shown == recorded
+    ordered = ["reward", "math", "pass@1", "pass@2", "pass@4", "tokens_mean", "truncated"]
+    assert list(shown)[:8] == ["version", *(f"eval/easy/{metric}" for metric in ordered)]
+
+    # One set after the other; the prompts of a set arrive in any order.
+    assert sorted(replica.asked[:3]) == [(f"p{index}", 4, 0.6, 33) for index in range(3)]
+    assert sorted(replica.asked[3:5]) == [(p, 1, 0.0, 22) for p in ("p0", "p1")]
+    assert sorted(replica.asked[5:]) == [(p, 1, 0.0, 22) for p in ("p0", "p1", "p2")]
+    for name, num_rows in (("easy", 12), ("hard", 2), ("plain", 3)):
+        samples = pq.read_table(run.config.run_dir / "evaluations" / f"{name}-step-000004.parquet")
+        assert samples.num_rows == num_rows
+        assert set(samples["policy_digest"].to_pylist()) == {STAMP.digest}
+        ids, indices = samples["prompt_id"].to_pylist(), samples["sample"].to_pylist()
+        of_rows = [REWARDS[prompt_id][index] for prompt_id, index in zip(ids, indices, strict=True)]
+        assert samples["reward"].to_pylist() == of_rows
+
+
+def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tmp_path: Path, monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr("services.coordinator.runs.clock.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    told: list[dict[str, float]] = []
+    reporter = Reporter()
+    reporter.evaluation = lambda version, metrics: told.append(metrics)
+    config = make_config(runs_dir=tmp_path)
+    with contextlib.closing(Run(config, open_run(config))) as run:
+        run.begin(4, [reporter])
+        with run.phase(Phase.EVALUATING):
+            next(seconds)
+        run.finish_evaluation(4, {"eval/test/reward": 0.5})
+        with run.phase(Phase.TRAINING):
+            next(seconds)
+        assert told == [{"eval/test/reward": 0.5, "time/evaluating_s": 2}]
+        # Of 0, 1, ... 8: the step began at 1, evaluating took 2 to 4, training 5 to 7.
+        assert run.clock.metrics() == {"time/training_s": 2, "time/step_s": 5, "time/outside_share": 3 / 5}
+
+
+@pytest.fixture
+def evaluate_failing(tmp_path: Path) -> Callable[[str, set[str]], Awaitable[dict[str, float]]]:
+    """Evaluates p0, p1 and p2, four samples of each, under a policy and with failing samples."""
+
+    async def evaluates(on_failure: str, failing: set[str]) -> dict[str, float]:
+        config = make_config(
+            runs_dir=tmp_path / on_failure,
+            data={"train": "x.parquet", "eval": {"math": "math.parquet"}, "prompts_per_step": 8},
+            evaluation={"sets": {"math": {"temperature": 0.6, "num_samples": 4, "pass_k": [1, 4]}}},
+            reward={"scorers": [{"kind": "exact"}], "on_failure": on_failure},
+        )
+        with contextlib.closing(Run(config, open_run(config))) as run:
+            async with replicas(1, Replica) as fakes, collector(config, fakes, Scorer(failing), STAMP) as collects:
+                return await evaluate(run, collects, {"math": [make_prompt(index) for index in range(3)]}, STAMP)
+
+    return evaluates
+
+
+@pytest.mark.parametrize("on_failure", ["drop_group", "zero"])
+async def test_samples_that_cannot_be_scored_count_as_0_and_are_reported(evaluate_failing, on_failure: str):
+    metrics = await evaluate_failing(on_failure, {"p2/0", "p2/1", "p0/0"})
+    # p0: -, 0, 0.5, 1; p1: 0, 0, 0, 0; p2: -, -, 1, 0.5
+    assert metrics["eval/math/failed"] == 3.0
+    assert metrics["eval/math/reward"] == pytest.approx(3.0 / 12)
+    assert metrics["eval/math/pass@1"] == pytest.approx((1 / 4 + 0 + 1 / 4) / 3)
+    assert metrics["eval/math/pass@4"] == pytest.approx(2 / 3)
+
+
+async def test_an_evaluation_without_any_score_and_one_that_may_not_fail_are_errors(evaluate_failing):
+    for on_failure, failing, message in (
+        ("drop_group", {f"p{prompt}/{sample}" for prompt in range(3) for sample in range(4)}, "no sample could be"),
+        ("fail", {"p2/0"}, "p2.*slow"),
+    ):
+        with pytest.raises(LockstepError, match=message) as raised:
+            await evaluate_failing(on_failure, failing)
+        assert raised.value.reason is Reason.REWARD_FAILED
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pass_k": [4]}, "pass_k 4 is above num_samples 1: raise num_samples to at least 4"),
+        ({"temperature": 1, "num_samples": 4, "pass_k": [1, 8]}, "pass_k 8 is above num_samples 4"),
+        ({"temperature": 1, "num_samples": 4, "pass_k": [0]}, "pass_k 0 must be at least 1"),
+        ({"num_samples": 2}, "num_samples 2 needs a temperature above 0"),
+        ({"temperature": -1}, "greater than or equal to 0"),
+        ({"temperature": float("inf")}, "finite"),
+        ({"temperature": 0.005}, "vLLM would sample at 0.01; set at least that, or 0"),
+        ({"num_samples": 0}, "greater than or equal to 1"),
+        ({"max_prompts": 0}, "greater than or equal to 1"),
+        ({"pass_at": 1}, "Extra inputs"),
+    ],
+)
+def test_a_set_that_cannot_be_is_refused(settings: dict, message: str):
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        EvalSetConfig(**settings)
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> str:
+    data = {"train": "t", "eval": {"gsm8k-test": "g", "aime": "a"}, "prompts_per_step": 8, "max_prompt_tokens": 100}
+    config = {"model": "m", "data": data, "reward": {"scorers": [{"kind": "exact"}]}, "runs_dir": str(tmp_path)}
+    config["rollout"] = {"max_model_len": 1200, "sampling": {"max_tokens": 50}}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    return str(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["evaluation.sets.gsm8k.temperature=1"],
+            ["sets.gsm8k: data.eval has gsm8k-test, aime; did you mean gsm8k-test?"],
+        ),
+        (["evaluation.sets.zzz.temperature=1", "data.eval=[]"], ["evaluation.sets.zzz: data.eval has no set"]),
+        (["evaluation.sets.aime.max_tokens=1101"], ["set aime = 1201", "rollout.max_model_len = 1200"]),
+        (["evaluation.max_tokens=2000"], ["set gsm8k-test = 2100", "at least 2100"]),
+        (["evaluation.eval_freq=1", "data.eval=[]"], ["evaluation.eval_freq", "data.eval names no file"]),
+        (["evaluation.sets.aime.num_samples=4"], ["evaluation.sets.aime: num_samples 4", "command line"]),
+    ],
+)
+def test_sets_and_sections_that_do_not_fit(run_yaml: str, overrides: list[str], words: list[str]):
+    with pytest.raises(InvalidInput) as raised:
+        load(Config, [run_yaml, *overrides])
+    for word in words:
+        assert word in raised.value.message
+
+
+def test_what_a_set_leaves_open_is_the_sections(run_yaml: str):
+    aime = "evaluation.sets.aime={temperature: 0.6, num_samples: 32, pass_k: [1, 8], max_tokens: 1100}"
+    evaluation = load(Config, [run_yaml, "evaluation.max_tokens=70", aime]).evaluation
+    expected = EvalSetConfig(temperature=0.6, num_samples=32, pass_k=(1, 8), max_tokens=1100)
+    assert evaluation.settings("aime") == expected
+    assert evaluation.settings("gsm8k-test") == EvalSetConfig(max_tokens=70)
+    assert load(Config, [run_yaml]).evaluation.settings("aime") == EvalSetConfig()
+
+
+class TestEvalConfig:
+    """What `lockstep eval` makes of a run's config and a path."""
+
+    @pytest.fixture
+    def config(self, run_yaml: str) -> Config:
+        return load(Config, [run_yaml])
+
+    @pytest.fixture
+    def run_dir(self, tmp_path: Path) -> Iterator[Path]:
+        """A whole run with a checkpoint and an exported model."""
+        directory = tmp_path / "run"
+        (directory / "checkpoints" / "step-000002").mkdir(parents=True)
+        (directory / "model").mkdir()
+        (directory / "config.json").write_text("{}")
+        (directory / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")
+        (directory / "model" / "config.json").write_text("{}")
+        return directory
+
+    def test_a_checkpoint_is_loaded_into_the_runs_model(self, config: Config, run_dir: Path):
+        checkpoint = run_dir / "checkpoints" / "step-000002"
+        made = eval_config(config, checkpoint, None)
+        assert (made.model, made.resume) == ("m", str(checkpoint))
+        assert made.run_dir.parent == config.run_dir
+        assert made.run_dir.name.startswith("eval-step-000002-")
+        start = open_run(made)
+        start.ledger.close()
+        assert start.checkpoint == str(checkpoint)
+        assert not (run_dir / "ledger.sqlite").exists()
+
+    def test_results_of_a_checkpoint_are_with_its_run(self, config: Config, run_dir: Path):
+        checkpoint = run_dir / "checkpoints" / "step-000002"
+        other = config.model_copy(update={"name": "of-the-yaml"})
+        assert eval_config(other, checkpoint, None).run_dir.parent == other.run_dir  # of no run: there is no ledger
+        (run_dir / "ledger.sqlite").touch()
+        assert eval_config(other, checkpoint, None).run_dir.parent == run_dir
+        assert eval_config(other, run_dir / "model", None).run_dir.parent == other.run_dir
+        assert eval_config(other, checkpoint, run_dir / "mine").run_dir == run_dir / "mine"
+
+    def test_a_model_is_taken_in_place_of_the_runs(self, config: Config, run_dir: Path, tmp_path: Path):
+        made = eval_config(config.model_copy(update={"resume": "must"}), run_dir / "model", tmp_path / "out")
+        assert (made.model, made.resume, made.run_dir) == (str(run_dir / "model"), "never", tmp_path / "out")
+        start = open_run(made)
+        start.ledger.close()
+        assert start.checkpoint == ""
+
+    def test_refusals(self, config: Config, run_dir: Path, tmp_path: Path):
+        with pytest.raises(InvalidInput, match=r"is a whole run: .* it has checkpoints/step-000002"):
+            eval_config(config, run_dir, None)
+        with pytest.raises(NotFound, match=r"has neither manifest\.json nor config\.json"):
+            eval_config(config, run_dir / "checkpoints", None)
+        with pytest.raises(NotFound, match="nowhere is no directory"):
+            eval_config(config, tmp_path / "nowhere", None)
+        with pytest.raises(InvalidInput, match=r"--out: .*run exists and is not an empty directory"):
+            eval_config(config, run_dir / "model", run_dir)
+        nothing = config.model_copy(update={"data": config.data.model_copy(update={"eval": {}})})
+        with pytest.raises(InvalidInput, match=r"data\.eval names no file"):
+            eval_config(nothing, run_dir / "model", None)

@@ -1,0 +1,89 @@
+"""Metrics of a batch against values worked out by hand."""
+
+import math
+
+import pytest
+
+from services.common.config.advantage import AdvantageConfig
+from services.coordinator.rl.advantages import compute_advantages
+from services.coordinator.rl.metrics import batch_metrics
+from tests.coordinator.rl.advantages.harness import row, table
+
+
+def scored(group: int, reward: float, num_tokens: int, finish_reason: str, components: dict) -> dict:
+    return row(reward, num_tokens, group, finish_reason=finish_reason, components=list(components.items()))
+
+
+def test_metrics_of_a_batch():
+    rows = [
+        scored(0, 1.0, 2, "stop", {"math": 1.0, "format": 0.0}),
+        scored(0, 0.0, 4, "length", {"math": 0.0}),
+        scored(1, 1.0, 6, "stop", {"math": 1.0}),
+        scored(1, 1.0, 8, "stop", {"math": 1.0}),
+    ]
+    assert batch_metrics(table(rows)) == pytest.approx(
+        {
+            "reward/mean": 0.75,
+            "reward/std": math.sqrt(3) / 4,
+            "reward/mixed_groups": 0.5,
+            "reward/math": 0.75,
+            "reward/format": 0.0,  # of the one sample that has it
+            "completion/tokens_mean": 5.0,
+            "completion/tokens_max": 8.0,
+            "completion/truncated": 0.25,
+            "batch/samples": 4.0,
+            "batch/tokens": 20.0,
+        }
+    )
+
+
+def per_token(rows: list[dict]) -> dict[str, float]:
+    names = ("advantage/", "kl/", "value/")
+    return {name: value for name, value in batch_metrics(table(rows)).items() if name.startswith(names)}
+
+
+def test_numbers_of_trained_tokens():
+    rows = [
+        # The masked token's numbers count nowhere.
+        row(1, 3, loss_mask=[True, False, True], advantages=[1, 99, 3], logprobs=[-1, -9, -1], ref_logprobs=[-2, 0, -4])
+        | {"values": [0, 99, 1], "returns": [1, -99, 2]},
+        row(0, 1, loss_mask=[True], advantages=[-4], ref_logprobs=[-0.5], values=[1], returns=[0]),
+    ]
+    assert per_token(rows) == pytest.approx(
+        {
+            "advantage/mean": 0.0,  # of 1, 3, -4
+            "advantage/std": math.sqrt(26 / 3),
+            "advantage/min": -4.0,
+            "advantage/max": 3.0,
+            "kl/token_mean": 3.5 / 3,  # 1, 3 and -0.5
+            "kl/sample_mean": 1.75,
+            "value/mean": 2 / 3,
+            # Errors 1, 1, -1: variance 1 - 1 / 9 = 8 / 9; returns 1, 2, 0: variance 2 / 3
+            "value/explained_variance": 1 - (8 / 9) / (2 / 3),
+        }
+    )
+
+
+def test_explained_variance_of_a_perfect_and_of_a_constant_critic():
+    rows = [row(reward, 2, returns=[reward] * 2) for reward in (0, 1)]
+    perfect = [r | {"values": r["returns"]} for r in rows]
+    constant = [r | {"values": [0.3, 0.3]} for r in rows]
+    assert per_token(perfect)["value/explained_variance"] == 1
+    assert per_token(constant)["value/explained_variance"] == pytest.approx(0, abs=1e-6)  # 0.3 is rounded to float32
+    alike = [r | {"values": [0, 1], "returns": [1, 1]} for r in rows]  # there is nothing to explain
+    assert per_token(alike) == {"value/mean": 0.5}
+
+
+def test_numbers_of_a_batch_without_a_trained_token_are_left_out():
+    assert per_token([row(1, 2, loss_mask=[False, False], advantages=[0, 0])]) == {}
+
+
+def test_metrics_of_credited_samples():
+    rows = [row(reward, values=[0.5], ref_logprobs=[-1]) for reward in (1, 0)]
+    metrics = batch_metrics(
+        compute_advantages(table(rows), AdvantageConfig(kind="gae", whiten="none", kl={"coef": 0.1}))
+    )
+    assert metrics["advantage/min"] == -0.5
+    assert metrics["advantage/max"] == 0.5
+    assert metrics["kl/token_mean"] == 0
+    assert metrics["value/explained_variance"] == 0

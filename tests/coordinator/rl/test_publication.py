@@ -1,0 +1,179 @@
+"""Publication over replicas that fail in each of its phases."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import pytest_asyncio
+from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, WeightPlan
+
+from services.common.errors import Aborted, PreconditionFailed, Reason, Unavailable
+from services.coordinator.rl.publication import Publisher
+from services.coordinator.services.clients.replica import ReplicaState
+from services.coordinator.services.clients.rollout import Rollout
+from tests.coordinator.fake_services import FakeReplica, make_config, replicas
+from tests.support import PATIENCE_S, until
+
+DEAD, STALE, SERVING = ReplicaState.DEAD, ReplicaState.STALE, ReplicaState.SERVING
+
+
+@dataclass
+class FakeTrainer:
+    """Sends at once, from two ranks; what it sends has the digest `digest`."""
+
+    opened: OpenRunResponse = field(
+        default_factory=lambda: OpenRunResponse(store_host="h", weight_backend="gloo", plan=WeightPlan(num_senders=2))
+    )
+    digest: str = "digest"
+    plan_digest: str = "plan"
+    groups: list[WeightGroup] = field(default_factory=list)
+
+    async def join(self, group: WeightGroup) -> str:
+        self.groups.append(group)
+        return self.plan_digest
+
+    async def send(self, epoch: int, version: int) -> PolicyStamp:
+        assert epoch == self.groups[-1].epoch
+        return PolicyStamp(version=version, digest=self.digest)
+
+
+class FakeRun(SimpleNamespace):
+    """The run and its record in one."""
+
+    @property
+    def record(self) -> "FakeRun":
+        return self
+
+    def next_epoch(self, num_replicas: int) -> int:
+        self.epochs.append(num_replicas)
+        return len(self.epochs)
+
+    def record_published(self, stamp: PolicyStamp) -> None:
+        self.published.append(stamp.version)
+
+
+@dataclass
+class Parts:
+    fakes: list[FakeReplica]
+    rollout: Rollout
+    trainer: FakeTrainer
+    run: FakeRun
+    publisher: Publisher
+
+    @property
+    def states(self) -> list[ReplicaState]:
+        return [replica.state for replica in self.rollout.replicas]
+
+    async def until(self, *states: ReplicaState) -> None:
+        await until(lambda: self.states == list(states))
+
+
+@pytest_asyncio.fixture
+async def parts():
+    config = make_config()
+    async with replicas(2) as fakes:
+        rollout = Rollout([fake.address for fake in fakes], config)
+        await rollout.open("run", ModelCard())
+        trainer, run = FakeTrainer(), FakeRun(config=config, run_id="run", epochs=[], published=[])
+        yield Parts(fakes, rollout, trainer, run, Publisher(trainer, rollout, run))
+        await rollout.close()
+
+
+async def test_a_group_stays_as_long_as_its_members(parts: Parts):
+    for version in (0, 1, 2):
+        assert await parts.publisher.publish(version) == PolicyStamp(version=version, digest="digest")
+    assert parts.run.epochs == [2]
+    assert parts.run.published == [0, 1, 2]
+    assert [fake.epochs for fake in parts.fakes] == [[(1, 4)], [(1, 4)]]
+    assert [[stamp.version for stamp in fake.committed] for fake in parts.fakes] == [[0, 1, 2]] * 2
+    assert parts.states == [SERVING, SERVING]
+
+
+@pytest.mark.parametrize("method", ["JoinWeightGroup", "ReceiveWeights", "CommitWeights"])
+async def test_one_that_dies_drops_out_and_the_rest_get_a_new_epoch(parts: Parts, method: str):
+    survivor, mortal = parts.fakes
+    dying = asyncio.Event()
+
+    async def die_in_call(request, context):
+        dying.set()
+        await asyncio.Event().wait()
+
+    setattr(mortal, method, die_in_call)
+    await mortal.die()
+    await mortal.start()  # the handlers are bound when the server starts
+    publishing = asyncio.create_task(parts.publisher.publish(5))
+    await asyncio.wait_for(dying.wait(), PATIENCE_S)
+    await mortal.die()
+    stamp = await asyncio.wait_for(publishing, PATIENCE_S)
+    assert parts.states == [SERVING, DEAD]
+    assert parts.run.epochs == [2, 1]
+    assert parts.run.published == [5]
+    assert survivor.committed[-1] == stamp
+    assert survivor.epochs == [(1, 4), (2, 3)]
+
+    delattr(mortal, method)
+    await mortal.start()
+    await parts.until(SERVING, STALE)
+    await parts.publisher.publish(6)
+    assert parts.states == [SERVING, SERVING]
+    assert parts.run.epochs == [2, 1, 2]
+    assert [stamp.version for stamp in mortal.committed] == [6]
+
+
+async def test_one_that_came_back_between_two_publications_is_a_new_member(parts: Parts):
+    await parts.publisher.publish(0)
+    await parts.fakes[0].die()
+    parts.rollout.mark_dead(parts.rollout.replicas[0], Unavailable("gone"))
+    await parts.fakes[0].start()
+    await parts.until(STALE, SERVING)
+    await parts.publisher.publish(1)
+    # Formed anew before anything is sent: its new process never joined the first epoch.
+    assert parts.run.epochs == [2, 2]
+    assert parts.states == [SERVING, SERVING]
+
+
+async def test_a_passing_fault_costs_an_epoch(parts: Parts):
+    parts.fakes[1].error["ReceiveWeights"] = Aborted("a lost packet")
+    parts.fakes[1].failures_left = 1
+    await parts.publisher.publish(0)
+    assert parts.run.epochs == [2, 2]
+    assert parts.states == [SERVING, SERVING]
+
+
+async def test_a_fault_that_stays_is_reported_and_nothing_is_served(parts: Parts):
+    parts.fakes[1].error["ReceiveWeights"] = Aborted("always")
+    with pytest.raises(Aborted, match="always"):
+        await parts.publisher.publish(0)
+    assert parts.run.epochs == [2, 2, 2]
+    assert parts.run.published == []
+    assert [fake.committed for fake in parts.fakes] == [[], []]
+    assert SERVING not in parts.states
+
+
+async def test_other_bytes_are_never_committed(parts: Parts):
+    parts.fakes[1].digest = "other"
+    with pytest.raises(PreconditionFailed) as raised:
+        await parts.publisher.publish(0)
+    assert raised.value.reason is Reason.DIGEST_MISMATCH
+    assert [fake.committed for fake in parts.fakes] == [[], []]
+    assert parts.run.published == []
+
+
+@pytest.mark.parametrize("who", ["replica", "trainer"])
+async def test_another_plan_is_refused_before_anything_is_sent(parts: Parts, who: str):
+    (parts.trainer if who == "trainer" else parts.fakes[0]).plan_digest = "other"
+    with pytest.raises(PreconditionFailed) as raised:
+        await parts.publisher.publish(0)
+    assert raised.value.reason is Reason.PLAN_MISMATCH
+    assert [fake.committed for fake in parts.fakes] == [[], []]
+
+
+async def test_without_replicas_there_is_nobody_to_publish_to(parts: Parts):
+    for fake in parts.fakes:
+        await fake.die()
+    with pytest.raises(Unavailable) as raised:
+        await parts.publisher.publish(0)
+    assert raised.value.reason is Reason.NO_REPLICA
+    assert parts.states == [DEAD, DEAD]

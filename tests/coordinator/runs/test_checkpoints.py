@@ -1,0 +1,181 @@
+"""Checkpoints are saved while the run goes on, one at a time, and recorded when they are whole."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.config.run import CheckpointConfig
+from services.common.errors import InternalError, PreconditionFailed
+from services.coordinator.rl.step import update
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Run
+from tests.coordinator.fake_services import make_config
+from tests.support import until
+
+DIRECTORIES = ("critic_checkpoints", "checkpoints")
+
+
+class FakeTrainer:
+    """Ends a save, or lets it fail, when the test says so."""
+
+    def __init__(self, name: str = "trainer") -> None:
+        self.name = name
+        self.saving: list[int] = []
+        self.trained: list[int] = []
+        self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
+
+    async def save(self, path: str, version: int) -> str:
+        self.saving.append(version)
+        error = await self.ends.get()
+        if error is not None:
+            raise error
+        Path(path).mkdir(parents=True)
+        return "digest"
+
+    async def train(self, batch: object, batch_id: str, stamp: PolicyStamp, *_: object) -> tuple[int, dict[str, float]]:
+        self.trained.append(stamp.version)
+        return stamp.version + 1, {}
+
+
+@pytest.fixture
+def open_again(tmp_path: Path) -> Iterator[Callable[[], Run]]:
+    """Opens the run, also after it was closed."""
+    config = make_config(name="run", runs_dir=tmp_path, checkpoint={"save_freq": 1, "max_ckpts_to_keep": 2})
+    runs: list[Run] = []
+
+    def opening() -> Run:
+        runs.append(Run(config, open_run(config)))
+        return runs[-1]
+
+    yield opening
+    runs[-1].close()
+
+
+def recorded(run: Run, kind: Kind) -> list[str]:
+    return [Path(row["path"]).name for row in run.record.ledger.all(kind)]
+
+
+async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callable[[], Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    await run.checkpoints.begin([trainer], 1)  # returns, though the save does not
+    second = asyncio.create_task(run.checkpoints.begin([trainer], 2))
+    await until(lambda: trainer.saving)
+    run.checkpoints.check()
+    assert not second.done() and trainer.saving == [1] and recorded(run, Kind.SAVED) == []
+    trainer.ends.put_nowait(None)
+    await second
+    assert recorded(run, Kind.SAVED) == ["step-000001"]
+    trainer.ends.put_nowait(None)
+    trainer.ends.put_nowait(None)
+    await run.checkpoints.begin([trainer], 3)
+    assert recorded(run, Kind.DELETED) == []  # the third is not whole yet
+    await run.checkpoints.finish()
+    assert recorded(run, Kind.SAVED) == ["step-000001", "step-000002", "step-000003"]
+    assert recorded(run, Kind.DELETED) == ["step-000001"]
+    assert sorted(path.name for path in (run.config.run_dir / "checkpoints").iterdir()) == [
+        "step-000002",
+        "step-000003",
+    ]
+
+
+async def test_of_a_critic_the_newest_is_kept_and_saved_before_the_policy(open_again: Callable[[], Run]) -> None:
+    run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
+    for version in (1, 2, 3):
+        for model in (critic, trainer):
+            model.ends.put_nowait(None)
+        await run.checkpoints.begin([critic, trainer], version)
+        await run.checkpoints.finish()
+    assert recorded(run, Kind.SAVED_CRITIC) == ["step-000001", "step-000002", "step-000003"]
+    kept = {name: sorted(path.name for path in (run.config.run_dir / name).iterdir()) for name in DIRECTORIES}
+    assert kept == {"critic_checkpoints": ["step-000003"], "checkpoints": ["step-000002", "step-000003"]}
+
+
+async def test_neither_model_is_trained_before_the_policy_is_saved_too(open_again: Callable[[], Run]) -> None:
+    run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
+    await run.checkpoints.begin([critic, trainer], 1)
+    stamp, context = PolicyStamp(version=1, digest="d"), SimpleNamespace(trainer=trainer, critic=critic)
+    updating = asyncio.create_task(update(run, context, None, stamp))
+    critic.ends.put_nowait(None)
+    await until(lambda: trainer.saving)
+    assert trainer.trained == []
+    trainer.ends.put_nowait(None)
+    assert await updating == (2, {})
+    assert recorded(run, Kind.SAVED) == ["step-000001"] and trainer.trained == [1]
+
+
+async def test_a_run_that_is_stopped_is_saved_where_it_is(open_again: Callable[[], Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    run.begin(3, [])
+    run.config.__dict__["checkpoint"] = CheckpointConfig(save_freq=2)
+    await run.end_checkpoints([trainer])
+    assert trainer.saving == []  # it was not stopped
+    run.stopping = True
+    trainer.ends.put_nowait(None)
+    await run.end_checkpoints([trainer])
+    assert recorded(run, Kind.SAVED) == ["step-000003"]
+
+
+async def test_the_critics_last_checkpoint_outlives_a_save_that_fails(open_again: Callable[[], Run]) -> None:
+    run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
+    for end in (None, InternalError("disk")):
+        critic.ends.put_nowait(None)
+        trainer.ends.put_nowait(end)
+    await run.checkpoints.begin([critic, trainer], 1)
+    with pytest.raises(InternalError):
+        await run.checkpoints.begin([critic, trainer], 2)
+        await run.checkpoints.finish()
+    assert (run.config.run_dir / "critic_checkpoints" / "step-000001").is_dir()
+
+
+async def test_an_export_of_another_version_is_kept_aside(open_again: Callable[[], Run]) -> None:
+    run = open_again()
+    path = run.config.run_dir / "model"
+    run.begin(3, [])
+    assert not run.record.set_aside_export(path, run.version)
+    path.mkdir()
+    run.record.record_export(path, run.version)
+    assert run.record.set_aside_export(path, run.version)
+    run.begin(6, [])
+    assert not run.record.set_aside_export(path, run.version)
+    assert [old.name.rpartition("-")[0] for old in path.parent.glob("model-*")] == ["model-3"]
+
+
+async def test_other_training_data_is_refused(open_again: Callable[[], Run]) -> None:
+    run = open_again()
+    run.record.require_same_data("digest")
+    run.record.ledger.record(Kind.COLLECTED, 0, dataset="digest")
+    run.record.require_same_data("digest")
+    with pytest.raises(PreconditionFailed, match=r"data\.train is not what"):
+        run.record.require_same_data("other")
+
+
+async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    trainer.ends.put_nowait(InternalError("disk"))
+    await run.checkpoints.begin([trainer], 1)
+    with pytest.raises(InternalError, match="disk"):
+        await run.checkpoints.finish()
+    with pytest.raises(InternalError, match="disk"):
+        run.checkpoints.check()
+    assert recorded(run, Kind.SAVED) == []
+
+
+async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again: Callable[[], Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    await run.checkpoints.begin([trainer], 1)
+    await until(lambda: trainer.saving)
+    run.close()
+    # The trainer goes on: the checkpoint is whole, but the ledger does not know it.
+    path = run.config.run_dir / "checkpoints" / "step-000001"
+    path.mkdir(parents=True)
+    again, trainer = open_again(), FakeTrainer()
+    assert again.resume_from == ""
+    trainer.ends.put_nowait(None)
+    await again.checkpoints.begin([trainer], 1)
+    await again.checkpoints.finish()
+    assert recorded(again, Kind.SAVED) == ["step-000001"] and path.is_dir()

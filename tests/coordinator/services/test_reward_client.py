@@ -1,0 +1,77 @@
+"""The coordinator's client of the reward service, on real services: whose scores it takes."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
+
+from services.common.errors import PreconditionFailed, Reason
+from services.common.rpc.server import Server
+from services.coordinator.data.groups import SampledGroup
+from services.coordinator.services.clients.reward import Reward
+from services.reward.scorers.exact import ExactScorer
+from services.reward.servicer import RewardServicer
+from tests.coordinator.fake_services import TOKENIZER, make_config, make_prompt
+
+EXACT = {"kind": "exact"}
+GROUP = SampledGroup(0, make_prompt(7), [Completion(tokens=[7], finish_reason=FINISH_REASON_STOP)], PolicyStamp())
+
+
+@contextlib.asynccontextmanager
+async def serving(address: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """A reward service and its address."""
+    server, servicer = Server(), RewardServicer()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
+    port = await server.start(address, ["lockstep.reward.v1.RewardService"])
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.grpc.stop(0)
+        await servicer.close()
+
+
+@contextlib.asynccontextmanager
+async def running() -> AsyncIterator[Callable[..., Reward]]:
+    """Makes clients."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(address: str, *scorers: dict[str, Any]) -> Reward:
+            reward = Reward(address, make_config(reward={"scorers": scorers}))
+            stack.push_async_callback(reward.close)
+            return reward
+
+        yield make
+
+
+async def rewards(reward: Reward) -> list[float]:
+    return (await reward.score(GROUP, TOKENIZER)).rewards.tolist()  # type: ignore[arg-type, union-attr]
+
+
+async def test_a_run_never_takes_the_scores_of_another():
+    """Not even if only the scorers' settings differ."""
+    lengths = [{"kind": "length", "target_tokens": 0, "max_tokens": most} for most in (2, 4)]
+    async with serving() as address, running() as make:
+        ours, theirs = (make(address, length) for length in lengths)
+        await ours.open("ours")
+        assert await rewards(ours) == [-0.5]
+        await theirs.open("theirs")
+        assert await rewards(theirs) == [-0.25]
+        with pytest.raises(PreconditionFailed, match="run theirs opened its scorers on this service after") as raised:
+            await rewards(ours)
+        assert raised.value.reason is Reason.SCORER_CHANGED
+
+
+async def test_a_service_may_come_back_with_the_same_scorers_only(monkeypatch: pytest.MonkeyPatch):
+    async with running() as make:
+        async with serving() as address:
+            reward = make(address, EXACT)
+            await reward.open("run")
+        async with serving(address):
+            assert await rewards(reward) == [1.0]
+        monkeypatch.setattr(ExactScorer, "version", "2")
+        async with serving(address):
+            with pytest.raises(PreconditionFailed, match="scores by exact 2 x 1, but this run opened exact 1 x 1"):
+                await rewards(reward)

@@ -1,0 +1,90 @@
+"""A supervised run between its data and the trainer: which data it goes on with, and how held-out rows are scored."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from services.common.config.sft import SftConfig
+from services.common.errors import PreconditionFailed
+from services.coordinator.data.order import EpochOrder
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Run
+from services.coordinator.sft.data import Example, SftDataset
+from services.coordinator.sft.loop import evaluate, use_rows
+
+
+def example(index: int, num_tokens: int = 3) -> Example:
+    """The first of `num_tokens` is not trained on."""
+    tokens = np.full(num_tokens, index, np.uint32)
+    return Example(f"{index}", np.array([7], np.uint32), tokens, np.arange(num_tokens) > 0)
+
+
+def dataset(*indices: int) -> SftDataset:
+    return SftDataset([example(index) for index in indices], EpochOrder(len(indices), 4, seed=0, shuffle=False))
+
+
+@pytest.fixture
+def open_again(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Opens the run, also after it was closed."""
+    runs: list[Run] = []
+
+    def opening(**changes: object) -> Run:
+        if runs:
+            runs[-1].close()
+        config = SftConfig(
+            name="run",
+            runs_dir=tmp_path,
+            model="m",
+            data={"train": "x", "eval": {"a": "y"}, "samples_per_step": 4},
+            trainer={"num_ranks": 3, "max_tokens_per_microbatch": 10_000},
+            **(changes or {"num_epochs": 2}),
+        )
+        runs.append(Run(config, open_run(config)))
+        return runs[-1]
+
+    yield opening
+    runs[-1].close()
+
+
+def test_its_length_is_given_in_epochs_or_steps(open_again: Callable[..., Run]) -> None:
+    run = open_again()
+    use_rows(run, dataset(1, 2, 3, 4, 5))
+    assert run.num_steps == 3  # 10 rows in batches of 4
+
+
+def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., Run]) -> None:
+    use_rows(open_again(num_steps=7), dataset(1, 2, 3, 4))
+    run = open_again(num_steps=9)
+    with pytest.raises(PreconditionFailed, match=r"data\.train is not what .*run was begun with"):
+        use_rows(run, dataset(1, 2, 4, 3))
+    use_rows(run, dataset(1, 2, 3, 4))
+    assert run.num_steps == 9
+
+
+class FakeTrainer:
+    """Says that the loss of every token is its id."""
+
+    def __init__(self) -> None:
+        self.batches: list[pa.Table] = []
+
+    async def nll(self, batch: pa.Table) -> tuple[float, int]:
+        self.batches.append(batch)
+        tokens = np.concatenate(batch["tokens"].to_numpy())
+        mask = np.concatenate(batch["loss_mask"].to_numpy())
+        return float(tokens[mask].sum()), int(mask.sum())
+
+
+async def test_every_held_out_row_counts_once_on_any_number_of_ranks(open_again: Callable[..., Run]) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    # Five rows, four at once, three ranks: batches of 6 and 3.
+    rows = [example(index, num_tokens) for index, num_tokens in ((1, 2), (2, 3), (3, 2), (4, 2), (5, 4))]
+    await evaluate(run, {"a": rows}, trainer, 0)
+    assert [batch.num_rows for batch in trainer.batches] == [6, 3]
+    (evaluated,) = run.record.evaluations()
+    mean = (1 + 2 * 2 + 3 + 4 + 3 * 5) / 8
+    assert evaluated["eval/a/nll"] == pytest.approx(mean, rel=1e-12)
+    assert evaluated["eval/a/perplexity"] == pytest.approx(math.exp(mean), rel=1e-12)

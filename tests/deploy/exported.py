@@ -1,0 +1,62 @@
+"""Every metric that a process of Lockstep exports: all registries, after each was told of something."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pyarrow as pa
+from lockstep.types.v1.types_pb2 import PolicyStamp
+from prometheus_client import CollectorRegistry
+
+from services.common.errors import InvalidInput
+from services.common.rpc.metrics import RpcMetrics
+from services.common.telemetry.metrics_server import Metrics
+from services.coordinator.observe.prometheus import Prometheus
+from services.reward.metrics import RewardMetrics
+from services.rollout.metrics import RolloutMetrics, State
+from services.trainer.metrics import TrainerMetrics
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One metric. `samples` are the names that Prometheus stores."""
+
+    name: str
+    type: str
+    labels: tuple[str, ...]
+    help: str
+    samples: tuple[str, ...]
+
+
+def exported() -> dict[str, dict[str, Exported]]:
+    """Process -> name -> metric; what all of them have is below `all`."""
+    registries = {name: Metrics(name) for name in ("all", "rollout", "trainer", "reward", "coordinator")}
+    rpc = RpcMetrics(registries["all"].registry)
+    try:
+        with rpc.call("Score"):
+            raise InvalidInput("x")
+    except InvalidInput:
+        pass
+    RolloutMetrics(registries["rollout"].registry, lambda: State(3, 2, PolicyStamp(version=1, digest="d")))
+    trainer = TrainerMetrics(registries["trainer"].registry)
+    trainer.watch(lambda: {"policy": 1})
+    with trainer.phase("train", "policy"):
+        trainer.trained("policy", pa.table({"prompt_tokens": [[1]], "tokens": [[2, 3]]}))
+    RewardMetrics(registries["reward"].registry).count("exact", "scored")
+    coordinator = Prometheus(registries["coordinator"], "run-1")
+    coordinator.watch(SimpleNamespace(num_dead=0, num_redispatched=0))
+    with coordinator.phase("training", 0):
+        coordinator.step(1, {"time/step_s": 1.0, "batch/tokens": 2.0, "reward/mean": 0.5})
+    found = {name: _metrics(metrics.registry) for name, metrics in registries.items()}
+    common = found.pop("all")
+    own = {name: {k: v for k, v in found[name].items() if k not in common} for name in found}
+    return {"all": common, **own}
+
+
+def _metrics(registry: CollectorRegistry) -> dict[str, Exported]:
+    metrics = {}
+    for family in registry.collect():
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        samples = tuple(sorted({sample.name for sample in family.samples}))
+        metrics[name] = Exported(name, family.type, tuple(labels), family.documentation, samples)
+    return metrics

@@ -1,0 +1,90 @@
+"""math against hostile texts: nothing of them runs, none holds a worker beyond its limit, and honest ones score."""
+
+import os
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.common.tasks import gather
+from services.reward.run import Outcome, ScoringRun
+from services.reward.scorers.base import FailureReason
+from tests.reward.hostile_math import ANSWERED, CODE_AROUND_A_NUMBER, ENDLESS
+
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def canaries(tmp_path_factory) -> Path:
+    """Where a text that ran would leave a file; also the working directory of the workers."""
+    return tmp_path_factory.mktemp("canaries")
+
+
+@pytest_asyncio.fixture(scope="module")
+async def runs(open_run, canaries):
+    """Two of one worker each, so that no text waits for another one's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(canaries)
+        async with open_run({"kind": "math"}, num_workers=1) as one, open_run({"kind": "math"}, num_workers=1) as other:
+            yield one, other
+
+
+@pytest_asyncio.fixture(scope="module")
+async def patient(open_run, canaries):
+    """With one worker and all the time that a busy machine may take; what counts is the worker's CPU time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(canaries)
+        async with open_run({"kind": "math"}, num_workers=1) as run:
+            yield run
+
+
+@pytest.fixture(scope="module")
+def to_item(make_item, canaries):
+    return lambda text: make_item(text.replace("CANARY", str(canaries / "absolute")), "5")
+
+
+def cpu_s(run: ScoringRun) -> float:
+    """CPU time of its worker."""
+    (pid,) = run._scorers[0]._pool.pids
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_corpus_is_large():
+    assert len(set(ANSWERED + ENDLESS + CODE_AROUND_A_NUMBER)) >= 90
+
+
+@pytest.mark.parametrize("kind", ["wrong", "around a number"])
+async def test_nothing_of_a_hostile_text_runs_or_takes_long(patient, make_item, to_item, canaries, kind):
+    texts = ANSWERED if kind == "wrong" else CODE_AROUND_A_NUMBER
+    outcomes = {}
+    for text in texts:
+        begin_s = cpu_s(patient)
+        (outcomes[text],) = await patient.score([to_item(text)])
+        assert cpu_s(patient) - begin_s < TIMEOUT_S, text[:80]
+        honest = await patient.score([make_item(rf"\boxed{{\frac{{{n}}}{{2}}}}", "2.5") for n in (5, 6)])
+        assert [outcome.components for outcome in honest] == [{"math": 1.0}, {"math": 0.0}], text[:80]
+    scores = (0.0,) if kind == "wrong" else (0.0, 1.0)
+    assert [(t[:80], o) for t, o in outcomes.items() if o.components.get("math") not in scores] == []
+    assert list(canaries.iterdir()) == []
+
+
+async def test_endless_texts_end_typed_and_in_time_and_the_next_samples_are_right(
+    runs, make_item, to_item, canaries, hurried
+):
+    honest = [make_item(rf"\boxed{{{n}}}", "5") for n in (5, 6)]
+
+    async def one_by_one(run: ScoringRun, texts: list[str]) -> list[tuple[str, Outcome]]:
+        outcomes = []
+        for text in texts:
+            with hurried(run._scorers[0]._pool, TIMEOUT_S):
+                outcomes += [(text[:80], outcome) for outcome in await run.score([to_item(text)])]
+            # On the same worker, which has to start again.
+            followers = await run.score(honest)
+            assert [outcome.components for outcome in followers] == [{"math": 1.0}, {"math": 0.0}], text[:80]
+        return outcomes
+
+    halves = await gather(one_by_one(run, ENDLESS[half::2]) for half, run in enumerate(runs))
+    failures = [(text, outcome.failure and outcome.failure.reason) for half in halves for text, outcome in half]
+    assert failures == [(text, FailureReason.TIMEOUT) for text, _ in failures]
+    assert list(canaries.iterdir()) == []

@@ -1,0 +1,183 @@
+"""python: the user's function, and a worker that survives whatever it does."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from services.common.errors import InvalidInput
+from services.reward.scorers.base import FailureReason
+from tests.support import LIMITS_S, PATIENCE_S, until
+
+pytestmark = pytest.mark.usefixtures("functions")
+
+
+def scorer(function: str, **fields: object) -> dict:
+    return {"kind": "python", "path": f"reward_functions:{function}", **fields}
+
+
+async def test_it_gets_every_field_of_the_item(open_run, make_item):
+    async with open_run(scorer("with_bonus", kwargs={"bonus": 0.5}), num_workers=1) as run:
+        outcomes = await run.score([make_item("4", "4", extra={"level": 3}), make_item("5", "4", extra={"level": 3})])
+    assert [outcome.reward for outcome in outcomes] == [1.5, 0.5]
+
+
+async def test_weights_names_and_versions(open_run, make_item):
+    scorers = [scorer("slowly", name="size", weight=0.5), {"kind": "exact", "weight": 2}, scorer("slowly", weight=0)]
+    async with open_run(*scorers, num_workers=1) as run:
+        (outcome,) = await run.score([make_item("abcd", "abcd")])
+        described = run.scorer
+    assert outcome.reward == 0.5 * 4 + 2 * 1 + 0 * 4
+    assert outcome.components == {"size": 4.0, "exact": 1.0, "python": 4.0}
+    digest = described.split()[1]
+    assert len(digest) == 12
+    assert described == f"size {digest} x 0.5 + exact 1 x 2 + python {digest} x 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "words"),
+    [
+        ("raises", FailureReason.ERROR, "KeyError: 'column'"),
+        ("not_a_number", FailureReason.ERROR, "finite number, not nan"),
+        ("text", FailureReason.ERROR, "finite number, not '1.0'"),
+        ("exits", FailureReason.CRASHED, "exit code 3"),
+        ("exits_while_answering", FailureReason.CRASHED, "exit code 3"),
+        ("answers_nonsense", FailureReason.CRASHED, "not JSON"),
+        ("answers_for_ever", FailureReason.CRASHED, "above 16777216 bytes"),
+        ("takes_memory", FailureReason.CRASHED, "exit code 1"),
+        ("hangs", FailureReason.TIMEOUT, "within 0.5 s"),
+    ],
+)
+async def test_a_bad_function_is_a_typed_failure_each_time(open_run, make_item, name, reason, words):
+    timeout_s = 0.5 if reason is FailureReason.TIMEOUT else PATIENCE_S
+    async with open_run(scorer(name), {"kind": "exact"}, timeout_s=timeout_s, num_workers=1) as run:
+        outcomes = await run.score([make_item("a", "a"), make_item("b", "a")])
+    assert [outcome.failure.reason for outcome in outcomes] == [reason] * 2
+    assert all(words in outcome.failure.detail and outcome.failure.scorer == "python" for outcome in outcomes)
+    assert [outcome.components for outcome in outcomes] == [{"exact": 1.0}, {"exact": 0.0}]
+    assert [outcome.reward for outcome in outcomes] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("no_such:f", "No module named"), ("reward_functions:no_such", "no attribute"), ("os:sep", "not a function")],
+)
+async def test_a_path_that_leads_nowhere_is_refused_at_open(open_run, path, words):
+    with pytest.raises(InvalidInput, match=rf"reward\.scorers\.1 \(python\) cannot start.*{words}"):
+        async with open_run({"kind": "exact"}, {"kind": "python", "path": path}):
+            pass
+
+
+@pytest.fixture
+def hang(make_item, tmp_path):
+    """A sample on which by_completion never ends."""
+    return make_item("hang", extra={"hanging": str(tmp_path)})
+
+
+@pytest.fixture
+def until_hanging(tmp_path):
+    """Returns once so many workers have begun such a sample."""
+    return lambda num_workers: until(lambda: len(list(tmp_path.iterdir())) == num_workers)
+
+
+async def test_a_killed_worker_is_a_crash_and_the_next_sample_is_scored(open_run, make_item, hang, until_hanging):
+    async with open_run(scorer("by_completion"), num_workers=1) as run:
+        (pid,) = run._scorers[0]._pool.pids
+        scoring = asyncio.create_task(run.score([hang, make_item("2.5")]))
+        await until_hanging(1)
+        os.kill(pid, signal.SIGKILL)
+        crashed, scored = await scoring
+        assert crashed.failure.reason is FailureReason.CRASHED
+        assert crashed.failure.detail == "worker died with exit code -9"
+        assert (scored.reward, scored.failure) == (2.5, None)
+        assert run._scorers[0]._pool.pids != [pid]
+
+
+async def test_a_worker_killed_while_idle_costs_no_sample(open_run, make_item, gone):
+    async with open_run(scorer("by_completion"), num_workers=1) as run:
+        pids = run._scorers[0]._pool.pids
+        os.kill(pids[0], signal.SIGKILL)
+        assert await gone(pids)
+        await run._scorers[0]._pool._workers[0]._process.wait()
+        (outcome,) = await run.score([make_item("2.5")])
+    assert outcome.reward == 2.5
+
+
+async def test_a_cancelled_call_frees_its_worker(open_run, make_item, gone, hang, until_hanging):
+    async with open_run(scorer("by_completion"), num_workers=1) as run:
+        pids = run._scorers[0]._pool.pids
+        scoring = asyncio.create_task(run.score([hang]))
+        await until_hanging(1)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert await gone(pids)
+        (outcome,) = await run.score([make_item("2.5")])
+    assert outcome.reward == 2.5
+
+
+async def test_children_of_a_function_that_hangs_are_killed_with_it(open_run, make_item, gone, hurried, tmp_path):
+    pid_file = tmp_path / "pid"
+    async with open_run(scorer("leaves_child"), num_workers=1) as run:
+        for limit_s in LIMITS_S:
+            with hurried(run._scorers[0]._pool, limit_s):
+                (outcome,) = await run.score([make_item("", extra={"pid_file": str(pid_file)})])
+            assert outcome.failure.reason is FailureReason.TIMEOUT
+            if pid_file.exists():
+                break
+        assert await gone([int(pid_file.read_text())])
+
+
+async def test_closing_fails_the_calls_that_run_and_wait_and_leaves_no_process(open_run, gone, hang, until_hanging):
+    async with open_run(scorer("by_completion"), num_workers=2) as run:
+        pids = run._scorers[0]._pool.pids
+        scoring = asyncio.create_task(run.score([hang] * 5))
+        await until_hanging(2)  # the others wait
+    outcomes = await asyncio.wait_for(scoring, timeout=PATIENCE_S)
+    assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.CRASHED] * 5
+    assert await gone(pids)
+
+
+async def test_a_source_changed_under_the_run_is_refused(open_run, make_item, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "changing_scorer.py"
+    source.write_text("def score(**_): raise SystemExit\n")
+    async with open_run({"kind": "python", "path": "changing_scorer:score"}, num_workers=1) as run:
+        source.write_text("def score(**_): return 100.0\n")
+        crashed, refused = await run.score([make_item("a"), make_item("b")])
+    assert crashed.failure.reason is FailureReason.CRASHED
+    assert (refused.failure.reason, refused.components) == (FailureReason.ERROR, {})
+    assert "source changed" in refused.failure.detail
+
+
+async def test_a_function_of_groups_is_called_once_with_lists(open_run, make_item):
+    items = [make_item(text, "a", num_tokens=len(text)) for text in ("aaa", "a", "aa", "a")]
+    async with open_run(scorer("ranks", group=True, kwargs={"scale": 4}), {"kind": "exact"}, num_workers=1) as run:
+        outcomes = await run.score(items)
+    assert [outcome.components["python"] for outcome in outcomes] == [3.0, 0.0, 2.0, 0.0]
+    assert [outcome.reward for outcome in outcomes] == [3.0, 1.0, 2.0, 1.0]
+
+
+async def test_a_group_of_long_failures_is_answered_for_each_sample(open_run, make_item):
+    async with open_run(scorer("of_group", group=True), num_workers=1) as run:
+        outcomes = await run.score([make_item("wordy")] * 64)
+    assert {outcome.failure.reason for outcome in outcomes} == {FailureReason.ERROR}
+    assert sum(len(outcome.failure.detail) for outcome in outcomes) == 64 * 1000
+
+
+async def test_a_group_without_scores_fails_as_one_and_a_bad_score_alone(open_run, make_item, hurried):
+    async with open_run(scorer("of_group", group=True), num_workers=1) as run:
+        for kind, reason, words in (
+            ("few", FailureReason.ERROR, "1 scores for 4 samples"),
+            ("number", FailureReason.ERROR, "not iterable"),
+            ("no such", FailureReason.ERROR, "KeyError"),
+            ("hang", FailureReason.TIMEOUT, "within 0.5 s"),
+        ):
+            with hurried(run._scorers[0]._pool, 0.5 if reason is FailureReason.TIMEOUT else PATIENCE_S):
+                outcomes = await run.score([make_item(kind)] * 4)
+            assert [outcome.failure.reason for outcome in outcomes] == [reason] * 4
+            assert words in outcomes[3].failure.detail
+        good, *bad = await run.score([make_item("mixed")] * 4)
+    assert (good.reward, good.failure) == (1.0, None)
+    assert [outcome.failure.reason for outcome in bad] == [FailureReason.ERROR] * 3

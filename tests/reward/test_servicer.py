@@ -1,0 +1,189 @@
+"""The service on the wire: one in this process, one as a process of its own that is killed."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from lockstep.reward.v1 import reward_pb2 as pb
+from lockstep.reward.v1 import reward_pb2_grpc
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
+from lockstep.types.v1 import types_pb2
+
+from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
+from services.common.rpc.client import Client
+from services.common.rpc.server import Server
+from services.reward.scorers.base import FailureReason
+from services.reward.servicer import RewardServicer
+from tests.support import LIMITS_S, PATIENCE_S, cpu_seconds, until
+
+MIXED = {"scorers": [{"kind": "math"}, {"kind": "exact", "weight": 0.5}], "num_workers": 1, "timeout_s": PATIENCE_S}
+HANG = r"\boxed{5^{5^{5^5}}}"
+
+
+@pytest_asyncio.fixture
+async def client():
+    server, servicer = Server(), RewardServicer()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
+    port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])
+    client = Client(f"127.0.0.1:{port}", reward_pb2_grpc.RewardServiceStub)
+    yield client
+    await client.close()
+    await servicer.close()
+    await server.grpc.stop(0)
+
+
+async def open_run(client: Client, config: dict, run_id: str = "r") -> pb.OpenRunResponse:
+    request = pb.OpenRunRequest(run_id=run_id, config_json=json.dumps(config))
+    return await client.call(RewardService.OpenRun, request, timeout_s=PATIENCE_S)
+
+
+async def score(client: Client, *texts: str, answer: str = "5", **fields: object) -> pb.ScoreResponse:
+    stop = types_pb2.FINISH_REASON_STOP
+    candidates = [pb.Candidate(text=text, num_tokens=3, finish_reason=stop) for text in texts]
+    defaults = {"run_id": "r", "prompt_id": "p", "prompt": "?", "answer": answer, "candidates": candidates}
+    request = pb.ScoreRequest(**{**defaults, **fields})
+    return await client.call(RewardService.Score, request, timeout_s=PATIENCE_S)
+
+
+async def test_a_group_with_right_wrong_and_endless_samples(client):
+    for limit_s in LIMITS_S:
+        opened = await open_run(client, {**MIXED, "timeout_s": limit_s})
+        response = await score(client, "5", r"\boxed{4}", HANG, r"\boxed{5}")
+        if [s.HasField("failure") for s in response.scores] == [False, False, True, False]:
+            break
+    assert re.fullmatch(r"math 1/math-verify-[0-9.]+ x 1 \+ exact 1 x 0\.5", opened.scorer)
+    assert response.scorer == opened.scorer
+    right, wrong, endless, boxed = response.scores
+    assert [s.reward for s in (right, wrong, boxed)] == [1.5, 0.0, 1.0]
+    assert dict(right.components) == {"math": 1.0, "exact": 1.0}
+    assert not any(s.HasField("failure") for s in (right, wrong, boxed))
+    assert (endless.failure.reason, endless.failure.scorer) == (pb.FAILURE_REASON_TIMEOUT, "math")
+    assert (endless.reward, dict(endless.components)) == (0.0, {"exact": 0.0})
+
+
+async def test_every_failure_reason_has_its_word_on_the_wire():
+    assert {f"FAILURE_REASON_{reason}" for reason in FailureReason} == set(pb.FailureReason.keys()) - {
+        "FAILURE_REASON_UNSPECIFIED"
+    }
+
+
+async def test_state_follows_the_run(client):
+    async def info() -> types_pb2.ServiceInfo:
+        return (await client.call(RewardService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S)).info
+
+    before = await info()
+    assert (before.service, before.state, before.run_id, before.config_digest) == ("reward", "idle", "", "")
+    assert set(before.libraries) == {"math-verify", "sympy"}
+    with pytest.raises(PreconditionFailed) as caught:
+        await score(client, "5")
+    assert caught.value.reason is Reason.RUN_NOT_OPEN
+
+    exact, gsm8k = ({"scorers": [{"kind": kind}]} for kind in ("exact", "gsm8k"))
+    assert (await open_run(client, exact)).scorer == (await open_run(client, exact)).scorer == "exact 1 x 1"
+    during = await info()
+    assert (during.state, during.run_id, during.incarnation) == ("open", "r", before.incarnation)
+    assert (await open_run(client, gsm8k)).scorer == "gsm8k 1 x 1"
+    assert (await info()).config_digest != during.config_digest
+    assert (await open_run(client, exact, "other")).scorer == "exact 1 x 1"
+    await client.call(
+        RewardService.CloseRun, pb.CloseRunRequest(run_id="r"), timeout_s=PATIENCE_S
+    )  # late, of a run that was replaced
+    assert (await info()).run_id == "other"
+    for _ in range(2):
+        await client.call(RewardService.CloseRun, pb.CloseRunRequest(run_id="other"), timeout_s=PATIENCE_S)
+    assert ((await info()).state, (await info()).run_id) == ("idle", "")
+
+
+async def test_bad_requests_name_the_field(client):
+    with pytest.raises(InvalidInput, match="scorers") as caught:
+        await open_run(client, {"scorers": []})
+    assert caught.value.reason is Reason.INVALID_CONFIG
+    with pytest.raises(InvalidInput, match="run_id"):
+        await open_run(client, MIXED, run_id="")
+    with pytest.raises(InvalidInput, match=r"scorers\.0 .*No module"):
+        await open_run(client, {"scorers": [{"kind": "python", "path": "no_such:f"}]})
+    await open_run(client, {"scorers": [{"kind": "exact"}]})
+    for fields, name in (
+        ({"candidates": []}, "candidates"),
+        ({"extra_json": "{"}, "extra_json"),
+        ({"extra_json": "[1]"}, "extra_json"),
+        ({"extra_json": "[" * 100_000}, "extra_json"),
+        ({"candidates": [pb.Candidate(text="5")]}, "candidates[0].finish_reason"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            await score(client, "5", **fields)
+        assert caught.value.metadata["field"] == name
+
+
+async def until_busy(workers: list[int]) -> None:
+    """Returns once each of them, which nobody has asked for anything yet, computes."""
+    before = {pid: cpu_seconds(pid) for pid in workers}
+    await until(lambda: all(cpu_seconds(pid) > before[pid] + 0.1 for pid in workers))
+
+
+async def test_a_caller_that_gives_up_ends_the_work(client, children, gone):
+    before = set(children(os.getpid()))
+    await open_run(client, MIXED)
+    workers = list(set(children(os.getpid())) - before)
+    assert len(workers) == 1
+    scoring = asyncio.create_task(score(client, HANG))
+    await until_busy(workers)
+    scoring.cancel()
+    assert await gone(workers)
+    assert (await score(client, r"\boxed{5}")).scores[0].components["math"] == 1.0
+
+
+@contextlib.asynccontextmanager
+async def service():
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.reward", "--listen", "127.0.0.1:0",
+        stderr=asyncio.subprocess.PIPE, cwd=Path(__file__).parent,
+    )  # fmt: skip
+    try:
+        while not (port := re.search(rb"listens on 127\.0\.0\.1:(\d+)", line := await process.stderr.readline())):
+            assert line, "the service ended"
+        client = Client(f"127.0.0.1:{int(port[1])}", reward_pb2_grpc.RewardServiceStub)
+        yield process, client
+        await client.close()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 0)])
+async def test_no_process_outlives_the_service(children, gone, number, exit_code):
+    config = {"scorers": [{"kind": "math"}, {"kind": "python", "path": "reward_functions:hangs"}], "timeout_s": 600}
+    async with service() as (process, client):
+        await open_run(client, config)
+        workers = children(process.pid)
+        assert len(workers) == 4
+        scoring = asyncio.create_task(score(client, HANG, HANG))
+        try:
+            await until_busy(workers)
+            process.send_signal(number)
+            assert await gone(workers)
+            assert await asyncio.wait_for(process.wait(), timeout=PATIENCE_S) == exit_code
+            with pytest.raises(Unavailable):
+                await scoring
+        finally:
+            for pid in workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_listener_beyond_loopback_is_refused():
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.reward", "--listen", "0.0.0.0:0",
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, errors = await asyncio.wait_for(process.communicate(), timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert b"loopback" in errors

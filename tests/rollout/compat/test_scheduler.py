@@ -1,0 +1,146 @@
+"""An engine sends the tokens of a sample some at a time; none is lost, and none is another sample's."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from services.common.config.rollout import RolloutConfig
+from services.rollout.compat.vllm.scheduler import InChunks
+from services.rollout.engine import engine_arguments
+
+QUEUED, PREEMPTED = EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED
+LENGTH = {"finish_reason": FinishReason.LENGTH}
+
+
+class PlayedScheduler:
+    """Says what it is given to say; requests that cannot go on are finished on the way, as vLLM does."""
+
+    def __init__(self) -> None:
+        self.failing: set[str] = set()
+
+    def update_from_output(self, said: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        for request in self.finish_requests(self.failing, None):
+            said[0].outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR))
+        return said
+
+    def finish_requests(self, request_ids: Any, status: Any) -> list[SimpleNamespace]:
+        return [SimpleNamespace(request_id=name) for name in request_ids]
+
+
+class PlayedInChunks(InChunks, PlayedScheduler):
+    pass
+
+
+def token(name: str, *tokens: int, logprobs: bool = True, **more: Any) -> EngineCoreOutput:
+    ids = np.array(tokens, np.int32)
+    lists = LogprobsLists(ids[:, None], np.float32(-ids[:, None] / 3), ids + 100) if logprobs and tokens else None
+    return EngineCoreOutput(request_id=name, new_token_ids=list(tokens), new_logprobs=lists, **more)
+
+
+def step(*outputs: EngineCoreOutput, **more: Any) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs=list(outputs), **more)
+
+
+def sent(answers: dict[int, EngineCoreOutputs]) -> list[tuple[str, list[int]]]:
+    return [(output.request_id, output.new_token_ids) for answer in answers.values() for output in answer.outputs]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 31, 32, 33, 34, 64, 65, 66, 1000])
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_every_token_comes_once_in_order_with_its_logprob(num_tokens: int, at_once: int) -> None:
+    played, received, num_messages = PlayedInChunks(), [], 0
+    for begin in range(0, num_tokens, at_once):
+        tokens = range(begin, min(begin + at_once, num_tokens))
+        last = {"finish_reason": FinishReason.STOP, "stop_reason": 7} if tokens[-1] == num_tokens - 1 else {}
+        others = [token("other", 5000 + begin)]
+        for answer in played.update_from_output({0: step(token("it", *tokens, **last), *others)}).values():
+            num_messages += 1
+            buffers = MsgpackEncoder().encode(answer)
+            assert len(buffers) == 1  # vLLM 0.26 sends a longer message of several frames from memory that it reuses
+            received += MsgpackDecoder(EngineCoreOutputs).decode(buffers).outputs
+    mine = [output for output in received if output.request_id == "it"]
+    numbers = list(range(num_tokens))
+    assert [number for output in mine for number in output.new_token_ids] == numbers
+    lists = [output.new_logprobs for output in mine]
+    assert np.concatenate([each.logprob_token_ids for each in lists]).tolist() == [[number] for number in numbers]
+    expected = np.float32(-np.array(numbers)[:, None] / 3)
+    assert np.array_equal(np.concatenate([each.logprobs for each in lists]), expected)
+    assert np.concatenate([each.sampled_token_ranks for each in lists]).tolist() == [number + 100 for number in numbers]
+    assert [output.finish_reason for output in mine] == [None] * (len(mine) - 1) + [FinishReason.STOP]
+    assert mine[-1].stop_reason == 7
+    assert list(played._held) == ["other"]
+    assert num_messages <= 3 + num_tokens // 32 + num_tokens // at_once // 32
+
+
+def test_most_steps_send_nothing() -> None:
+    played = PlayedInChunks()
+    said = [sent(played.update_from_output({0: step(token("a", number))})) for number in range(66)]
+    first, second = list(range(1, 33)), list(range(33, 65))
+    assert {number: tokens for number, tokens in enumerate(said) if tokens} == {
+        0: [("a", [0])],
+        32: [("a", first)],
+        64: [("a", second)],
+    }
+
+
+def test_a_sample_without_logprobs_and_one_of_another_client() -> None:
+    played = PlayedInChunks()
+    for number in range(3):
+        played.update_from_output({0: step(token("a", number, logprobs=False)), 1: step(token("b", number))})
+    last = {0: step(token("a", 3, logprobs=False, **LENGTH)), 1: step(token("b", 4))}
+    answers = played.update_from_output(last)
+    assert list(answers) == [0] and sent(answers) == [("a", [1, 2, 3])]
+    assert answers[0].outputs[0].new_logprobs is None
+    answers = played.update_from_output({1: step(token("b", 5, **LENGTH))})
+    assert list(answers) == [1] and sent(answers) == [("b", [1, 2, 4, 5])]
+    assert not played._held
+
+
+def test_one_that_fails_costs_no_other_its_tokens() -> None:
+    played = PlayedInChunks()
+    for number in range(3):
+        played.update_from_output({0: step(token("a", number), token("b", number))})
+    played.failing = {"b"}
+    answers = played.update_from_output({0: step(token("a", 3, **LENGTH))})
+    assert sent(answers) == [("a", [1, 2, 3]), ("b", [])]
+    assert [output.finish_reason for output in answers[0].outputs] == [FinishReason.LENGTH, FinishReason.ERROR]
+    assert not played._held
+
+
+def test_what_vllm_counts_is_sent_at_once() -> None:
+    played, prefill = PlayedInChunks(), PrefillStats()
+    queued, preempted = (EngineCoreEvent(kind, 1.0) for kind in (QUEUED, PREEMPTED))
+    (first,) = played.update_from_output({0: step(token("a", 5, prefill_stats=prefill, events=[queued]))})[0].outputs
+    assert first.prefill_stats is prefill and first.events == [queued]
+    answers = played.update_from_output({0: step(token("a", 6), scheduler_stats=SchedulerStats())})
+    assert sent(answers) == [] and answers[0].scheduler_stats is not None
+    answers = played.update_from_output({0: step(finished_requests={"b"})})
+    assert answers[0].finished_requests == {"b"}
+    answers = played.update_from_output({0: step(token("a", 7, events=[preempted]))})
+    assert sent(answers) == [("a", [6, 7])] and answers[0].outputs[0].events == [preempted]
+
+
+def test_what_is_aborted_is_forgotten() -> None:
+    played = PlayedInChunks()
+    played.update_from_output({0: step(token("a", 5), token("b", 6))})
+    assert [request.request_id for request in played.finish_requests(["a", "c"], None)] == ["a", "c"]
+    assert list(played._held) == ["b"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler.__init__", lambda self, **arguments: None)
+    monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **arguments: None)
+    named = engine_arguments(RolloutConfig(max_model_len=8), "model", seed=0)["scheduler_cls"]
+    made = resolve_obj_by_qualname(named)(
+        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+    )
+    assert isinstance(made, InChunks) and isinstance(made, AsyncScheduler) == is_async

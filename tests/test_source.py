@@ -1,0 +1,148 @@
+"""Rules that the source keeps: nothing that runs foreign code, small functions and files, stubs as generated."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+SOURCES = sorted((ROOT / "services").rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS = 400, 60, 6
+
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "print",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "torch.save",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+}
+FORBIDDEN_ARGUMENTS = {("shell", True), ("trust_remote_code", True), ("weights_only", False)}
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def violations(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for name in _imported(node):
+            if name.split(".")[0] in FORBIDDEN_MODULES or name in FORBIDDEN_CALLS:
+                yield f"line {node.lineno}: import {name}"
+        if not isinstance(node, ast.Call):
+            continue
+        name = _dotted(node.func)
+        if name in FORBIDDEN_CALLS:
+            yield f"line {node.lineno}: {name}("
+        if name.endswith("_pyobj") or name.endswith("_object_list"):  # ZeroMQ's and torch.distributed's pickling
+            yield f"line {node.lineno}: {name}("
+        for keyword in node.keywords:
+            if isinstance(keyword.value, ast.Constant) and (keyword.arg, keyword.value.value) in FORBIDDEN_ARGUMENTS:
+                yield f"line {node.lineno}: {keyword.arg}={keyword.value.value}"
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
+    """Name, lines and arguments less self of every function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count = sum(1 for argument in named if argument.arg not in ("self", "cls"))
+            is_kernel = any(_dotted(decorator) == "triton.jit" for decorator in node.decorator_list)  # pointers, sizes
+            yield node.name, node.end_lineno - node.lineno + 1, 0 if is_kernel else count
+
+
+def _parse(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_keeps_the_rules(path: Path) -> None:
+    tree = _parse(path)
+    assert list(violations(tree)) == []
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+    large = [f for f in functions(tree) if f[1] > MAX_FUNCTION_LINES or f[2] > MAX_ARGUMENTS]
+    assert large == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle as c",
+        "eval(x)",
+        "exec(x)",
+        "import os; os.system(x)",
+        "from os import system",
+        "subprocess.run(x, shell=True)",
+        "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        "print(x)",
+        "torch.load(x)",
+        "socket.recv_pyobj()",
+        "dist.broadcast_object_list([x])",
+    ],
+)
+def test_rule_sees_what_it_forbids(source: str) -> None:
+    assert list(violations(ast.parse(source)))
+    assert not list(violations(ast.parse("model.eval(); re.compile(x); evaluate(x); console.print(x)")))
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(SOURCES) > 50
+
+
+def test_common_and_the_services_import_only_what_they_may() -> None:
+    """Also checked by import-linter; here for those who run the tests only."""
+    services = ("rollout", "trainer", "reward", "coordinator")
+    for path in SOURCES:
+        owner = path.relative_to(ROOT / "services").parts[0]
+        others = [name for name in services if name != owner]
+        imported = [name for node in ast.walk(_parse(path)) for name in _imported(node)]
+        bad = [name for name in imported if re.match(rf"services\.({'|'.join(others)})\b", name)]
+        assert not bad, f"{path}: {bad}"
+
+
+def test_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
+    protos = sorted((ROOT / "protos").rglob("*.proto"))
+    out = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python", "mypy_grpc")]
+    plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        "-I",
+        "protos",
+        f"--plugin=protoc-gen-mypy_grpc={plugin}",
+        *out,
+        *(str(p.relative_to(ROOT)) for p in protos),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True)
+    generated = {file.relative_to(tmp_path): file.read_bytes() for file in tmp_path.rglob("*.py*") if file.is_file()}
+    committed = {
+        file.relative_to(ROOT / "protos"): file.read_bytes()
+        for file in (ROOT / "protos").rglob("*_pb2*.py*")
+        if file.suffix in (".py", ".pyi")
+    }
+    assert len(generated) == 4 * len(protos)
+    assert generated == committed

@@ -1,0 +1,310 @@
+"""Real trainer ranks with a critic, on both backends.
+
+One process imports everything and forks the ranks of one world after the other. What came out lies in
+DIRECTORY/NAME.{safetensors,json}.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from services.common.config.trainer.roles import CriticSettings, ReferenceConfig
+from services.trainer.backend import Role
+from services.trainer.checkpoint.manifest import begin
+from services.trainer.fsdp.weights import WeightStream
+from tests.trainer.fsdp_harness import samples, write
+from tests.trainer.megatron_checkpoint_harness import refusal
+from tests.trainer.megatron_harness import (
+    CP,
+    EP,
+    PP,
+    SMALL,
+    TP,
+    UNPACKED,
+    VPP,
+    Layout,
+    MegatronHarness,
+    config,
+    run_all,
+    run_ranks,
+)
+
+HEAD = "value_head.weight"
+VALUE_LOSS = {"value_clip": 0.2, "aggregation": "seq_mean_token_mean"}
+FSDP = SMALL | {"strategy": "fsdp"}
+BF16 = {"compute_dtype": "bfloat16"}
+HALVES = {"num_minibatches": 2}
+NO_SP = TP | {"sequence_parallel": False}
+NUM_UPDATES = 2
+"""The head begins at 0: the first update moves it alone, the second moves the body too."""
+
+
+def _layouts() -> Iterator[tuple[str, Layout]]:
+    """`like` is one rank of FSDP, which is compared with plain torch."""
+    for kind in ("untied", "tied", "moe", "deep"):
+        yield f"{kind}-fsdp", Layout(kind, 1, {}, FSDP)
+    yield "halves-fsdp", Layout("untied", 1, {}, FSDP | HALVES)
+    dense: dict[str, tuple[int, dict[str, Any]]] = {
+        "1": (1, {}),
+        "tp2": (2, TP),
+        "tp2-no-sp": (2, NO_SP),
+        "pp2": (2, PP),
+        "cp2": (2, CP),
+        "dp2": (2, {}),
+        "dp2-plain": (2, {"use_distributed_optimizer": False}),
+        "tp2-unpacked": (2, TP | UNPACKED),
+        "tp2-auto_offload": (2, TP | {"auto_offload": True}),
+        "tp2-pp2": (4, TP | PP),
+    }
+    for name, (world, megatron) in dense.items():
+        yield f"untied-{name}", Layout("untied", world, megatron, SMALL, "untied-fsdp")
+    yield "untied-tp2-recompute", Layout("untied", 2, TP, SMALL | {"gradient_checkpointing": True}, "untied-fsdp")
+    yield "tied-pp2", Layout("tied", 2, PP, SMALL, "tied-fsdp")
+    yield "tied-tp2", Layout("tied", 2, TP, SMALL, "tied-fsdp")
+    yield "deep-vpp2", Layout("deep", 2, PP | VPP, SMALL, "deep-fsdp")
+    yield "moe-ep2", Layout("moe", 2, EP, SMALL, "moe-fsdp")
+    yield "halves-tp2", Layout("untied", 2, TP, SMALL | HALVES, "halves-fsdp")
+    for kind in ("untied", "tied"):
+        yield f"{kind}-fsdp-dp2", Layout(kind, 2, {}, FSDP, f"{kind}-fsdp")
+    yield "bf16-fsdp", Layout("untied", 1, {}, FSDP | BF16)
+    yield "bf16-tp2", Layout("untied", 2, TP, SMALL | BF16)
+
+
+LAYOUTS = dict(_layouts())
+# Policy, reference and critic on the same ranks: their layouts, and what is asked of whom. Forwards are small letters,
+# updates capitals; x opens the critic anew.
+SHARED: dict[str, tuple[dict[Role, Layout], str]] = {
+    "fsdp": (dict.fromkeys(Role, Layout("untied", 2, {}, FSDP)), "rcCPcpCrP"),
+    "mixed": (
+        {
+            Role.POLICY: Layout("untied", 2, TP, SMALL),
+            Role.REFERENCE: Layout("untied", 2, {}, FSDP),
+            Role.CRITIC: Layout("tied", 2, PP, SMALL),
+        },
+        "PCxcPpCPr",
+    ),
+    "offload": (
+        {
+            Role.POLICY: Layout("untied", 2, {"auto_offload": True}, SMALL),
+            Role.REFERENCE: Layout("untied", 2, {"param_offload": True}, SMALL),
+            Role.CRITIC: Layout("untied", 2, CP | {"auto_offload": True}, SMALL),
+        },
+        "pPcCPrpCx",
+    ),
+}
+# Saved under, loaded under.
+CHECKPOINTS = [
+    ("untied-tp2", "untied-tp2"),
+    ("untied-tp2", "untied-pp2"),
+    ("tied-pp2", "tied-tp2"),
+    ("untied-fsdp-dp2", "untied-fsdp-dp2"),
+    ("untied-fsdp-dp2", "untied-fsdp"),
+]
+MISTAKEN = ("untied-tp2", "tied-fsdp-dp2")
+
+
+def critic_config(layout: Layout, value_loss: Mapping[str, Any] = VALUE_LOSS) -> CriticSettings:
+    return CriticSettings.model_validate({**config(layout).model_dump(), "value_loss": value_loss})
+
+
+def critic_samples(seed: int = 0) -> pa.Table:
+    """`samples` with what a critic is trained on."""
+    return with_returns(samples(seed), seed)
+
+
+def with_returns(table: pa.Table, seed: int = 0) -> pa.Table:
+    """`table` with values near 0, returns of size 1, and a loss mask that leaves one sample nothing."""
+    random = np.random.default_rng(seed + 2)
+    lengths = [len(tokens) for tokens in table["tokens"]]
+    columns = {
+        "values": [random.normal(0, 0.1, n).tolist() for n in lengths],
+        "returns": [random.normal(1, 1, n).tolist() for n in lengths],
+        "loss_mask": [(random.random(n) < (0.8 if row != 4 else 0)).tolist() for row, n in enumerate(lengths)],
+    }
+    for name, rows in columns.items():
+        index = table.schema.get_field_index(name)
+        table = table.set_column(index, table.schema.field(index), pa.array(rows, table.schema.field(index).type))
+    return table
+
+
+def open_critic(harness: MegatronHarness, layout: Layout, checkpoint: str = "") -> None:
+    """Alone, as on ranks of its own."""
+    harness.worker.close()
+    harness._settings, harness._data_ranks = {}, {}
+    harness.open_role(Role.CRITIC, layout.kind, critic_config(layout), checkpoint)
+
+
+def values(harness: MegatronHarness) -> list[list[float]]:
+    return [row.tolist() for row in harness.forward(critic_samples(), Role.CRITIC, "values")]
+
+
+def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
+    """Body in checkpoint names, and head; the same head on all ranks that have one, of which it is the first's."""
+    backend = harness.worker._backends[Role.CRITIC]
+    if not hasattr(backend, "_offloader"):
+        body = WeightStream(backend._model.causal_lm, torch.float32, backend.device)
+        head = backend._model.value_head.weight.detach().full_tensor()
+        return {name: tensor.clone() for name, tensor in body} | {HEAD: head}
+    # Megatron's library is large, and its backend is imported by those who want it.
+    from services.trainer.megatron.weights.stream import WeightStream as ShardStream
+    from services.trainer.megatron.weights.stream import held_parameters
+
+    chunks, parallelism = backend._model.bare_chunks(), backend._model.parallelism
+    body = ShardStream(held_parameters(chunks, parallelism), backend._map, parallelism, backend.device)
+    tensors = {name: tensor.clone() for name, tensor in backend._streamed(body.to_first())}
+    backend._offloader.load("params")
+    own = chunks[-1].output_layer.weight.detach().clone() if parallelism.is_last_stage else None
+    backend._offloader.release("params")
+    gathered: list[Any] = [None] * harness.world
+    dist.all_gather_object(gathered, own)
+    heads = [head for head in gathered if head is not None]
+    assert all(torch.equal(head, heads[0]) for head in heads)
+    return tensors | {HEAD: heads[0]}
+
+
+def run(harness: MegatronHarness, name: str, directory: Path) -> None:
+    """Values before and after some updates, and weights after them."""
+    open_critic(harness, LAYOUTS[name])
+    num_threads, num_files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
+    states, updates = [values(harness)], []
+    for seed in range(NUM_UPDATES):
+        updates.append(harness.train(critic_samples(seed), version=seed, role=Role.CRITIC))
+    states.append(values(harness))
+    weights = critic_weights(harness)
+    if harness.rank == 0:
+        answers = {"values": states, "updates": updates, "num_threads": num_threads, "num_files": num_files}
+        write(directory, name, weights, answers)
+
+
+def share(harness: MegatronHarness, name: str, directory: Path) -> None:
+    """All roles together, the policy with the reference, and the critic alone; exact results by letter."""
+    layouts, order = SHARED[name]
+    parts = {"together": order, "policy": set(order) & set("pPr"), "critic": set(order) & set("cCx")}
+    answers = {part: _play(harness, layouts, [x for x in order if x in letters]) for part, letters in parts.items()}
+    if harness.rank == 0:
+        (directory / f"shared-{name}.json").write_text(json.dumps(answers))
+
+
+def _play(harness: MegatronHarness, layouts: Mapping[Role, Layout], order: Sequence[str]) -> dict[str, list[Any]]:
+    harness.worker.close()
+    harness._settings, harness._data_ranks = {}, {}
+    settings = {
+        Role.POLICY: config(layouts[Role.POLICY]),
+        Role.REFERENCE: ReferenceConfig().settings(config(layouts[Role.REFERENCE])),
+        Role.CRITIC: critic_config(layouts[Role.CRITIC]),
+    }
+    roles = {letter.lower(): role for letter, role in zip("prc", Role, strict=True) if letter in "".join(order).lower()}
+    for role in roles.values():
+        harness.open_role(role, layouts[role].kind, settings[role])
+    done: dict[str, list[Any]] = {letter: [] for letter in order}
+    for letter in order:
+        if letter == "x":
+            harness.open_role(Role.CRITIC, layouts[Role.CRITIC].kind, settings[Role.CRITIC])
+            continue
+        role, number = roles[letter.lower()], len(done[letter])
+        if letter.isupper():
+            done[letter].append(harness.train(critic_samples(number), version=number, role=role))
+        else:
+            column = "values" if role is Role.CRITIC else "logprobs"
+            done[letter].append([row.tolist() for row in harness.forward(critic_samples(), role, column)])
+    if "p" in roles:
+        done["weights"] = [float(tensor.double().sum()) for tensor in harness.weights().values()]
+    if "c" in roles:
+        done["critic weights"] = [float(tensor.double().sum()) for tensor in critic_weights(harness).values()]
+    return done
+
+
+def save(harness: MegatronHarness, path: Path, role: Role) -> None:
+    if harness.rank == 0:
+        begin(path)
+    dist.barrier()
+    harness.worker.save(path=str(path), state={"version": 1, "last_batch_id": "b", "last_metrics": {}}, role=role)
+
+
+def save_all(harness: MegatronHarness, directory: Path) -> None:
+    """An update, a checkpoint, whose files may be written while the next update is made."""
+    for name in sorted({name for name, _ in CHECKPOINTS}):
+        layout = LAYOUTS[name]
+        is_async = {} if "fsdp" in name else {"async_save": True}
+        open_critic(harness, replace(layout, megatron={**layout.megatron, **is_async}))
+        harness.train(critic_samples(), role=Role.CRITIC)
+        save(harness, directory / "checkpoints" / name, Role.CRITIC)
+        _go_on(harness, directory, f"{name} went on")
+        if is_async:
+            harness.worker.saved()
+
+
+def load_all(harness: MegatronHarness, directory: Path) -> None:
+    for saved, loaded in CHECKPOINTS:
+        if LAYOUTS[loaded].world == harness.world:
+            open_critic(harness, LAYOUTS[loaded], str(directory / "checkpoints" / saved))
+            _go_on(harness, directory, f"{saved} to {loaded}")
+
+
+def _go_on(harness: MegatronHarness, directory: Path, name: str) -> None:
+    metrics = harness.train(critic_samples(5), version=1, role=Role.CRITIC)
+    weights = critic_weights(harness)
+    if harness.rank == 0:
+        write(directory, name, weights, metrics)
+
+
+def mistake_all(harness: MegatronHarness, directory: Path) -> None:
+    """The policy's checkpoint for the critic, and the critic's for the policy; what is open goes on as it was."""
+    for name in MISTAKEN:
+        layout = LAYOUTS[name]
+        paths = {role: directory / "checkpoints" / f"{name}-{role}" for role in (Role.POLICY, Role.CRITIC)}
+        open_critic(harness, layout)
+        save(harness, paths[Role.CRITIC], Role.CRITIC)
+        harness.worker.close()
+        harness.open_role(Role.POLICY, layout.kind, config(layout))
+        save(harness, paths[Role.POLICY], Role.POLICY)
+        before = harness.weights()
+        to_critic = refusal(
+            lambda layout=layout, path=paths[Role.POLICY]: harness.open_role(
+                Role.CRITIC, layout.kind, critic_config(layout), str(path)
+            )
+        )
+        to_policy = refusal(lambda path=paths[Role.CRITIC]: harness.backend.load(path / "state"))
+        after = harness.weights()
+        unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+        if harness.rank == 0:
+            content = {"critic": to_critic, "policy": to_policy, "unchanged": unchanged}
+            (directory / f"{name}-mistaken.json").write_text(json.dumps(content))
+
+
+def convert(harness: MegatronHarness, directory: Path) -> None:
+    """A critic whose body is that of a policy's Megatron checkpoint."""
+    source = directory / "checkpoints" / f"{MISTAKEN[0]}-{Role.POLICY}" / "state"
+    layout = LAYOUTS["untied-pp2"]
+    open_critic(harness, replace(layout, megatron=layout.megatron | {"dist_checkpointing_path": str(source)}))
+    answers, weights = {"values": values(harness)}, critic_weights(harness)
+    if harness.rank == 0:
+        write(directory, "converted", weights, answers)
+
+
+def act(harness: MegatronHarness, directory: Path) -> None:
+    run_all(harness, directory, (name for name, layout in LAYOUTS.items() if layout.world == harness.world), run)
+    if harness.world == 2:
+        save_all(harness, directory)
+        mistake_all(harness, directory)
+        convert(harness, directory)
+        for name in SHARED:
+            share(harness, name, directory)
+    load_all(harness, directory)
+
+
+def main(directory: Path) -> int:
+    """0 if every rank came to its end."""
+    for world in (4, 2, 1):  # one rank loads what two saved
+        if any(run_ranks(world, directory, functools.partial(act, directory=directory))):
+            return 1
+    return 0

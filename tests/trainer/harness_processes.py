@@ -1,0 +1,38 @@
+"""Harnesses: processes beside the tests, forked from one that has imported both backends once, which takes 10 s."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(
+    ["services.trainer.megatron.backend", "services.trainer.fsdp.backend", "tests.trainer.megatron_harness"]
+)
+
+
+def start_harness(name: str, *arguments: object) -> BaseProcess:
+    """`main(*arguments)` of tests.trainer.<name> in a process that leads a session of its own."""
+    harness = forks.Process(target=_main, args=(name, arguments), name=name)
+    harness.start()
+    return harness
+
+
+def _main(name: str, arguments: tuple[object, ...]) -> None:
+    os.setsid()
+    main: Callable[..., int | None] = import_module(f"tests.trainer.{name}").main
+    raise SystemExit(main(*arguments))
+
+
+def run_harness(name: str, out: Path, *arguments: object, timeout_s: float = 1200) -> None:
+    """Runs a harness, whose ranks leave their results, and their errors, in `out`, to its end."""
+    harness = start_harness(name, *arguments)
+    try:
+        harness.join(timeout_s)
+    finally:
+        harness.kill()
+    harness.join()
+    errors = [file.read_text() for file in out.glob("*.error")]
+    assert harness.exitcode == 0, "\n".join(errors)

@@ -1,0 +1,235 @@
+"""Every policy loss on real trainer ranks in layouts of both backends.
+
+One process imports everything and forks the ranks of one world after the other. A layout is opened once; every loss
+then has one update of two mini-batches, from the same weights. What came out lies in DIRECTORY/NAME.{safetensors,json}.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from services.common import batch as batches
+from services.trainer.backend import Role
+from services.trainer.losses.terms import Tokens
+from services.trainer.ranks.shards import trained_tokens
+from tests.trainer import fsdp_harness
+from tests.trainer.fsdp_harness import SMALL, write
+from tests.trainer.megatron_harness import CP, PP, TP, Layout, MegatronHarness, config, run_all, run_ranks
+
+# Every kind, with bounds that a good part of the tokens, or of the sequences, meet.
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "kl_coef": 0.2,
+        "entropy_coef": 0.05,
+        "clip_low": 0.1,
+        "clip_high": 0.15,
+        "aggregation": "seq_mean_token_mean",
+    },
+    "ppo": {"kind": "ppo", "clip_dual": 1.05, "clip_high": 0.02, "kl_coef": 0.1, "kl_kind": "k2"},
+    "gspo": {
+        "kind": "gspo",
+        "gspo": {"clip_low": 0.01, "clip_high": 0.01},
+        "aggregation": "seq_mean_token_mean",
+        "correction": {"weight": "sequence", "geometric_mask": (0.4, 1.5)},
+    },
+    "gspo-token": {
+        "kind": "gspo",
+        "gspo": {"clip_low": 0.01, "clip_high": 0.01},
+        "old_logprobs": "engine",
+        "entropy_coef": 0.05,
+    },
+    "python": {
+        "kind": "python",
+        "import_path": "tests.user_functions:soft_clip",
+        "kwargs": {"temperature": 2.0},
+        "aggregation": "seq_mean_token_mean",
+    },
+    "cispo": {
+        "kind": "cispo",
+        "cispo": {"max_ratio": 1.02},
+        "correction": {"weight": "token", "weight_cap": 1.2, "token_mask": (0.1, 5.0), "veto": 0.01},
+    },
+    "sapo": {
+        "kind": "sapo",
+        "sapo": {"tau_negative": 3.0},
+        "aggregation": "seq_mean_token_mean",
+        "kl_coef": 0.1,
+        "kl_kind": "abs",
+    },
+    "clip_cov": {
+        "kind": "clip_cov",
+        "clip_cov": {"min_covariance": 0.1},
+        "clip_low": 0.02,
+        "aggregation": "seq_mean_token_sum",
+    },
+    "kl_cov": {
+        "kind": "kl_cov",
+        "kl_cov": {"min_covariance": 0.1},
+        "entropy_coef": 0.05,
+        "correction": {"geometric_mask": (0.4, 1.5), "token_mask": (0.1, 5.0)},
+    },
+    "dppo-tv": {
+        "kind": "dppo",
+        "dppo": {"threshold": 0.002},
+        "old_logprobs": "engine",
+        "aggregation": "seq_mean_token_sum_norm",
+        "norm_tokens": 10,
+    },
+    "dppo-kl": {
+        "kind": "dppo",
+        "dppo": {"threshold": 1e-4, "divergence": "kl"},
+        "correction": {"weight": "sequence", "weight_cap": 1.5, "veto": 0.05},
+    },
+    "reinforce": {
+        "kind": "reinforce",
+        "aggregation": "seq_mean_token_sum_norm",
+        "norm_tokens": 10,
+        "kl_coef": 0.1,
+        "kl_kind": "k1",
+        "correction": {"weight": "sequence", "geometric_mask": (0.4, 1.5)},
+    },
+    "sft": {"kind": "sft", "aggregation": "seq_mean_token_mean", "entropy_coef": 0.05},
+}
+# Adam without a memory and with an eps that is large against the gradient: SGD at a rate of lr / eps. A weight then
+# moves by its gradient, whose rounding is neither hidden behind a sign nor blown up, and there is no state to put back.
+# Decay and clipping are on, so that they are compared too.
+OPTIM = {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1.0, "weight_decay": 0.01, "max_grad_norm": 0.5}
+HALVES = {"num_minibatches": 2, "optim": OPTIM}
+FSDP = HALVES | {"strategy": "fsdp"}
+REFERENCE = "fsdp-1"
+# On one data-parallel rank SMALL is three micro-batches to a mini-batch, MEDIUM two; the reference has one.
+MEDIUM = {"max_tokens_per_microbatch": 64}
+LAYOUTS = {
+    REFERENCE: Layout("untied", 1, {}, FSDP),
+    "fsdp-1-small": Layout("untied", 1, {}, FSDP | SMALL),
+    "fsdp-2": Layout("untied", 2, {}, FSDP | SMALL),
+    "megatron-1": Layout("untied", 1, {}, HALVES),
+    "megatron-1-small": Layout("untied", 1, {}, HALVES | SMALL),
+    "dp2": Layout("untied", 2, {}, HALVES | SMALL),
+    "tp2": Layout("untied", 2, TP, HALVES),
+    "cp2": Layout("untied", 2, CP, HALVES | MEDIUM),
+    "pp2": Layout("untied", 2, PP, HALVES | MEDIUM),
+    "dp2-cp2": Layout("untied", 4, CP, HALVES | SMALL),
+}
+
+
+def samples() -> pa.Table:
+    """Those of fsdp_harness with masks, one sample all masked, and an engine that is off by some."""
+    table, random = fsdp_harness.samples(), np.random.default_rng(7)
+    counts = [len(row) for row in table["tokens"].to_pylist()]
+    masks = [(random.random(count) < 0.7).tolist() for count in counts]
+    masks[4] = [False] * counts[4]
+    logprobs = [[x + float(random.normal(0, 0.5)) for x in row] for row in table["logprobs"].to_pylist()]
+    for name, rows in (("loss_mask", masks), ("logprobs", logprobs)):
+        index = table.schema.get_field_index(name)
+        table = table.set_column(index, table.schema.field(index), pa.array(rows, table.schema.field(index).type))
+    return table
+
+
+@contextlib.contextmanager
+def mean_of_ranks(harness: MegatronHarness) -> Iterator[None]:
+    """A mistake: every rank divides by its own counts, and what it gets is averaged over the ranks."""
+    train = harness.worker.train
+
+    def of_own_counts(*, minibatches: list[dict[str, Any]], frames: Any, **more: Any) -> Any:
+        table, begin = batches.decode(frames), 0
+        for minibatch in minibatches:
+            trained = trained_tokens(table.slice(begin, sum(minibatch["packs"])))
+            own = {"num_tokens": int(trained.sum()), "num_sequences": int((trained > 0).sum())}
+            minibatch["totals"] = minibatch["totals"] | {name: harness.world * count for name, count in own.items()}
+            begin += sum(minibatch["packs"])
+        return train(minibatches=minibatches, frames=frames, **more)
+
+    with mock.patch.object(harness.worker, "train", of_own_counts):
+        yield
+
+
+@contextlib.contextmanager
+def means_of_chunks(_: MegatronHarness) -> Iterator[None]:
+    """A mistake: the mean of a sequence is that of the part that this context-parallel rank holds."""
+    from services.trainer.megatron.microbatch import MicroBatch
+
+    whole, last = MicroBatch.whole, []
+
+    def remembered(micro: MicroBatch, *rest: Any) -> torch.Tensor:
+        last[:] = [micro.where_M]
+        return whole(micro, *rest)
+
+    def own_mean(tokens: Tokens, values_N: torch.Tensor) -> torch.Tensor:
+        is_own_N = torch.zeros_like(values_N).index_fill(0, last[0], 1)
+        own = replace(tokens, columns=tokens.columns | {"loss_mask": tokens.columns["loss_mask"] * is_own_N})
+        return own.sequence_sum(values_N) / own.sequence_sum(torch.ones_like(values_N)).clamp(min=1)
+
+    with mock.patch.object(MicroBatch, "whole", remembered), mock.patch.object(Tokens, "sequence_mean", own_mean):
+        yield
+
+
+# Layout -> mistake, and losses that it must show in.
+MISTAKES: dict[str, tuple[Callable[[MegatronHarness], Any], list[str]]] = {
+    "fsdp-2": (mean_of_ranks, ["grpo", "ppo"]),
+    "dp2": (mean_of_ranks, ["grpo", "ppo"]),
+    "cp2": (means_of_chunks, ["gspo-token", "kl_cov"]),
+}
+
+
+def tensors_of(backend: Any) -> list[torch.Tensor]:
+    """This rank's part of every parameter, in place."""
+    if hasattr(backend, "_parameter_tensors"):
+        return list(backend._parameter_tensors())
+    return [parameter.to_local() for parameter in backend._model.parameters()]
+
+
+@torch.no_grad()
+def _refill(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def run(harness: MegatronHarness, name: str, directory: Path) -> None:
+    """All losses in one layout, then the mistakes."""
+    layout = LAYOUTS[name]
+    harness.worker.close()
+    harness._settings, harness._data_ranks = {}, {}
+    harness.open_role(Role.POLICY, layout.kind, config(layout))
+    before = [tensor.detach().clone() for tensor in tensors_of(harness.backend)]
+
+    def update(loss: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        _refill(tensors_of(harness.backend), before)
+        settings = config(replace(layout, changes=layout.changes | {"loss": LOSSES[loss]}))
+        harness._settings[Role.POLICY] = harness.worker._configs[Role.POLICY] = settings
+        return harness.train(samples()), harness.weights()
+
+    _update_all(harness, update, list(LOSSES), directory / name)
+    if name in MISTAKES:
+        mistake, losses = MISTAKES[name]
+        with mistake(harness):
+            _update_all(harness, update, losses, directory / f"{name}-mistaken")
+
+
+def _update_all(harness: MegatronHarness, update: Callable[[str], Any], losses: list[str], path: Path) -> None:
+    tensors, metrics = {}, {}
+    for loss in losses:
+        metrics[loss], weights = update(loss)
+        tensors |= {f"{loss}/{name}": tensor for name, tensor in weights.items()}
+    if harness.rank == 0:
+        write(path.parent, path.name, tensors, metrics)
+
+
+def act(harness: MegatronHarness, directory: Path) -> None:
+    run_all(harness, directory, (name for name, layout in LAYOUTS.items() if layout.world == harness.world), run)
+
+
+def main(directory: Path) -> int:
+    """0 if every rank came to its end."""
+    for world in (1, 2, 4):
+        if any(run_ranks(world, directory, functools.partial(act, directory=directory))):
+            return 1
+    return 0

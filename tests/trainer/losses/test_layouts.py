@@ -1,0 +1,109 @@
+"""Every policy loss, in any split of the batch over micro-batches and ranks of either backend: one and the same update.
+
+One FSDP rank with a mini-batch in one pack is the reference. It is compared with plain torch.
+"""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.common.config.trainer.loss import Aggregation, LossConfig
+from services.trainer.losses import LOSSES as KINDS
+from tests.trainer import plain_grpo
+from tests.trainer.fsdp_harness import TEMPERATURE, config, read
+from tests.trainer.harness_processes import run_harness
+from tests.trainer.loss_harness import HALVES, LAYOUTS, LOSSES, MISTAKES, REFERENCE, samples
+
+# Means of 70 terms of size 1 to 10 and the norm of 1e5 numbers, in float32 and in another order: up to 8e-7 here. The
+# losses jump where a ratio meets a bound; of these tokens none is so near to one that its rounding moves it across.
+METRIC_TOLERANCE = 5e-6
+# How far a tensor's weights moved, relative to its largest move: a sum of two gradients, each of some 70 tokens, up to
+# 1e-6 here. On top, after each of the two updates a weight is rounded, by an order of additions to one float and by
+# another to its neighbour: for norms, of size 1, that is up to 5e-5 of their move of 2e-3; matrices do not notice.
+MOVE_TOLERANCE = 5e-6
+WEIGHT_ROUNDING = 2 * 2**-23
+# Against float64 the rounding of the float32 forward itself counts too; see test_trainer_fsdp.
+REFERENCE_TOLERANCE = 2e-5
+CONFIGS = {name: LossConfig.model_validate(loss) for name, loss in LOSSES.items()}
+COMPARED = [name for name in LAYOUTS if name != REFERENCE]
+FRACTIONS = ("clip_fraction", "clip_dual_fraction", "covariance_fraction", "correction_masked")
+
+Tensors = Mapping[str, torch.Tensor]
+_read = functools.cache(read)
+
+
+@pytest.fixture(scope="module")
+def results(trainer_files: Path) -> Path:
+    """What the ranks of loss_harness left."""
+    out = trainer_files / "loss"
+    run_harness("loss_harness", out, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def before(trainer_files: Path) -> Tensors:
+    """The weights that every update starts from."""
+    return load_file(trainer_files / "models" / "untied" / "model.safetensors")
+
+
+def result(directory: Path, layout: str, loss: str) -> tuple[Tensors, dict[str, float]]:
+    """Weights after the update, and its metrics."""
+    tensors, metrics = _read(directory, layout)
+    return {name.split("/")[1]: tensor for name, tensor in tensors.items() if name.split("/")[0] == loss}, metrics[loss]
+
+
+def worst_move(got: Tensors, want: Tensors, before: Tensors) -> float:
+    """Largest gap of a tensor that is not rounding of its weights, relative to the largest move of that tensor."""
+    assert got.keys() == want.keys() == before.keys()
+    gaps = []
+    for name, start in before.items():
+        gap = (got[name].double() - want[name].double()).abs().max() - WEIGHT_ROUNDING * start.abs().max()
+        gaps.append(float(gap / (want[name].double() - start.double()).abs().max()))
+    return max(gaps)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("layout", COMPARED)
+def test_split_does_not_change_the_update(results: Path, before: Tensors, layout: str, loss: str) -> None:
+    weights, metrics = result(results, layout, loss)
+    want, want_metrics = result(results, REFERENCE, loss)
+    assert metrics == pytest.approx(want_metrics, rel=METRIC_TOLERANCE, abs=METRIC_TOLERANCE)
+    assert worst_move(weights, want, before) <= MOVE_TOLERANCE
+
+
+@pytest.mark.parametrize("loss", [name for name, loss in CONFIGS.items() if loss.old_logprobs == "recompute"])
+def test_reference_is_plain_torch(results: Path, trainer_files: Path, before: Tensors, loss: str) -> None:
+    settings = config(HALVES | {"loss": LOSSES[loss]})
+    want = plain_grpo.update(trainer_files / "models" / "untied", samples().to_pylist(), settings, TEMPERATURE)
+    weights, metrics = result(results, REFERENCE, loss)
+    assert worst_move(weights, want.weights, before) <= REFERENCE_TOLERANCE
+    for name, value in want.metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=REFERENCE_TOLERANCE, abs=REFERENCE_TOLERANCE), name
+
+
+def test_every_loss_is_compared_where_a_wrong_split_would_show(results: Path, before: Tensors) -> None:
+    assert {loss.kind for loss in CONFIGS.values()} == KINDS.keys()
+    assert {loss.aggregation for loss in CONFIGS.values()} == {*get_args(Aggregation)}
+    for name, loss in CONFIGS.items():
+        weights, metrics = result(results, REFERENCE, name)
+        assert all(0.05 < metrics[fraction] < 0.95 for fraction in FRACTIONS if fraction in metrics), (name, metrics)
+        assert abs(metrics["ratio_mean"] - 1) > 1e-3 or not loss.is_sampled
+        assert abs(metrics["loss"]) > 1000 * METRIC_TOLERANCE  # its tolerance is an absolute one
+        assert metrics["grad_norm"] > 0.5
+        assert all((weights[key] - start).abs().max() > 1e-3 for key, start in before.items())
+    assert 0.05 < result(results, REFERENCE, "cispo")[1]["correction_truncated"] < 0.95
+
+
+@pytest.mark.parametrize("layout", MISTAKES)
+def test_comparison_sees_a_mistake(results: Path, before: Tensors, layout: str) -> None:
+    for loss in MISTAKES[layout][1]:
+        weights, metrics = result(results, f"{layout}-mistaken", loss)
+        want, want_metrics = result(results, REFERENCE, loss)
+        off: dict[str, Any] = {name: abs(metrics[name] / want_metrics[name] - 1) for name in ("loss", "grad_norm")}
+        assert min(off.values()) > 1000 * METRIC_TOLERANCE, (loss, off)
+        assert worst_move(weights, want, before) > 1000 * MOVE_TOLERANCE

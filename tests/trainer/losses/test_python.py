@@ -1,0 +1,59 @@
+"""A loss of the user's is called as the built-in kinds are, and its mistakes are named."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from services.common.config.trainer.loss import LossConfig
+from services.common.errors import InvalidInput
+from services.trainer.losses import Totals, policy_loss
+from services.trainer.losses.python import require_importable
+
+
+def loss_of(path: str, **kwargs: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    config = LossConfig(kind="python", import_path=path, kwargs=kwargs)
+    logprobs_N = torch.tensor([-1.0, -2.0])
+    ones_N = torch.ones(2)
+    columns = {"loss_mask": ones_N, "completion_length": 2 * ones_N, "advantages": torch.tensor([1.0, -3.0])}
+    columns |= {"old_logprobs": torch.tensor([-1.5, -2.0]), "behaviour_logprobs": logprobs_N}
+    return policy_loss(torch.stack([logprobs_N, ones_N]), columns, (2,), Totals(2, 1), config)
+
+
+def test_its_losses_are_weighted_and_its_metrics_averaged() -> None:
+    loss, metrics = loss_of("tests.user_functions:soft_clip", temperature=2.0)
+    weight = torch.exp(torch.tensor(-1.0))
+    want = (-torch.exp(torch.tensor(0.5)) * weight + 3.0) / 2
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    assert metrics["weight_mean"].item() == pytest.approx((weight.item() + 1) / 2, rel=1e-6)
+
+
+def test_a_wrong_shape_is_named() -> None:
+    with pytest.raises(InvalidInput, match=r"misshapen returned loss of shape \[1\].* each of the 2 tokens"):
+        loss_of("tests.user_functions:misshapen")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("tests.no_such_module:f", "cannot be imported: No module named"),
+        ("tests.user_functions:no_such", "cannot be imported: .* has no attribute"),
+        ("tests.user_functions:NOT_A_FUNCTION", "is not a function"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_before_a_run(path: str, why: str) -> None:
+    with pytest.raises(InvalidInput, match=f"trainer.loss.import_path: {path} {why}"):
+        require_importable(LossConfig(kind="python", import_path=path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kind": "python"}, "kind python needs import_path"),
+        ({"kind": "grpo", "import_path": "a:b"}, "import_path is not read by kind grpo"),
+        ({"kind": "grpo", "kwargs": {"a": 1}}, "kwargs is not read by kind grpo"),
+        ({"kind": "python", "import_path": "os.system('x')"}, "should match pattern"),
+    ],
+)
+def test_its_config_is_checked(fields: dict[str, object], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        LossConfig.model_validate(fields)

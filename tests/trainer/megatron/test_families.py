@@ -1,0 +1,103 @@
+"""Every model family: from Hugging Face to Megatron and back bit by bit, and the same model in between."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support import VOCAB
+from tests.trainer import plain_grpo
+from tests.trainer.fsdp_harness import TEMPERATURE, Harness, read, samples
+from tests.trainer.harness_processes import run_harness
+from tests.trainer.megatron_harness import FAMILIES, LOSS
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    "llama-llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
+    "mistral": {"sliding_window": None},
+    "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "qwen3-bf16": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
+    "qwen3_moe-bf16": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
+    "qwen3_moe-unnormalised": {"head_dim": 32, **EXPERTS, "norm_topk_prob": False},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+HALF = ("qwen3-bf16", "qwen3_moe-bf16")
+
+
+def make_family(directory: Path, kind: str) -> None:
+    """A random model, norms and biases too: what is 1 or 0 everywhere hides a mistake in its place."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind.partition("-")[0], **SHAPE | CHANGES.get(kind, {}))
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn(parameter.shape)
+    model.to(torch.bfloat16 if kind in HALF else torch.float32).save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`models/<family>`, and in `results` what one process made of them."""
+    directory = tmp_path_factory.mktemp("families")
+    for kind in (*FAMILIES, *HALF):
+        make_family(directory / "models" / kind, kind)
+    results = directory / "results"
+    run_harness("megatron_harness", results, 1, results, [*FAMILIES, *HALF])
+    return directory
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *HALF])
+def test_export_is_the_checkpoint_bit_by_bit(families: Path, kind: str) -> None:
+    stored = load_file(families / "models" / kind / "model.safetensors")
+    exported, _ = read(families / "results", f"{kind}-before")
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert exported[name].dtype == tensor.dtype == (torch.bfloat16 if kind in HALF else torch.float32)
+        assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *HALF])
+def test_logprobs_are_those_of_transformers(families: Path, kind: str) -> None:
+    _, answers = read(families / "results", f"{kind}-before")
+    model = AutoModelForCausalLM.from_pretrained(families / "models" / kind, dtype=torch.float32)
+    with torch.no_grad():
+        want = [plain_grpo.score(model, row, TEMPERATURE)[0].numpy() for row in samples().to_pylist()]
+    # Two float32 forwards of logits of size 5 differ by a few times 5 x 2^-24; in bfloat16 every activation has 2^-9.
+    tolerance = 0.3 if kind in HALF else 1e-5
+    np.testing.assert_allclose(np.concatenate(answers["logprobs"]), np.concatenate(want), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Also of biases and routers, and what decays and what does not."""
+    after, answers = read(families / "results", f"{kind}-after")
+    monkeypatch.setattr(harness, "_models", families / "models")
+    harness.open(kind, {"loss": LOSS})
+    metrics = harness.train(samples())
+    want = {name: tensor.clone() for name, tensor in harness.backend.weights()}
+    assert answers["updates"][0] == pytest.approx(metrics, rel=5e-6, abs=5e-6)
+    assert after.keys() == want.keys()
+    for name, tensor in want.items():
+        gap = (after[name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
+        assert gap < 3e-6, f"{name}: {gap:.3g}"

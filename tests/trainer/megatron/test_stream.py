@@ -1,0 +1,223 @@
+"""Ranks that gather for one another while each sends: all arrives, whoever holds what, and nobody waits forever.
+
+Ranks are threads here. A broadcast is done when all members have begun it. An exchange blocks until its peers take
+part, and begins when the broadcasts that its rank has begun are done: so it can be with NCCL, where loading a kernel or
+freeing memory waits for all that runs on the GPU.
+"""
+
+import itertools
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from services.common.weights.plan import Plan, unpack
+from services.trainer.megatron.weights import stream as module
+from services.trainer.megatron.weights.stream import Held, WeightStream
+from services.trainer.megatron.weights.weight_map import Part
+from services.trainer.ranks.publish import send
+from tests.support import PATIENCE_S
+
+CPU, TIMEOUT_S = torch.device("cpu"), PATIENCE_S
+Layout = list[tuple[tuple[int, ...], int, int]]
+"""The holders of each parameter, the numbers in one shard, and how many tensors it is in the checkpoint."""
+
+
+class Exchanges:
+    """What the stream uses of torch.distributed."""
+
+    isend, irecv = "send", "receive"
+
+    def __init__(self, world_size: int):
+        self.own = threading.local()
+        self._sent: dict[tuple[int, int], Queue] = defaultdict(Queue)
+        self._told: list[Any] = [None] * world_size
+        self._all = threading.Barrier(world_size)
+
+    def get_rank(self) -> int:
+        return self.own.rank
+
+    def gather_json(self, value: object, device: torch.device) -> list:
+        self._told[self.own.rank] = value
+        self._all.wait(TIMEOUT_S)
+        return self._told
+
+    def P2POp(self, kind: str, tensor: torch.Tensor, peer: int) -> tuple:
+        return kind, tensor, peer
+
+    def batch_isend_irecv(self, operations: list[tuple]) -> list[SimpleNamespace]:
+        for done in self.own.broadcasts:
+            assert done.wait(TIMEOUT_S), "a broadcast that waits for an exchange after it"
+        return [SimpleNamespace(wait=self._begin(*operation)) for operation in operations]
+
+    def _begin(self, kind: str, tensor: torch.Tensor, peer: int) -> Any:
+        if kind == "send":
+            taken = threading.Event()
+            self._sent[self.own.rank, peer].put((tensor, taken))
+            return lambda: taken.wait(TIMEOUT_S) or pytest.fail("nobody receives")
+        sent = self._sent[peer, self.own.rank]
+
+        def receive() -> None:
+            source, taken = sent.get(timeout=TIMEOUT_S)
+            tensor.copy_(source)
+            taken.set()
+
+        return receive
+
+
+class Wire:
+    """The weight group of all members; what is sent is read when all have begun."""
+
+    def __init__(self, exchanges: Exchanges, num_members: int, num_senders: int):
+        self._exchanges = exchanges
+        self._num_members, self._num_senders = num_members, num_senders
+        self._begun: dict[int, dict[int, torch.Tensor | None]] = defaultdict(dict)
+        self._done: dict[int, threading.Event] = defaultdict(threading.Event)
+        self._lock = threading.Lock()
+        self._digests: dict[int, Queue] = defaultdict(Queue)
+        self.most_in_flight = 0
+
+    def member(self, rank: int) -> SimpleNamespace:
+        count, in_flight = itertools.count(), set[int]()
+
+        def wait(number: int) -> None:
+            assert self._done[number].wait(TIMEOUT_S), "a broadcast that not all begin"
+            in_flight.discard(number)
+
+        def begin(flat: torch.Tensor | None, sender: int) -> int:
+            with self._lock:
+                number = next(count)
+                in_flight.add(number)
+                self.most_in_flight = max(self.most_in_flight, len(in_flight))
+                self._begun[number][rank] = flat
+                if len(self._begun[number]) == self._num_members:
+                    flats = self._begun.pop(number)
+                    for member, other in flats.items():
+                        if member >= self._num_senders:
+                            other.copy_(flats[sender])
+                    self._done[number].set()
+            if rank < self._num_senders:
+                self._exchanges.own.broadcasts.append(self._done[number])
+            return number
+
+        return SimpleNamespace(
+            rank=rank,
+            device=CPU,
+            broadcast=begin,
+            pass_on=lambda num_bytes, sender: begin(None, sender),
+            wait=wait,
+            acknowledge=lambda version, digest: self._digests[rank].put(digest),
+            acknowledged=lambda version: [
+                self._digests[other].get(timeout=TIMEOUT_S) for other in range(1, self._num_senders)
+            ],
+        )
+
+
+class Rank:
+    """One trainer rank: what it holds of the layout."""
+
+    def __init__(self, layout: Layout, exchanges: Exchanges, rank: int):
+        exchanges.own.rank, exchanges.own.broadcasts = rank, []
+        shards = {
+            index: shard(index, holders.index(rank), num)
+            for index, (holders, num, _) in enumerate(layout)
+            if rank in holders
+        }
+        held = [Held(f"w{index}", tensor) for index, tensor in shards.items()]
+        places = {id(tensor): layout[index][0].index(rank) for index, tensor in shards.items()}
+        names = SimpleNamespace(part=lambda name: part(layout, int(name[1:])), is_published=lambda name: True)
+        parallelism = SimpleNamespace(
+            is_holder=lambda tensor, is_expert: True,
+            shard_index=lambda tensor, is_expert: (places[id(tensor)], 0),
+        )
+        self.stream = WeightStream(held, names, parallelism, CPU)
+
+    def plan(self, bucket_bytes: int) -> tuple[Plan, list[int]]:
+        """And the ranks that send."""
+        slots = self.stream.slots(bucket_bytes)
+        members = sorted({0, *(rank for rank, _ in slots)})
+        numbered = [(members.index(rank), num_tensors) for rank, num_tensors in slots]
+        return Plan.of(self.stream.specs(), bucket_bytes=bucket_bytes, slots=numbered), members
+
+
+def part(layout: Layout, index: int) -> Part:
+    names = tuple(f"w{index}.{number}" for number in range(layout[index][2]))
+    return Part(names, None, lambda shards: list(torch.cat(list(shards)).tensor_split(len(names))), order=(index,))
+
+
+def shard(index: int, place: int, num: int) -> torch.Tensor:
+    return torch.arange(num, dtype=torch.float32) + 1000 * index + 100 * place
+
+
+def receive(plan: Plan, wire: Wire) -> dict[str, torch.Tensor]:
+    """As an engine does, two buckets ahead."""
+    member = wire.member(plan.num_senders)
+    flats = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in plan.buckets]
+    begun = []
+    for flat, bucket in zip(flats, plan.buckets, strict=True):
+        begun.append(member.broadcast(flat, bucket.sender))
+        if len(begun) > 2:
+            member.wait(begun.pop(0))
+    for one in begun:
+        member.wait(one)
+    return {n: tensor for flat, bucket in zip(flats, plan.buckets, strict=True) for n, tensor in unpack(bucket, flat)}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, Layout]:
+    world = draw(st.integers(2, 4))
+    every = st.permutations(range(world)).flatmap(lambda ranks: st.integers(1, world).map(lambda n: tuple(ranks[:n])))
+    sizes = st.integers(1, 3).flatmap(lambda tensors: st.tuples(st.integers(tensors, 40), st.just(tensors)))
+    holders = st.one_of(st.just(tuple(range(world))), every)
+    entry = st.builds(lambda holders, sizes: (holders, *sizes), holders, sizes)
+    return world, draw(st.lists(entry, min_size=1, max_size=24))
+
+
+ONE_AFTER_THE_OTHER = (2, [((0,), 4, 1)] * 12 + [((1,), 4, 1)] * 12)
+
+
+@settings(max_examples=60, deadline=None)
+@example(ONE_AFTER_THE_OTHER, 16, 16)
+@given(layouts(), st.sampled_from([16, 100, 400, 2000]), st.sampled_from([8, 64, 512]))
+def test_all_arrives_from_ranks_that_gather_at_the_same_time(
+    world_and_layout: tuple[int, Layout], bucket_bytes: int, run_bytes: int
+) -> None:
+    world, layout = world_and_layout
+    exchanges = Exchanges(world)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world + 1) as pool:
+        patch.setattr(module, "dist", exchanges)
+        patch.setattr(module, "gather_json", exchanges.gather_json)
+        patch.setattr(module, "_RUN_BYTES", run_bytes)
+        ready: Queue[tuple[Plan, Wire]] = Queue()
+        wires = [Wire(exchanges, num + 1, num) for num in range(world + 1)]
+
+        def publish(rank: int) -> None:
+            trainer = Rank(layout, exchanges, rank)
+            plan, members = trainer.plan(bucket_bytes)
+            stream, wire = trainer.stream, wires[len(members)]
+            weights = stream.to_senders(bucket_bytes) if plan.num_senders > 1 else stream.to_first()
+            if rank == 0:
+                ready.put((plan, wire))
+            if rank in members:
+                send(wire.member(members.index(rank)), plan, weights, version=1)
+            assert not list(weights) or rank not in members
+
+        received = pool.submit(lambda: receive(*ready.get(timeout=TIMEOUT_S)))
+        for publishing in [pool.submit(publish, rank) for rank in range(world)]:
+            publishing.result(3 * TIMEOUT_S)
+        content = received.result(TIMEOUT_S)
+    assert all(wire.most_in_flight <= 2 * num_senders + 1 for num_senders, wire in enumerate(wires))
+    expected = {}
+    for index, (holders, num, _) in enumerate(layout):
+        shards = [shard(index, place, num) for place in range(len(holders))]
+        made = part(layout, index)
+        expected |= dict(zip(made.names, made.join(shards), strict=True))
+    assert list(content) == list(expected)
+    assert all(torch.equal(content[name], tensor) for name, tensor in expected.items())

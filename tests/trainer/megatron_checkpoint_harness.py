@@ -1,0 +1,341 @@
+"""Real Megatron ranks that save, are killed, and are followed by others that load, in other layouts.
+
+`main` forks all of them from one process that has imported everything. What came out lies in
+DIRECTORY/NAME.{safetensors,json}, and DIRECTORY/checkpoints has what was saved.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.common.errors import LockstepError
+from services.trainer.checkpoint.manifest import begin
+from services.trainer.megatron.checkpoint import save as megatron_checkpoint
+from services.trainer.megatron.checkpoint import shard_state, torch_dist
+from tests.support import descendants
+from tests.trainer.fsdp_harness import SMALL, samples, write
+from tests.trainer.megatron_harness import CP, EP, PP, TP, VPP, Layout, MegatronHarness, run_ranks
+
+BUCKETS = {"fully_reshardable": False}
+PLAIN = {"use_distributed_optimizer": False}
+ASYNC = {"async_save": True}
+# So few that the small models here are read in several batches, of other numbers on other ranks.
+BATCH_BYTES = 1 << 18
+BF16 = SMALL | {"compute_dtype": "bfloat16"}
+LORA = SMALL | {"lora": {"rank": 4}}
+DROPOUT = SMALL | {"lora": {"rank": 4, "dropout": 0.2}}
+LAYOUTS = {
+    "1": Layout("untied", 1, {}, SMALL),
+    "dp2": Layout("untied", 2, {}, SMALL),
+    "tp2": Layout("untied", 2, TP, SMALL),
+    "pp2": Layout("untied", 2, PP, SMALL),
+    "cp2": Layout("untied", 2, CP, SMALL),
+    "tp2-dp2": Layout("untied", 4, TP, SMALL),
+    "tp2-offload": Layout("untied", 2, TP | {"auto_offload": True}, SMALL),
+    "dp2-plain": Layout("untied", 2, PLAIN, SMALL),
+    "dp2-bf16": Layout("untied", 2, {}, BF16),
+    "dp2-plain-bf16": Layout("untied", 2, PLAIN, BF16),
+    "1-buckets": Layout("untied", 1, BUCKETS, SMALL),
+    "dp2-buckets": Layout("untied", 2, BUCKETS, SMALL),
+    "tp2-buckets": Layout("untied", 2, BUCKETS | TP, SMALL),
+    "tp2-async": Layout("untied", 2, TP | {"async_save": True, "auto_offload": True}, SMALL),
+    "dp2-async": Layout("untied", 2, ASYNC, SMALL),
+    "dp2-plain-async": Layout("untied", 2, ASYNC | PLAIN, SMALL),
+    "dp2-buckets-async": Layout("untied", 2, ASYNC | BUCKETS, SMALL),
+    "tied-pp2": Layout("tied", 2, PP, SMALL),
+    "tied-tp2": Layout("tied", 2, TP, SMALL),
+    "deep-1": Layout("deep", 1, {}, SMALL),
+    "deep-vpp2": Layout("deep", 2, PP | VPP, SMALL),
+    "moe-1": Layout("moe", 1, {}, SMALL),
+    "moe-ep2": Layout("moe", 2, EP, SMALL),
+    "moe-ep2-etp2": Layout("moe", 4, TP | EP, SMALL),
+    "lora-tp2": Layout("untied", 2, TP, LORA),
+    "lora-tp2-dropout": Layout("untied", 2, TP, DROPOUT),
+    "lora-pp2": Layout("untied", 2, PP, LORA),
+}
+# Saved under, loaded under.
+PAIRS = [
+    ("tp2", "pp2"),
+    ("tp2-dp2", "1"),
+    ("1", "cp2"),
+    ("dp2", "tp2"),
+    ("dp2", "dp2-plain"),
+    ("dp2-buckets", "1-buckets"),
+    ("tied-pp2", "tied-tp2"),
+    ("deep-vpp2", "deep-1"),
+    ("moe-ep2", "moe-ep2-etp2"),
+    ("moe-ep2-etp2", "moe-1"),
+    ("lora-tp2", "lora-pp2"),
+    ("dp2-bf16", "dp2-plain-bf16"),
+]
+SAME = [
+    "tp2",
+    "tp2-offload",
+    "dp2-plain-bf16",
+    "dp2-buckets",
+    "deep-vpp2",
+    "moe-ep2-etp2",
+    "lora-tp2-dropout",
+]
+STAGED = ["dp2-async", "dp2-plain-async", "dp2-buckets-async"]
+REFUSED = [
+    ("dp2-buckets", "tp2-buckets"),
+    ("dp2-buckets", "dp2-plain"),
+    ("dp2", "lora-tp2"),
+    ("lora-tp2", "tp2"),
+    ("dp2", "tied-pp2"),
+    ("dp2", "deep-1"),
+    ("dp2", "moe-1"),
+]
+
+
+def save(harness: MegatronHarness, path: Path, version: int) -> None:
+    if harness.rank == 0:
+        begin(path)
+    dist.barrier()
+    harness.worker.save(path=str(path), state={"version": version, "last_batch_id": "b", "last_metrics": {}})
+
+
+def go_on(harness: MegatronHarness, directory: Path, name: str) -> None:
+    """The update after the checkpoint."""
+    metrics = harness.train(samples(5), version=1)
+    weights = harness.weights()
+    if harness.rank == 0:
+        write(directory, name, weights, metrics)
+
+
+def save_all(harness: MegatronHarness, directory: Path) -> None:
+    """One update, a checkpoint, the next update, in every layout of this world."""
+    names = {saved for saved, _ in PAIRS} | set(SAME)
+    for name in sorted(name for name in names if LAYOUTS[name].world == harness.world):
+        harness.open(LAYOUTS[name])
+        harness.train(samples())
+        save(harness, directory / "checkpoints" / name, version=1)
+        weights = harness.weights()
+        if harness.rank == 0:
+            write(directory, f"{name} weights", weights, {})
+        go_on(harness, directory, f"{name} went on")
+
+
+def load_all(harness: MegatronHarness, directory: Path) -> None:
+    for saved, loaded in [*PAIRS, *((name, name) for name in (*SAME, "tp2-async"))]:
+        if LAYOUTS[loaded].world == harness.world:
+            harness.open(LAYOUTS[loaded], checkpoint=str(directory / "checkpoints" / saved))
+            go_on(harness, directory, f"{saved} to {loaded}")
+
+
+def refuse_all(harness: MegatronHarness, directory: Path) -> None:
+    """The error, and weights and optimizer state as they were."""
+    for saved, loaded in REFUSED:
+        if LAYOUTS[loaded].world != harness.world:
+            continue
+        harness.open(LAYOUTS[loaded])
+        before, generator = harness.weights(), torch.get_rng_state()
+        error = refusal(lambda path=directory / "checkpoints" / saved: harness.backend.load(path / "state"))
+        after = harness.weights()
+        unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+        unchanged = unchanged and torch.equal(generator, torch.get_rng_state())
+        if harness.rank == 0:
+            content = {"error": error, "unchanged": unchanged}
+            (directory / f"{saved} to {loaded}.json").write_text(json.dumps(content))
+
+
+def save_in_background(harness: MegatronHarness, directory: Path) -> None:
+    """An update between the copy and the end of the save; then a save whose files cannot be written, and the next."""
+    harness.open(LAYOUTS["tp2-async"])
+    harness.train(samples())
+    path = directory / "checkpoints" / "tp2-async"
+    with _held_writers() as let_go:
+        save(harness, path, version=1)
+        go_on(harness, directory, "tp2-async went on")
+        is_early = path.exists()
+        let_go.set()
+    saved = harness.worker.saved()
+    blocked = directory / "checkpoints" / "blocked"
+    if harness.rank == 0:
+        (begin(blocked) / "state").write_text("a file where a directory should be")
+    dist.barrier()
+    harness.worker.save(path=str(blocked), state={"version": 2, "last_batch_id": "b", "last_metrics": {}})
+    error = refusal(harness.worker.saved)
+    harness.train(samples(6), version=2)
+    save(harness, blocked, version=3)
+    harness.worker.saved()
+    children = list(descendants(os.getpid()).values())
+    if harness.rank == 0:
+        content = {"is_early": is_early, "saved": saved, "error": error, "children": children}
+        (directory / "background.json").write_text(json.dumps(content))
+
+
+def stage_all(harness: MegatronHarness, directory: Path) -> None:
+    """Whose memory is in what the first rank will write in the background."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values  # after services.trainer.megatron
+    from megatron.core.dist_checkpointing.strategies.torch import _unwrap_pyt_sharded_tensor as unwrap
+
+    answers = {}
+    for name in STAGED:
+        harness.open(LAYOUTS[name])
+        harness.train(samples())
+        alive = {
+            t.untyped_storage().data_ptr()
+            for t in (*harness.backend._parameter_tensors(), *harness.backend._state_tensors())
+        }
+
+        def stage(sharded: dict[str, Any], *, copied: Any, name: str = name, alive: set[int] = alive) -> Any:
+            # Held on to, as a place that is given back may be had again. Buckets have marks of their padding besides.
+            tensors = [shard.data for shard in nested_values(sharded["optimizer"]) if hasattr(shard, "data")]
+            made = {tensor.untyped_storage().data_ptr() for tensor in tensors} - alive
+            staged = torch_dist.stage(sharded, copied=copied)
+            held = [(key, t.untyped_storage().data_ptr()) for key, value in staged.items() for t in unwrap(value)]
+            optimizer = [pointer for key, pointer in held if "optimizer." in key]
+            answers[name] = {
+                "num_optimizer": len(optimizer),
+                "num_as_made": sum(pointer in made for pointer in optimizer),
+                "alive": [key for key, pointer in held if pointer in alive],
+            }
+            return staged
+
+        with _instead(megatron_checkpoint, "stage", stage):
+            harness.backend.begin_save(directory)
+    if harness.rank == 0:
+        (directory / "staged.json").write_text(json.dumps(answers))
+
+
+def count_read(harness: MegatronHarness, directory: Path) -> None:
+    """Bytes of optimizer state that each rank of a data-parallel group asks for and has in memory at once."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values  # after services.trainer.megatron
+
+    rounds: list[int] = []
+
+    def load(sharded: dict[int, Any], path: Path) -> Any:
+        loaded = torch_dist.load(sharded, path)
+        rounds.append(sum(tensor.nbytes for tensor in nested_values(dict(loaded))))
+        return loaded
+
+    with _instead(shard_state, "load", load):
+        harness.open(LAYOUTS["dp2"], checkpoint=str(directory / "checkpoints" / "dp2"))
+    pieces = shard_state.shard_pieces(harness.backend._optimizer, harness.backend._checkpointer._all_tensors())
+    later = {index: piece.wanted for index, piece in enumerate(pieces)}
+    if harness.rank == 1:
+        later[0] = {key: dataclasses.replace(shard, key=f"{key}.elsewhere") for key, shard in later[0].items()}
+    error = refusal(lambda: torch_dist.read({}, directory / "checkpoints" / "dp2" / "state", later=later))
+    sizes = [12 * parameter.numel() for chunk in harness.backend._model.chunks for parameter in chunk.parameters()]
+    answers: list[Any] = [None] * harness.world
+    dist.all_gather_object(answers, {"rounds": rounds, "whole": sum(sizes), "largest": max(sizes), "error": error})
+    if harness.rank == 0:
+        (directory / "read.json").write_text(json.dumps(answers))
+
+
+@contextlib.contextmanager
+def _instead(module: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def _held_writers() -> Iterator[threading.Event]:
+    """Writers wait until the event is set."""
+    let_go, original = threading.Event(), megatron_checkpoint.write
+
+    def held(*args: Any) -> None:
+        assert let_go.wait(PATIENCE_S)
+        original(*args)
+
+    with _instead(megatron_checkpoint, "write", held):
+        yield let_go
+
+
+def convert_all(harness: MegatronHarness, directory: Path) -> None:
+    """Weights alone, from our checkpoints and from one of the kind that Megatron's own tools write."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # after services.trainer.megatron
+
+    checkpoints = directory / "checkpoints"
+    plain = directory / "plain"
+    if harness.rank == 0:
+        plain.mkdir()
+    dist.barrier()
+    harness.open(LAYOUTS["pp2"])
+    policy = harness.backend._model
+    tensors = {name: tensor for chunk in policy.bare_chunks() for name, tensor in chunk.sharded_state_dict().items()}
+    add_prefix_for_sharding(tensors, "model.")
+    torch_dist.write(torch_dist.stage({"model": tensors}), plain, None)
+    if harness.rank == 0:  # a pickle of more than tensors, as Megatron's are
+        torch.save({"args": Namespace(lr=1.0)}, plain / "common.pt")
+    before = harness.weights()
+    if harness.rank == 0:
+        write(directory, "plain", before, {})
+    sources = {"dp2": checkpoints / "dp2" / "state", "plain": plain, "moe-ep2-etp2": checkpoints / "moe-ep2-etp2/state"}
+    for name, source in sources.items():
+        layout = LAYOUTS["moe-ep2" if name.startswith("moe") else "tp2"]
+        harness.open(_converted(layout, source))
+        weights = harness.weights()
+        if harness.rank == 0:
+            write(directory, f"converted {name}", weights, {})
+    wrong = {
+        "experts": ("moe8", checkpoints / "moe-ep2" / "state"),
+        "dense": ("moe", checkpoints / "dp2" / "state"),
+        "deep": ("untied", checkpoints / "deep-vpp2" / "state"),
+        "nothing": ("untied", directory),
+        "changed": ("untied", checkpoints / "changed" / "state"),
+    }
+    if harness.rank == 0:
+        shutil.copytree(checkpoints / "dp2", checkpoints / "changed")
+        with next((checkpoints / "changed" / "state").glob("*.distcp")).open("ab") as file:
+            file.write(b"x")
+    dist.barrier()
+    errors = {
+        name: refusal(lambda kind=kind, source=source: harness.open(_converted(Layout(kind, 2, {}, SMALL), source)))
+        for name, (kind, source) in wrong.items()
+    }
+    if harness.rank == 0:
+        (directory / "converted.json").write_text(json.dumps(errors))
+
+
+def _converted(layout: Layout, source: Path) -> Layout:
+    return dataclasses.replace(layout, megatron=layout.megatron | {"dist_checkpointing_path": str(source)})
+
+
+def refusal(call: Callable[[], Any]) -> list[str]:
+    """Class and message of the error that `call` raises."""
+    try:
+        call()
+    except LockstepError as error:
+        return [type(error).__name__, error.message]
+    return []
+
+
+def play(world: int, directory: Path, acts: list[Callable[[MegatronHarness, Path], None]]) -> None:
+    """`world` ranks play `acts` and are killed when all have."""
+
+    def all_acts(harness: MegatronHarness) -> None:
+        for act in acts:
+            act(harness, directory)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if set(codes := run_ranks(world, directory, all_acts)) != {-signal.SIGKILL}:
+        raise SystemExit(f"{acts} of {world} ranks ended with {codes}")
+
+
+def main(directory: Path) -> None:
+    shard_state._BATCH_BYTES = BATCH_BYTES
+    for world in (1, 2, 4):
+        more = [save_in_background, stage_all] if world == 2 else []
+        play(world, directory, [save_all, *more])
+    for world in (1, 2, 4):
+        more = [convert_all, count_read] if world == 2 else []
+        play(world, directory, [load_all, refuse_all, *more])

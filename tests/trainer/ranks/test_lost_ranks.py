@@ -1,0 +1,143 @@
+"""Ranks of other hosts, in processes of their own: none outlives rank 0, and rank 0 outlives none of them."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from services.common.errors import InternalError, Reason
+from services.trainer.ranks import calls as ranks_module
+from services.trainer.ranks.calls import Ranks, follow
+from tests.support import PATIENCE_S, free_port
+from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker, toy
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "_HEARTBEAT_MS", HEARTBEAT_MS)
+    monkeypatch.setattr(ranks_module, "_SILENCE_MS", SILENCE_MS)
+
+
+class Trainer:
+    """Rank 0 here, rank 1 in its process."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.failed = asyncio.Event()
+        self.ranks = Ranks(2, "127.0.0.1", self._on_failure)
+        self.own = Worker(0)
+        threading.Thread(target=follow, args=(0, self.ranks.address, self.own), daemon=True).start()
+
+    def _on_failure(self, why: str) -> None:
+        self.failures.append(why)
+        self.failed.set()
+
+
+@pytest.fixture
+async def trainer() -> AsyncIterator[Trainer]:
+    trainer = Trainer()
+    yield trainer
+    trainer.own.gate.set()
+
+
+# A process that ends, and a host that does not answer any more.
+gone = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+
+
+@gone
+async def test_a_rank_that_is_lost_in_a_command_is_its_failure(trainer: Trainer, number: int) -> None:
+    with toy("follow", trainer.ranks.address):
+        async with asyncio.timeout(PATIENCE_S):
+            await trainer.ranks.wait_for_all()
+            with pytest.raises(InternalError, match=r"rank 1 on .* is gone") as caught:
+                await trainer.ranks.call(Worker.lose_1, number=number)
+    assert caught.value.reason is Reason.RANK_FAILED
+    assert caught.value.metadata == {"rank": "1", "host": socket.gethostname()}
+    assert trainer.failures == [caught.value.message]
+
+
+@gone
+async def test_a_rank_that_is_lost_between_commands_is_the_failure_of_all(trainer: Trainer, number: int) -> None:
+    with toy("follow", trainer.ranks.address) as rank:
+        async with asyncio.timeout(PATIENCE_S):
+            await trainer.ranks.wait_for_all()
+            assert [answer.body["value"] for answer in await trainer.ranks.call(Worker.echo, value=1)] == [1, 1]
+            rank.send_signal(number)
+            await trainer.failed.wait()
+    assert len(trainer.failures) == 1
+    with pytest.raises(InternalError, match=r"rank 1 on .* is gone"):
+        await trainer.ranks.call(Worker.echo, value=2)
+
+
+async def test_a_rank_that_never_comes_is_named(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "_COMING_S", 3.0)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(InternalError, match=r"ranks \[1\] did not connect within 3 s"):
+            await trainer.ranks.wait_for_all()
+    assert len(trainer.failures) == 1
+
+
+async def test_a_rank_that_is_lost_while_others_come_is_no_hang(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with toy("follow", trainer.ranks.address) as rank:
+        watch = trainer.ranks._socket.get_monitor_socket
+
+        def watch_too_late(events: int) -> object:
+            rank.kill()
+            rank.wait()
+            return watch(events)
+
+        monkeypatch.setattr(trainer.ranks._socket, "get_monitor_socket", watch_too_late)
+        async with asyncio.timeout(PATIENCE_S):
+            await trainer.ranks.wait_for_all()
+            with pytest.raises(InternalError, match=r"rank 1 .*is gone"):
+                await trainer.ranks.call(Worker.echo, value=1)
+    assert len(trainer.failures) == 1
+
+
+async def test_strangers_who_come_and_go_and_a_busy_rank_are_no_loss(trainer: Trainer) -> None:
+    host, port = trainer.ranks.address.removeprefix("tcp://").split(":")
+    with toy("follow", trainer.ranks.address):
+        async with asyncio.timeout(PATIENCE_S):
+            await trainer.ranks.wait_for_all()
+            for _ in range(3):
+                socket.create_connection((host, int(port))).close()
+            answers = await trainer.ranks.call(Worker.keep_1_busy, duration_s=1.2 * SILENCE_MS / 1000)
+    assert [answer.body for answer in answers] == [{"busy": False}, {"busy": True}]
+    assert trainer.failures == []
+
+
+@contextlib.contextmanager
+def nodes() -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], str]]:
+    """Rank 0, which has all ranks, rank 1, and rank 0's address."""
+    with toy("serve") as rank_0:
+        address = rank_0.stdout.readline().strip()
+        with toy("follow", address) as rank_1:
+            assert rank_0.stdout.readline() == "there\n"
+            yield rank_0, rank_1, address
+
+
+@gone
+def test_no_rank_stays_without_rank_0(number: int) -> None:
+    with nodes() as (rank_0, rank_1, address):
+        rank_0.send_signal(number)
+        assert rank_1.wait(PATIENCE_S) == LOST
+        (line,) = rank_1.stderr.read().splitlines()
+        assert f"rank 1 ends: rank 0 at {address} is gone" in line
+
+
+def test_a_rank_that_comes_too_late_ends() -> None:
+    with toy("follow", f"tcp://127.0.0.1:{free_port()}") as rank_1:
+        assert rank_1.wait(PATIENCE_S) == LOST
+
+
+def test_the_end_of_a_trainer_is_no_failure() -> None:
+    with nodes() as (rank_0, rank_1, _):
+        assert [rank.communicate("\n", timeout=PATIENCE_S)[1] for rank in (rank_0, rank_1)] == ["", ""]
+        assert (rank_0.returncode, rank_1.returncode) == (0, 0)

@@ -1,0 +1,393 @@
+"""The on-policy contract, asked of a real trainer of two ranks over gRPC."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from lockstep.types.v1.types_pb2 import PolicyStamp
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.common import batch as batches
+from services.common.errors import (
+    Aborted,
+    InvalidInput,
+    LockstepError,
+    NotFound,
+    PreconditionFailed,
+    Reason,
+)
+from tests.trainer import plain_grpo
+from tests.trainer.deployment import Deployment, messages
+
+OTHER_DIGEST = "f" * 32
+
+
+def changed(table: pa.Table, column: str, values: list[Any]) -> pa.Table:
+    index = table.schema.get_field_index(column)
+    field = table.schema.field(index)
+    return table.set_column(index, field, pa.array(values, field.type))
+
+
+def with_row(table: pa.Table, column: str, row: int, value: Any) -> pa.Table:
+    values = table[column].to_pylist()
+    values[row] = value
+    return changed(table, column, values)
+
+
+def with_rows(table: pa.Table, row: int, **values: Any) -> pa.Table:
+    for column, value in values.items():
+        table = with_row(table, column, row, value)
+    return table
+
+
+async def refused(trainer: Deployment, batch: pa.Table | list[bytes], **header: Any) -> LockstepError:
+    """The error of Train; and that nothing was applied: version and content are what they were."""
+    before = trainer.stamp
+    with pytest.raises(LockstepError) as caught:
+        await trainer.train(batch, **header)
+    assert await trainer.held() == before
+    assert await trainer.publish() == before
+    return caught.value
+
+
+def stale(stamp: PolicyStamp) -> PolicyStamp:
+    return PolicyStamp(version=stamp.version - 1, digest=stamp.digest)
+
+
+def future(stamp: PolicyStamp) -> PolicyStamp:
+    return PolicyStamp(version=stamp.version + 1, digest=stamp.digest)
+
+
+def of_other_content(stamp: PolicyStamp) -> PolicyStamp:
+    return PolicyStamp(version=stamp.version, digest=OTHER_DIGEST)
+
+
+WRONG_STAMPS = pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [(stale, Reason.STALE_STAMP), (future, Reason.FUTURE_STAMP), (of_other_content, Reason.DIGEST_MISMATCH)],
+)
+
+
+async def at_version_one(trainer: Deployment) -> None:
+    await trainer.train(trainer.batch())
+    await trainer.publish()
+
+
+@WRONG_STAMPS
+async def test_batch_of_another_stamp_is_refused(
+    trainer: Deployment, wrong: Callable[[PolicyStamp], PolicyStamp], reason: Reason
+) -> None:
+    await at_version_one(trainer)
+    stamp = wrong(trainer.stamp)
+    error = await refused(trainer, trainer.batch(stamp), stamp=stamp)
+    assert (type(error), error.reason) == (PreconditionFailed, reason)
+    assert error.metadata["held_version"] == "1"
+    assert error.metadata["expected_digest"] == stamp.digest
+
+
+@WRONG_STAMPS
+@pytest.mark.parametrize("row", [0, 7, 11])
+async def test_one_sample_of_another_stamp_is_refused(
+    trainer: Deployment, wrong: Callable[[PolicyStamp], PolicyStamp], reason: Reason, row: int
+) -> None:
+    await at_version_one(trainer)
+    stamp = wrong(trainer.stamp)
+    batch = with_row(trainer.batch(), "policy_version", row, stamp.version)
+    batch = with_row(batch, "policy_digest", row, stamp.digest)
+    error = await refused(trainer, batch)
+    assert (type(error), error.reason) == (PreconditionFailed, reason)
+    assert "sample" in error.message
+
+
+async def test_batch_of_unpublished_weights_is_refused(trainer: Deployment) -> None:
+    published = trainer.stamp
+    await trainer.train(trainer.batch())
+    held = await trainer.held()
+    assert (held.version, held.digest) == (1, "")
+    for stamp in (published, PolicyStamp(version=1, digest=published.digest)):
+        with pytest.raises(PreconditionFailed) as caught:
+            await trainer.train(trainer.batch(stamp), stamp=stamp)
+        assert caught.value.reason is Reason.UNPUBLISHED
+    assert await trainer.held() == held
+
+
+async def test_header_without_a_stamp_is_refused(trainer: Deployment) -> None:
+    error = await refused(trainer, trainer.batch(), stamp=PolicyStamp(version=0))
+    assert (type(error), error.metadata["field"]) == (InvalidInput, "expected_stamp")
+
+
+async def test_right_batch_is_applied_and_changes_the_digest(trainer: Deployment) -> None:
+    first = trainer.stamp
+    answer = await trainer.train(trainer.batch())
+    assert (answer.version, answer.replayed) == (1, False)
+    assert answer.metrics["grad_norm"] > 0
+    second = await trainer.publish()
+    assert (first.version, second.version) == (0, 1)
+    assert first.digest != second.digest
+    # The content decides, not the moment: publishing again gives the same stamp.
+    assert await trainer.publish() == second
+
+
+async def test_digest_of_the_first_weights_is_that_of_the_model_directory(trainer: Deployment) -> None:
+    first = trainer.stamp
+    await trainer.open()
+    assert await trainer.publish() == first
+    await trainer.open("tied")
+    assert await trainer.publish() != first
+
+
+async def test_same_batch_twice_is_applied_once(trainer: Deployment) -> None:
+    stamp, batch = trainer.stamp, trainer.batch()
+    first = await trainer.train(batch, batch_id="twice")
+    again = await trainer.train(batch, batch_id="twice", stamp=stamp)
+    assert (first.replayed, again.replayed) == (False, True)
+    assert (again.version, dict(again.metrics)) == (first.version, dict(first.metrics))
+    applied_once = await trainer.publish()
+    # Also after the publication, when a batch of the old stamp would else be stale.
+    assert (await trainer.train(batch, batch_id="twice", stamp=stamp)).replayed
+    assert await trainer.publish() == applied_once
+
+
+async def test_batch_id_cannot_name_another_batch(trainer: Deployment) -> None:
+    await trainer.train(trainer.batch(), batch_id="b")
+    await trainer.publish()
+    error = await refused(trainer, trainer.batch(), batch_id="b")
+    assert (type(error), error.reason) == (PreconditionFailed, Reason.REPLAYED_BATCH)
+
+
+async def test_logprob_gap_is_refused_and_the_trainer_goes_on(trainer: Deployment) -> None:
+    await trainer.open(max_logprob_gap=2.0)
+    await trainer.publish()
+    batch = trainer.batch()
+    off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
+    error = await refused(trainer, off)
+    assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_GAP)
+    # About 60 less the random model's 5.
+    assert 50 < float(error.metadata["logprob_gap_mean"]) < 60
+    assert (await trainer.train(batch)).version == 1
+
+
+async def test_forward_answers_in_the_order_of_the_samples(trainer: Deployment, trainer_files: Path) -> None:
+    await trainer.open(max_tokens_per_microbatch=32)
+    batch = trainer.batch()
+    scored = await trainer.forward(batch)
+    model = AutoModelForCausalLM.from_pretrained(trainer_files / "models" / "untied", dtype=torch.float32)
+    for row, logprobs, entropy in zip(batch.to_pylist(), *scored.to_pydict().values(), strict=True):
+        with torch.no_grad():
+            want, want_entropy = plain_grpo.score(model, row, 1.0)
+        # float32 on both sides, logits of size 5: a few times 5 x 2^-24.
+        np.testing.assert_allclose(logprobs, want.numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(entropy, want_entropy.numpy(), rtol=0, atol=1e-5)
+
+
+async def test_step_one_is_exactly_on_policy(trainer: Deployment) -> None:
+    """Behaviour and reference log-probabilities from Forward: no gap, ratio 1, no divergence, to the last bit."""
+    await trainer.open(loss={"kl_coef": 0.1})
+    await trainer.publish()
+    batch = trainer.batch()
+    reference = await trainer.forward(batch, role=pb.ROLE_REFERENCE)
+    policy = await trainer.forward(batch)
+    assert reference.equals(policy)
+    batch = changed(batch, "ref_logprobs", reference["logprobs"].to_pylist())
+    batch = changed(batch, "logprobs", policy["logprobs"].to_pylist())
+    metrics = (await trainer.train(batch)).metrics
+    assert metrics["kl"] == metrics["logprob_gap_max"] == metrics["logprob_gap_kl"] == metrics["clip_fraction"] == 0
+    # A sum of two ranks' shares, rounded once.
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1.2e-7)
+
+
+BAD_BATCHES: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
+    "token outside the vocabulary": (lambda b: with_row(b, "tokens", 5, [64] * len(b["tokens"][5])), "tokens"),
+    "prompt token outside the vocabulary": (lambda b: with_row(b, "prompt_tokens", 5, [3, 2**31]), "prompt_tokens"),
+    "empty completion": (lambda b: with_rows(b, 5, tokens=[], logprobs=[]), "tokens"),
+    "empty prompt": (lambda b: with_row(b, "prompt_tokens", 5, []), "prompt_tokens"),
+    "missing completion": (lambda b: with_row(b, "tokens", 5, None), "tokens"),
+    "missing token": (lambda b: with_row(b, "tokens", 5, [None] * len(b["tokens"][5])), "tokens"),
+    "nan logprob": (lambda b: with_row(b, "logprobs", 5, [float("nan")] * len(b["tokens"][5])), "logprobs"),
+    "missing logprob": (lambda b: with_row(b, "logprobs", 5, [None] * len(b["tokens"][5])), "logprobs"),
+    "infinite advantage": (lambda b: with_row(b, "advantages", 5, [np.inf] * len(b["tokens"][5])), "advantages"),
+    "missing advantages": (lambda b: with_row(b, "advantages", 5, None), "advantages"),
+    "no advantages": (lambda b: changed(b, "advantages", [None] * len(b)), "advantages"),
+    "nothing to train on": (lambda b: changed(b, "loss_mask", [[False] * len(t) for t in b["tokens"]]), "loss_mask"),
+    "logprobs of another length": (lambda b: with_row(b, "logprobs", 5, [-1.0]), "logprobs"),
+    "ref_logprobs of some only": (
+        lambda b: with_row(b, "ref_logprobs", 5, [-1.0] * len(b["tokens"][5])),
+        "ref_logprobs",
+    ),
+    "nan ref_logprob": (
+        lambda b: changed(b, "ref_logprobs", [[float("nan")] * len(row) for row in b["tokens"].to_pylist()]),
+        "ref_logprobs",
+    ),
+    "longer than a micro-batch": (
+        lambda b: with_rows(b, 5, tokens=[2] * 5000, logprobs=[-4.0] * 5000, advantages=[1.0] * 5000),
+        "trainer.max_tokens_per_microbatch",
+    ),
+    "fewer samples than ranks": (lambda b: b.slice(0, 1), "frame"),
+    "no sample": (lambda b: b.slice(0, 0), "frame"),
+    "a column is missing": (lambda b: b.drop_columns(["advantages"]), "frame"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCHES)
+async def test_bad_samples_are_refused(trainer: Deployment, case: str) -> None:
+    spoil, field = BAD_BATCHES[case]
+    batch = spoil(trainer.batch())
+    frames = list(batches.encode(batch))
+    error = await refused(trainer, frames)
+    assert (type(error), error.metadata["field"]) == (InvalidInput, field)
+
+
+async def test_minibatches_that_cannot_be_equal_are_refused(trainer: Deployment) -> None:
+    await trainer.open(num_minibatches=3)
+    await trainer.publish()
+    assert (await refused(trainer, trainer.batch())).metadata["field"] == "trainer.num_minibatches"
+
+
+async def test_missing_reference_is_refused(trainer: Deployment) -> None:
+    await trainer.open(loss={"kl_coef": 0.1})
+    await trainer.publish()
+    assert (await refused(trainer, trainer.batch())).metadata["field"] == "ref_logprobs"
+    await trainer.open()
+    with pytest.raises(InvalidInput, match="no reference is open"):
+        await trainer.forward(trainer.batch(), role=pb.ROLE_REFERENCE)
+
+
+async def test_malformed_streams_are_refused(trainer: Deployment) -> None:
+    frames = list(batches.encode(trainer.batch()))
+    header = pb.TrainHeader(expected_stamp=trainer.stamp, batch_id="b", temperature=1.0)
+
+    async def two_headers() -> Any:
+        yield pb.TrainRequest(header=header)
+        yield pb.TrainRequest(header=header)
+
+    for requests, field in (
+        (messages(pb.TrainRequest, None, frames), "header"),
+        (messages(pb.TrainRequest, None, []), "header"),
+        (two_headers(), "header"),
+        (messages(pb.TrainRequest, header, []), "frame"),
+        (messages(pb.TrainRequest, header, [b"no arrow"]), "frame"),
+        (messages(pb.TrainRequest, header, [frames[0][: len(frames[0]) // 2]]), "frame"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            await trainer.call(TrainerService.Train, requests)
+        assert caught.value.metadata["field"] == field
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        assert (await refused(trainer, frames, temperature=temperature)).metadata["field"] == "temperature"
+    with pytest.raises(InvalidInput, match="batch_id"):
+        await trainer.call(
+            TrainerService.Train, messages(pb.TrainRequest, pb.TrainHeader(expected_stamp=trainer.stamp), frames)
+        )
+
+
+async def test_epochs_only_grow(trainer: Deployment) -> None:
+    epoch = trainer.epoch
+    for old in (epoch, epoch - 1):
+        with pytest.raises(PreconditionFailed) as caught:
+            await trainer.join(epoch=old)
+        assert caught.value.reason is Reason.OLD_EPOCH
+    trainer.epoch = epoch
+    assert (await trainer.publish()).digest
+
+
+async def test_sending_needs_the_joined_epoch_and_the_held_version(trainer: Deployment) -> None:
+    for epoch, version, reason in (
+        (trainer.epoch + 1, 0, Reason.NOT_JOINED),
+        (trainer.epoch - 1, 0, Reason.NOT_JOINED),
+        (trainer.epoch, 1, Reason.STALE_STAMP),
+    ):
+        with pytest.raises(PreconditionFailed) as caught:
+            await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=epoch, version=version))
+        assert caught.value.reason is reason
+    await trainer.open()
+    with pytest.raises(PreconditionFailed) as caught:
+        await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
+    assert caught.value.reason is Reason.NOT_JOINED
+
+
+async def test_absent_member_aborts_the_epoch_and_the_next_one_works(trainer: Deployment) -> None:
+    with pytest.raises(Aborted, match="join"):
+        await trainer.join(world_size=2, timeout_s=3.0)
+    with pytest.raises(LockstepError) as caught:
+        await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
+    assert caught.value.reason in (Reason.NOT_JOINED, Reason.EPOCH_ABORTED)
+    before = trainer.stamp
+    assert await trainer.publish() == before
+
+
+async def test_no_run_no_answer(deployment: Deployment) -> None:
+    run_id = (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info.run_id
+    await deployment.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id="another"))
+    assert (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info.run_id == run_id
+    await deployment.call(TrainerService.CloseRun, pb.CloseRunRequest(run_id=run_id))
+    info = (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info
+    assert (info.service, info.state, info.run_id) == ("trainer", "idle", "")
+    batch = deployment.batch(PolicyStamp(version=0, digest=OTHER_DIGEST))
+    for call in (
+        deployment.train(batch, stamp=PolicyStamp(version=0, digest=OTHER_DIGEST)),
+        deployment.forward(batch),
+        deployment.join(),
+        deployment.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=1)),
+        deployment.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path="/nowhere")),
+        deployment.call(TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest(path="/nowhere")),
+    ):
+        with pytest.raises(PreconditionFailed) as caught:
+            await call
+        assert caught.value.reason is Reason.RUN_NOT_OPEN
+
+
+async def test_opening_the_same_run_again_keeps_what_it_holds(trainer: Deployment) -> None:
+    request = pb.OpenRunRequest(
+        run_id="again",
+        config_json="{}",
+        model_path=str(trainer.models / "untied"),
+        bucket_bytes=1 << 16,
+    )
+    trainer.opened = await trainer.call(TrainerService.OpenRun, request)
+    await trainer.publish()
+    batch = trainer.batch()
+    off = changed(batch, "logprobs", (await trainer.forward(batch))["logprobs"].to_pylist())
+    await trainer.train(off, batch_id="first")
+    again = await trainer.call(TrainerService.OpenRun, request)
+    assert (again.version, again.last_batch_id) == (1, "first")
+    info = await trainer.call(TrainerService.GetInfo, pb.GetInfoRequest())
+    assert (info.info.state, info.info.run_id, info.num_ranks) == ("open", "again", 2)
+
+
+@pytest.mark.parametrize("kind", ["missing", "auto_map", "no config", "unknown architecture", "pickled"])
+async def test_bad_model_directory_is_refused(trainer: Deployment, tmp_path: Path, kind: str) -> None:
+    if kind != "missing":
+        shutil.copytree(trainer.models / "untied", tmp_path / "bad")
+        path = tmp_path / "bad" / "config.json"
+        content = json.loads(path.read_text())
+        if kind == "auto_map":
+            path.write_text(json.dumps(content | {"auto_map": {"AutoConfig": "evil.Config"}}))
+        if kind == "no config":
+            path.unlink()
+        if kind == "unknown architecture":
+            path.write_text(json.dumps(content | {"model_type": "perceptron"}))
+        if kind == "pickled":
+            weights = path.with_name("model.safetensors")
+            torch.save(load_file(weights), path.with_name("pytorch_model.bin"))
+            weights.unlink()
+    request = pb.OpenRunRequest(run_id="bad", config_json="{}", model_path=str(tmp_path / "bad"), bucket_bytes=1 << 16)
+    with pytest.raises(LockstepError) as caught:
+        await trainer.call(TrainerService.OpenRun, request)
+    expected = NotFound if kind in ("missing", "no config") else InvalidInput
+    assert (type(caught.value), caught.value.metadata["field"]) == (expected, "model")
+    await trainer.open()  # the deployment is as good as before
+
+
+async def test_config_that_does_not_fit_is_refused(trainer: Deployment) -> None:
+    for text in ('{"strategi": "fsdp"}', '{"optim": {"lr": -1}}', "[]", "no json", ""):
+        with pytest.raises(InvalidInput) as caught:
+            await trainer.call(TrainerService.OpenRun, pb.OpenRunRequest(run_id="bad", config_json=text))
+        assert caught.value.reason is Reason.INVALID_CONFIG

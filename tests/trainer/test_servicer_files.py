@@ -1,0 +1,74 @@
+"""Checkpoints and exports of a real trainer of two ranks over gRPC: they hold what was trained, or are refused."""
+
+from pathlib import Path
+
+import pytest
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.errors import DataLoss, InvalidInput, NotFound
+from tests.trainer.deployment import Deployment
+
+
+async def test_checkpoint_restores_version_batch_and_weights(trainer: Deployment, tmp_path: Path) -> None:
+    await trainer.train(trainer.batch(), batch_id="first")
+    stamp = await trainer.publish()
+    saved = await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(tmp_path / "c")))
+    assert len(saved.manifest_digest) == 64
+    await trainer.train(trainer.batch(seed=1), batch_id="second")
+    next_stamp = await trainer.publish()
+    opened = await trainer.open(checkpoint=str(tmp_path / "c"))
+    assert (opened.version, opened.last_batch_id) == (1, "first")
+    assert await trainer.held() == PolicyStamp(version=1)  # not published by this process since
+    assert await trainer.publish() == stamp
+    # A resumed batch that was applied before is answered from the checkpoint.
+    version_0 = PolicyStamp(version=0, digest="f" * 32)
+    assert (await trainer.train(trainer.batch(version_0), batch_id="first", stamp=version_0)).replayed
+    # The next update is the same, optimizer state included.
+    await trainer.train(trainer.batch(seed=1), batch_id="second")
+    assert await trainer.publish() == next_stamp
+
+
+async def test_corrupt_checkpoint_is_never_loaded(trainer: Deployment, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path)))
+    data = max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    before = trainer.stamp
+    with pytest.raises(DataLoss, match="distcp"):
+        await trainer.open(checkpoint=str(path))
+    with pytest.raises(NotFound):
+        await trainer.open(checkpoint=str(tmp_path / "none"))
+    # The run goes on with the weights that it held.
+    assert await trainer.held() == before
+    assert await trainer.publish() == before
+
+
+async def test_bad_paths_are_refused_and_the_trainer_goes_on(trainer: Deployment, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("")
+    for method, request in (
+        (TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest),
+        (TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest),
+    ):
+        for path in (tmp_path / "there", tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing/there")):
+            with pytest.raises(InvalidInput) as caught:
+                await trainer.call(method, request(path=str(path)))
+            assert caught.value.metadata["field"] == "path"
+    assert await trainer.publish() == trainer.stamp
+
+
+async def test_export_is_what_was_published(trainer: Deployment, tmp_path: Path) -> None:
+    await trainer.train(trainer.batch())
+    await trainer.publish()
+    await trainer.call(TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest(path=str(tmp_path / "out")))
+    stamp = trainer.stamp
+    trainer.models, models = tmp_path, trainer.models
+    try:
+        await trainer.open("out")
+    finally:
+        trainer.models = models
+    assert (await trainer.publish()).digest == stamp.digest

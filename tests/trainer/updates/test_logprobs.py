@@ -1,0 +1,190 @@
+"""Log-probabilities from hidden states: values, gradients, split vocabularies, memory."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from services.trainer.updates import logprobs
+from services.trainer.updates.logprobs import linear_logprobs
+from tests.trainer.harness_processes import forks
+
+M, D, V = 7, 5, 12
+
+
+def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    hidden_MD = torch.randn(M, D, generator=random, dtype=torch.float64) * scale
+    weight_VD = torch.randn(V, D, generator=random, dtype=torch.float64)
+    targets_M = torch.randint(0, V, (M,), generator=random)
+    return hidden_MD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_(), targets_M
+
+
+def plain(
+    hidden_MD: torch.Tensor, weight_VD: torch.Tensor, targets_M: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    scores_MV = torch.log_softmax(hidden_MD.double() @ weight_VD.double().T / temperature, -1)
+    return torch.stack([scores_MV.gather(1, targets_M[:, None])[:, 0], -(scores_MV.exp() * scores_MV).sum(-1)])
+
+
+class Recorder(TorchDispatchMode):
+    """Shapes of everything that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.shapes += [tuple(leaf.shape) for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        return result
+
+
+@pytest.fixture(params=[1, 2 * V, 3 * V, 1 << 20], ids=lambda entries: f"{entries}-entries")
+def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Chunks of 1 token (also when the budget is below one token's logits), 2, 3 (with a rest of 1), and all."""
+    monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
+def test_values_are_those_of_log_softmax(temperature: float) -> None:
+    hidden, weight, targets = inputs()
+    got = linear_logprobs(hidden, weight, targets, temperature)
+    torch.testing.assert_close(got, plain(hidden, weight, targets, temperature), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_are_those_of_finite_differences(temperature: float) -> None:
+    hidden, weight, targets = inputs()
+    assert torch.autograd.gradcheck(lambda h, w: linear_logprobs(h, w, targets, temperature), (hidden, weight))
+
+
+@pytest.mark.parametrize("row", [0, 1], ids=["logprob", "entropy"])
+def test_each_gradient_alone_is_autograds(row: int) -> None:
+    hidden, weight, targets = inputs()
+    weights_M = torch.arange(1.0, M + 1, dtype=torch.float64)
+    got = torch.autograd.grad((linear_logprobs(hidden, weight, targets, 0.7)[row] * weights_M).sum(), (hidden, weight))
+    want = torch.autograd.grad((plain(hidden, weight, targets, 0.7)[row] * weights_M).sum(), (hidden, weight))
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+def test_single_precision_rounds_no_more_than_it_must() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    got = linear_logprobs(hidden, weight, targets, 0.7)
+    assert got.dtype == torch.float32
+    # Logits of size 10 have roundings of 10 x 2^-24 = 6e-7, a few of which add up.
+    torch.testing.assert_close(got.double(), plain(hidden, weight, targets, 0.7), rtol=0, atol=5e-6)
+
+
+def test_bfloat16_gives_float32_values_and_bfloat16_gradients() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    got = linear_logprobs(hidden, weight, targets, 0.7)
+    assert got.dtype == torch.float32
+    # Logits are rounded to bfloat16's 8 bits once, then all is float32: 10 x 2^-9 per logit.
+    torch.testing.assert_close(got.double(), plain(hidden, weight, targets, 0.7), rtol=0, atol=0.1)
+    got.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("chunked")
+def test_nothing_to_predict() -> None:
+    hidden, weight, targets = inputs()
+    got = linear_logprobs(hidden[:0], weight, targets[:0], 1.0)
+    assert got.shape == (2, 0)
+    gradients = torch.autograd.grad(got.sum(), (hidden, weight))
+    assert [gradient.abs().max().item() for gradient in gradients] == [0, 0]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_extreme_logits_do_not_overflow(sign: int) -> None:
+    weight = torch.tensor([[1e4], [0.0], [-1e4]], requires_grad=True)
+    hidden = torch.tensor([[1.0], [1.0], [1.0]]).mul(sign).requires_grad_()
+    got = linear_logprobs(hidden, weight, torch.tensor([0, 1, 2]), 1.0)
+    want = [0.0, -1e4, -2e4] if sign == 1 else [-2e4, -1e4, 0.0]
+    assert got.tolist() == [want, [0.0, 0.0, 0.0]]
+    got.sum().backward()
+    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+
+
+def test_uniform_distribution_has_the_entropy_of_its_size() -> None:
+    got = linear_logprobs(torch.zeros(2, 3), torch.randn(V, 3), torch.tensor([0, 5]), 1.0)
+    torch.testing.assert_close(got, torch.tensor([[-math.log(V)] * 2, [math.log(V)] * 2]))
+
+
+@pytest.mark.parametrize("needs_weight", [True, False])
+def test_weight_gradient_costs_nothing_where_it_is_not_wanted(needs_weight: bool) -> None:
+    hidden, weight, targets = inputs()
+    weight.requires_grad_(needs_weight)
+    value = linear_logprobs(hidden, weight, targets, 1.0).sum()
+    with Recorder() as recorder:
+        value.backward()
+    assert ((V, D) in recorder.shapes) == needs_weight
+    assert (weight.grad is not None) == needs_weight
+    assert hidden.grad is not None
+
+
+def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprobs._ENTRIES_PER_CHUNK, "cpu", 2 * V)
+    hidden, weight, targets = inputs()
+    with Recorder() as recorder:
+        linear_logprobs(hidden, weight, targets, 0.7).sum().backward()
+    assert (2, V) in recorder.shapes
+    # Everything else is no larger than the weight, or its transpose.
+    assert max(math.prod(shape) for shape in recorder.shapes) == V * D < M * V
+
+
+def test_saved_tensors_are_left_alone() -> None:
+    hidden, weight, targets = inputs()
+    copies = [tensor.detach().clone() for tensor in (hidden, weight, targets)]
+    value = linear_logprobs(hidden, weight, targets, 0.7).pow(2).sum()
+    first = torch.autograd.grad(value, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(value, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((hidden, weight, targets), copies, strict=True))
+
+
+def _rank(rank: int, directory: Path) -> None:
+    """Half of the vocabulary: what came out, and the gradients, the hidden states' summed as its caller would."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
+    hidden, weight, targets = inputs()
+    part = weight.detach()[rank * V // 2 : (rank + 1) * V // 2].clone().requires_grad_()
+    got = linear_logprobs(hidden, part, targets, 0.7, dist.group.WORLD)
+    grad_hidden, grad_part = torch.autograd.grad(_mixed(got), (hidden, part))
+    dist.all_reduce(grad_hidden)
+    torch.save([got.detach(), grad_hidden, grad_part], directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _mixed(values_2M: torch.Tensor) -> torch.Tensor:
+    return (values_2M * torch.arange(1.0, 2 * M + 1, dtype=values_2M.dtype).view(2, M)).sum()
+
+
+def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
+    ranks = [forks.Process(target=_rank, args=(rank, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    values, hidden_gradients, weight_gradients = zip(
+        *(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True
+    )
+    hidden, weight, targets = inputs()
+    whole = linear_logprobs(hidden, weight, targets, 0.7)
+    want_hidden, want_weight = torch.autograd.grad(_mixed(whole), (hidden, weight))
+    for got in values:
+        torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-12)
+    for got in hidden_gradients:
+        torch.testing.assert_close(got, want_hidden, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat(weight_gradients), want_weight, rtol=1e-11, atol=1e-11)

@@ -1,0 +1,161 @@
+"""Samples to packs: every sample once, within the budget, the same number of packs on every rank."""
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from services.common import batch as batches
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput
+from services.trainer.ranks.shards import forward_parts, train_parts
+from services.trainer.updates.packing import assign, build_pack
+from tests.trainer.fsdp_harness import samples
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 5),
+    spare=st.integers(0, 100),
+)
+@example(lengths=[10, 10, 10], num_ranks=2, spare=0)  # 3 packs cannot be dealt to 2 ranks, and none can be filled
+@example(lengths=[10, 10, 1], num_ranks=2, spare=1)
+def test_assignment(lengths: list[int], num_ranks: int, spare: int) -> None:
+    budget = max(lengths) + spare
+    try:
+        ranks = assign(lengths, num_ranks=num_ranks, max_tokens=budget)
+    except InvalidInput:
+        # Refused only for want of samples, or where not even pairs could be formed.
+        assert len(lengths) < num_ranks or (len(lengths) % num_ranks and budget < 2 * max(lengths))
+        return
+    packs = list(itertools.chain(*ranks))
+    assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
+    assert len(ranks) == num_ranks
+    assert len({len(rank) for rank in ranks}) == 1
+    assert all(pack and pack == sorted(pack) for pack in packs)
+    assert max(sum(lengths[i] for i in pack) for pack in packs) <= budget
+    assert ranks == assign(lengths, num_ranks=num_ranks, max_tokens=budget)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(50, 100), min_size=8, max_size=64), num_ranks=st.sampled_from([1, 2, 4]))
+def test_ranks_and_packs_are_balanced(lengths: list[int], num_ranks: int) -> None:
+    ranks = assign(lengths, num_ranks=num_ranks, max_tokens=400)
+    totals = [sum(lengths[i] for pack in rank for i in pack) for rank in ranks]
+    # Dealt back and forth, ranks differ by at most the spread of packs, and LPT's packs by at most one sample.
+    assert max(totals) - min(totals) <= max(lengths)
+    # Not more packs than a greedy filling that leaves up to one sample's room in each, and one round over the ranks.
+    assert len(ranks[0]) <= -(-sum(lengths) // (300 * num_ranks)) + 1
+
+
+def test_what_cannot_be_packed_names_what_to_change() -> None:
+    with pytest.raises(InvalidInput, match="41 tokens") as caught:
+        assign([3, 41], num_ranks=1, max_tokens=40)
+    assert caught.value.metadata["field"] == "trainer.max_tokens_per_microbatch"
+    with pytest.raises(InvalidInput, match="2 samples"):
+        assign([1, 1], num_ranks=3, max_tokens=40)
+    with pytest.raises(InvalidInput, match="to at least 20"):
+        assign([10, 10, 10], num_ranks=2, max_tokens=10)
+    assign([10, 10, 10], num_ranks=2, max_tokens=20)
+
+
+def test_pack_is_what_its_description_says() -> None:
+    table = samples().slice(0, 1)
+    for name, value in {"prompt_tokens": [5, 6], "tokens": [7, 8], "logprobs": [-1.0, -2.0]}.items():
+        index = table.schema.get_field_index(name)
+        table = table.set_column(index, table.schema.field(index), pa.array([value], table.schema.field(index).type))
+    pack = build_pack(
+        table.drop_columns(["ref_logprobs"]).append_column(
+            table.schema.field("ref_logprobs"), pa.array([[-1.5, -2.5]], pa.list_(pa.float32()))
+        )
+    )
+    assert pack.tokens_T.tolist() == [5, 6, 7]
+    assert pack.predict_N.tolist() == [1, 2]
+    assert pack.targets_N.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("rows", [[0], [3, 1], list(range(12)), [11, 0, 7]])
+def test_pack_against_a_naive_construction(rows: list[int]) -> None:
+    table = samples().take(pa.array(rows))
+    pack = build_pack(table)
+    tokens, positions, starts, predict, targets = [], [], [0], [], []
+    names = ("behaviour_logprobs", "loss_mask", "advantages", "ref_logprobs", "completion_length")
+    flat: dict[str, list[float]] = {name: [] for name in names}
+    for row in table.to_pylist():
+        whole = row["prompt_tokens"] + row["tokens"]
+        for place, token in enumerate(row["tokens"]):
+            # The token at index p + place is predicted at the one before it.
+            predict.append(len(tokens) + len(row["prompt_tokens"]) + place - 1)
+            targets.append(token)
+            flat["behaviour_logprobs"].append(row["logprobs"][place])
+            flat["ref_logprobs"].append(row["ref_logprobs"][place])
+            flat["advantages"].append(row["advantages"][place])
+            flat["loss_mask"].append(1)
+            flat["completion_length"].append(len(row["tokens"]))
+        tokens += whole[:-1]
+        positions += range(len(whole) - 1)
+        starts.append(len(tokens))
+    assert pack.tokens_T.tolist() == tokens
+    assert pack.positions_T.tolist() == positions
+    assert pack.cu_seqlens_B1.tolist() == starts
+    assert pack.cu_seqlens_B1.dtype == torch.int32
+    assert pack.max_seqlen == max(b - a for a, b in itertools.pairwise(starts))
+    assert (pack.predict_N.tolist(), pack.targets_N.tolist()) == (predict, targets)
+    assert pack.columns.keys() == flat.keys()
+    for name, values in flat.items():
+        np.testing.assert_array_equal(pack.columns[name].numpy(), np.array(values, dtype=np.float32))
+    cut = pack.per_sample(pack.columns["behaviour_logprobs"])
+    assert [part.tolist() for part in cut] == [
+        np.array(row["logprobs"], dtype=np.float32).tolist() for row in table.to_pylist()
+    ]
+
+
+def test_reference_column_is_there_only_if_all_have_it() -> None:
+    table = samples()
+    index = table.schema.get_field_index("ref_logprobs")
+    none = table.set_column(index, table.schema.field(index), pa.nulls(len(table), pa.list_(pa.float32())))
+    assert "ref_logprobs" not in build_pack(none).columns
+
+
+@pytest.mark.parametrize(("num_ranks", "minibatches"), [(1, 1), (2, 1), (3, 2), (2, 4)])
+def test_parts_hold_every_sample_once_in_its_minibatch(num_ranks: int, minibatches: int) -> None:
+    table = samples()
+    config = TrainerConfig(max_tokens_per_microbatch=40, num_minibatches=minibatches)
+    seen: list[list[tuple[int, int]]] = [[] for _ in range(minibatches)]
+    for part in train_parts(table, config, num_ranks):
+        rows = batches.decode(part.frames).to_pylist()
+        assert len(part.body["minibatches"]) == minibatches
+        begin = 0
+        for index, minibatch in enumerate(part.body["minibatches"]):
+            size = sum(minibatch["packs"])
+            seen[index] += [_name(table, row) for row in rows[begin : begin + size]]
+            begin += size
+        assert begin == len(rows)
+        totals = [m["totals"] for m in part.body["minibatches"]]
+        groups = np.split(np.arange(4), minibatches)
+        for index, share in enumerate(groups):
+            lengths = [len(r["tokens"]) for r in table.to_pylist() if r["group"] in share]
+            assert totals[index] == {"num_tokens": sum(lengths), "num_sequences": len(lengths)}
+    for index, share in enumerate(np.split(np.arange(4), minibatches)):
+        want = [(r["group"], r["sample"]) for r in table.to_pylist() if r["group"] in share]
+        assert sorted(seen[index]) == sorted(want)
+
+
+def _name(table: pa.Table, narrow: dict) -> tuple[int, int]:
+    """The sample that a row of only some columns is."""
+    found = [r for r in table.to_pylist() if all(r[name] == value for name, value in narrow.items())]
+    assert len(found) == 1
+    return found[0]["group"], found[0]["sample"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_forward_order_undoes_the_packing(num_ranks: int) -> None:
+    table = samples()
+    parts, order = forward_parts(table, TrainerConfig(max_tokens_per_microbatch=40), num_ranks)
+    answered = pa.concat_tables([batches.decode(part.frames) for part in parts])
+    assert answered.take(pa.array(order)).equals(table.select(answered.schema.names))

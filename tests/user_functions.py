@@ -1,0 +1,32 @@
+"""A loss and an advantage estimator as a user writes them."""
+
+import numpy as np
+import torch
+
+from services.common.config.advantage import AdvantageConfig
+from services.common.config.trainer.loss import LossConfig
+from services.coordinator.rl.advantages.samples import Samples
+from services.trainer.losses.terms import Tokens
+
+NOT_A_FUNCTION = 3
+
+
+def soft_clip(tokens: Tokens, config: LossConfig, *, temperature: float = 1.0):
+    """REINFORCE with a weight that falls off smoothly as the policy moves away."""
+    ratio_N = tokens.log_ratio_N.exp()
+    weight_N = torch.exp(-temperature * tokens.log_ratio_N.detach().abs())
+    return -tokens.advantages_N * ratio_N * weight_N, {"weight_mean": weight_N}
+
+
+def misshapen(tokens: Tokens, config: LossConfig):
+    return tokens.logprobs_N[:1], {}
+
+
+def ranks(samples: Samples, config: AdvantageConfig, *, scale: float = 1.0) -> np.ndarray:
+    """The sample's rank among all samples by reward, from -scale / 2 to scale / 2."""
+    order_S = samples.rewards_S.argsort().argsort()
+    return (scale * (order_S / max(1, len(order_S) - 1) - 0.5))[samples.sample_M]
+
+
+def not_finite(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    return np.full(len(samples.sample_M), np.nan)
