@@ -20,10 +20,10 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.batch import SAMPLE_SCHEMA
 
 PATIENCE_S = 120.0
-"""How long a test waits for what must come, on the busiest machine. Only a test that fails waits that long."""
+"""How long a test waits for an event before it fails. A test that passes never waits that long."""
 LIMITS_S = (1.0, 8.0, 64.0)
-"""Time limits that are the subject of a test: where honest work missed one, on a busy machine, the next is tried."""
-# Below those that the project's own code chooses from, and those that Linux gives to outgoing connections.
+"""Time limits for tests whose subject is a limit: if a busy machine misses one, the test tries the next."""
+# Below the ports that the project's own code chooses from and those that Linux gives to outgoing connections.
 _PORTS = range(10_000, 20_000)
 _claims: list[socket.socket] = []
 
@@ -114,7 +114,7 @@ def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: in
 
 
 def free_port() -> int:
-    """Returns a port of loopback that nobody listens on, and that no test of another process gets meanwhile."""
+    """Returns a free port of loopback, and reserves it among the test processes of this host until this one ends."""
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         claim = socket.socket(socket.AF_UNIX)
         try:
@@ -130,7 +130,7 @@ def free_port() -> int:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits until `condition` holds, which has no event of its own.
+    """Waits until `condition` holds, where there is no event to wait for.
 
     Raises:
         TimeoutError: It did not within PATIENCE_S.

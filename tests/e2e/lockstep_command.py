@@ -25,7 +25,7 @@ from tests.support import PATIENCE_S, descendants, free_port, make_model, runnin
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 NUM_STEPS = 6
-# A run takes a minute or two; on a busy machine, ten.
+# A run takes a minute or two on an idle machine.
 RUN_S = 1200.0
 # Differ between runs of the same numbers.
 _CLOCK = re.compile(r"time/.*|train/.*_s")
@@ -194,7 +194,7 @@ def replica_info(address: str) -> pb.GetInfoResponse:
 
 
 def assert_gone(pids: Iterable[int]) -> None:
-    """There were some, and all end."""
+    """Asserts that `pids` is not empty and that all of them end."""
     pids = list(pids)
     assert pids
     assert not still_there(pids)

@@ -81,7 +81,7 @@ def gone() -> Callable[..., object]:
 def hurried() -> Callable[..., contextlib.AbstractContextManager[None]]:
     @contextlib.contextmanager
     def limited(has_limit: object, timeout_s: float) -> Iterator[None]:
-        """Gives a pool of workers, or a remote end, less time than honest work may take on a busy machine."""
+        """Sets the time limit of a worker pool or a Remote for the block, for samples that never end."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(has_limit, "_timeout_s", timeout_s)
             yield

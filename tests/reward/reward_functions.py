@@ -85,7 +85,7 @@ async def of_group(*, completion, **_):
 
 
 def by_completion(*, completion, extra, **_):
-    """Answers, or hangs, which it says first by a file."""
+    """Returns the number that the completion is, or creates a file in extra["hanging"] and hangs."""
     if completion != "hang":
         return float(completion)
     (Path(extra["hanging"]) / str(os.getpid())).touch()

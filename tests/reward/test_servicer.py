@@ -123,7 +123,7 @@ async def test_bad_requests_name_the_field(client):
 
 
 async def until_busy(workers: list[int]) -> None:
-    """Returns once each of them, which nobody has asked for anything yet, computes."""
+    """Waits until each of these idle workers uses CPU time."""
     before = {pid: cpu_seconds(pid) for pid in workers}
     await until(lambda: all(cpu_seconds(pid) > before[pid] + 0.1 for pid in workers))
 

@@ -9,7 +9,7 @@ from services.common.rpc.command import ServeOptions, serve_from_command_line
 from services.common.rpc.server import Server
 from services.common.rpc.tls import Transport
 
-# For watchers to hear the end of their runs, which all have ended by then.
+# How long watchers may take to receive the last events of their runs, which have ended by then.
 _GRACE_S = 10.0
 
 

@@ -22,7 +22,7 @@ from services.coordinator.certs.authority import renew
 from tests.common.rpc.tls_harness import HOST, Certificates
 from tests.support import PATIENCE_S, free_port, until
 
-# A busy machine may need more than the first for what comes before the certificates expire.
+# The setup must finish before the certificates expire; a busy machine may need more than the first.
 VALIDITIES_S = (4.0, 30.0, 120.0)
 
 
@@ -45,7 +45,7 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class TooSlow(Exception):
-    """The first certificates expired before the test was ready for it."""
+    """Raised if the first certificates expired before the test was ready."""
 
 
 class Deployment:
@@ -91,7 +91,7 @@ async def info(client: Client, **options: bool) -> None:
 
 
 class Callers:
-    """One who calls over a channel that it keeps, and one who connects for each call, until they are stopped."""
+    """Calls again and again, over one channel and over a new channel for each call, until it is stopped."""
 
     def __init__(self, deployment: Deployment, kept: Client):
         self._deployment, self._kept, self._stop = deployment, kept, asyncio.Event()
@@ -113,7 +113,7 @@ class Callers:
             await asyncio.sleep(0.01)
 
     async def until_both_call_again(self) -> None:
-        """Raises what a call has raised."""
+        """Waits for two more calls of each kind; raises the error of a call that failed."""
         wanted = {kind: count + 2 for kind, count in self._counts.items()}
         await until(
             lambda: (
@@ -132,7 +132,7 @@ class Callers:
 
 @contextlib.asynccontextmanager
 async def deployed(root: Path, valid_s: float) -> AsyncIterator[tuple[Deployment, Client]]:
-    """A deployment that serves, and a client of it."""
+    """Starts a deployment. Yields it and a client that is connected to it."""
     try:
         deployment = Deployment(root / f"{valid_s:g}", valid_s)
     except InvalidInput as error:
@@ -149,7 +149,7 @@ async def deployed(root: Path, valid_s: float) -> AsyncIterator[tuple[Deployment
 
 
 async def in_time(attempt: Callable[[float], Awaitable[None]]) -> None:
-    """Tries with longer and longer validities, as far as a busy machine needs."""
+    """Runs `attempt` with a longer validity each time that it was too slow."""
     for valid_s in VALIDITIES_S:
         with contextlib.suppress(TooSlow):
             return await attempt(valid_s)

@@ -25,9 +25,9 @@ from tests.common.weights.group_harness import CPU, digest_of, join_all, message
 from tests.support import LIMITS_S, PATIENCE_S, free_port
 
 PLAN = Plan.of(some_weights(), bucket_bytes=1 << 18)
-# How a member gives up that was told to; one that was not says that it waited for so long.
+# Messages of a member that was told to give up. One that timed out says how long it waited.
 TOLD = r"another member gave up|a broadcast failed"
-# Of the groups in which somebody waits. gloo's own timeout is the same, and its end waits for that.
+# Timeout of groups that are broken while members wait. gloo's destructor may wait this long at exit.
 TIMEOUT_S = 20.0
 
 
@@ -57,7 +57,7 @@ def aborted(why: str) -> Iterator[None]:
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Returns once so many members wait for others, or for the completion of something."""
+    """Returns a function that waits until so many members wait in `_wait_until`."""
     begun: set[int] = set()
     is_one_more, wait_until = threading.Semaphore(0), WeightGroup._wait_until
 
@@ -82,7 +82,7 @@ def form(pool: ThreadPoolExecutor, store: ServedStore, epoch: int, world_size: i
 
 
 def form_for(pool: ThreadPoolExecutor, store: ServedStore, next_epoch: Callable[[], int]) -> tuple[list, float]:
-    """Two members, and how long they wait: no longer than this machine needs to form their group."""
+    """Returns two members and their timeout: the first of LIMITS_S in which this machine can form their group."""
     for timeout_s in LIMITS_S:
         with contextlib.suppress(Aborted):
             return form(pool, store, next_epoch(), 2, timeout_s=timeout_s), timeout_s

@@ -134,7 +134,7 @@ def _aim(program: str, outside: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def subreaper() -> Iterator[None]:
-    """Whoever outlives the process that started it becomes a child of this one, instead of one of process 1."""
+    """Makes orphaned descendants children of this process instead of process 1, so that they can be found."""
     set_child_subreaper = functools.partial(ctypes.CDLL(None).prctl, 36)
     set_child_subreaper(1, 0, 0, 0)
     yield
@@ -142,7 +142,7 @@ def subreaper() -> Iterator[None]:
 
 
 def _foreign_processes() -> set[int]:
-    """Processes below this one in other process namespaces than ours; another suite on this host has its own."""
+    """Returns our descendants in other PID namespaces; other test suites on this host have such processes too."""
     ours, found = os.readlink("/proc/self/ns/pid"), set()
     for pid in descendants(os.getpid()):
         try:

@@ -113,7 +113,7 @@ async def test_failures_that_may_pass_are_tried_again(open_run, make_item, statu
 
 @pytest.fixture
 def pauses(monkeypatch) -> list[float]:
-    """How long the remote end is let alone before each retry, which takes no time here."""
+    """Records the pauses before retries, which take no time here."""
     slept: list[float] = []
 
     async def sleep(duration_s: float) -> None:

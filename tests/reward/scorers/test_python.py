@@ -71,13 +71,13 @@ async def test_a_path_that_leads_nowhere_is_refused_at_open(open_run, path, word
 
 @pytest.fixture
 def hang(make_item, tmp_path):
-    """A sample on which by_completion never ends."""
+    """Returns a sample on which by_completion never ends."""
     return make_item("hang", extra={"hanging": str(tmp_path)})
 
 
 @pytest.fixture
 def until_hanging(tmp_path):
-    """Returns once so many workers have begun such a sample."""
+    """Returns a function that waits until so many workers have begun such a sample."""
     return lambda num_workers: until(lambda: len(list(tmp_path.iterdir())) == num_workers)
 
 

@@ -134,7 +134,7 @@ async def test_one_flipped_bit_is_noticed_and_nothing_is_served(played: PlayedTr
 
 
 async def joined(played: PlayedTrainer, timeouts_s: Sequence[float]) -> WeightGroup:
-    """A group whose members give up after the first of `timeouts_s` in which a busy machine lets them join."""
+    """Joins with the first of `timeouts_s` that is long enough for this machine."""
     *others, last = timeouts_s
     for timeout_s in others:
         with contextlib.suppress(Aborted):
