@@ -1,6 +1,6 @@
-"""Whether the algorithms solve the quickstart: held-out accuracy of each, with several seeds.
+"""Measures how well each algorithm solves the quickstart: its held-out accuracy with several seeds.
 
-`python -m benchmarks.algorithms [NAME ...]` runs those of that name, or all, and keeps each as algorithm-NAME.
+`python -m benchmarks.algorithms [NAME ...]` runs the named algorithms, or all, and saves each result as algorithm-NAME.
 """
 
 import json
@@ -14,7 +14,7 @@ from benchmarks.report import keep
 _CONFIG = "deploy/runs/quickstart.yaml"
 _COMMON = ["num_steps=30", "evaluation.eval_freq=10", "checkpoint.save_freq=0", "checkpoint.export_at_end=false"]
 _SEEDS = (0, 1, 2)
-# Two updates per batch where the loss differs from the plain one only when the policy has moved.
+# Two updates per batch for losses that differ from the plain one only after the policy has moved.
 ALGORITHMS = {
     "grpo": [],
     "ppo": ["advantage.kind=gae", "critic={warmup_steps: 5, optim: {lr: 1.0e-3}}"],
@@ -25,7 +25,7 @@ ALGORITHMS = {
 
 
 def main() -> None:
-    """Runs, and keeps the accuracies."""
+    """Runs the algorithms and saves their accuracies."""
     for name in sys.argv[1:] or ALGORITHMS:
         samples: dict[str, list[float]] = {}
         for seed in _SEEDS:

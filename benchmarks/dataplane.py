@@ -1,7 +1,7 @@
-"""A step's batch from coordinator to trainer: real client, real Train rpc, real framing; the update itself left out.
+"""Measures sending a step's batch from coordinator to trainer: real client, Train RPC and framing, without the update.
 
-2,560 samples, 3.4 M tokens, the step of SkyRL's published table. The reference is the same number of bytes through a
-bare loopback socket in the same run.
+The batch has 2,560 samples and 3.4 M tokens, like a step of SkyRL's published table. For comparison, the same number of
+bytes is sent through a plain loopback socket in the same run.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _REPEATS = 12
 
 
 class _OnlyReceives(trainer_pb2_grpc.TrainerServiceServicer):
-    """Takes a batch as the trainer does and answers with its size."""
+    """Receives a batch as the trainer does, and answers with its size."""
 
     async def Train(self, request_iterator: object, context: object) -> pb.TrainResponse:
         _, samples = await receive(request_iterator)
@@ -37,7 +37,7 @@ class _OnlyReceives(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def make_batch(seed: int = 0) -> pa.Table:
-    """Samples of log-normal length, as RL post-training produces them."""
+    """Returns samples with log-normal lengths, as RL post-training produces them."""
     random = np.random.default_rng(seed)
     lengths = np.clip(random.lognormal(np.log(_MEAN_TOKENS) - 0.125, 0.5, _SAMPLES).astype(int), 16, 4096)
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
@@ -87,7 +87,7 @@ async def _send(port: int, batch: pa.Table) -> list[float]:
         seconds.append(time.perf_counter() - begin)
         assert num_rows == batch.num_rows
     await trainer.close()
-    return seconds[2:]  # the channel and the allocator warm up
+    return seconds[2:]  # the first two warm up channel and allocator
 
 
 def _bare_socket(num_bytes: int) -> list[float]:
@@ -108,7 +108,7 @@ def _bare_socket(num_bytes: int) -> list[float]:
 
 
 def main() -> None:
-    """Measures and keeps the result."""
+    """Measures and saves the result."""
     batch = make_batch()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

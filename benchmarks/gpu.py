@@ -1,9 +1,10 @@
-"""The benchmarks of models of real shapes that this host has GPUs for, one after the other, each kept under its name.
+"""Runs all benchmarks of real model shapes that this host has enough GPUs for, and saves each result under its name.
 
-`python -m benchmarks.gpu [PATTERNS] [--list] [--limit-s 900]` with comma-separated shell PATTERNS of names, such as
-`sync*,step-qwen3-8b*`; `--list` only shows the commands. What fails or takes longer than the limit does not stop the
-others. Sizes are for GPUs with the memory of an H200. A model is made once for all, in a temporary folder (TMPDIR) that
-needs 36 GB for two GPUs, 57 for four and 118 for eight; step and loop need data/arithmetic, as `make run` makes it.
+Run `python -m benchmarks.gpu [PATTERNS] [--list] [--limit-s 900]`, with comma-separated shell PATTERNS of names such as
+`sync*,step-qwen3-8b*`. `--list` only shows the commands. A benchmark that fails or exceeds the limit does not stop the
+others. Sizes are for GPUs with the memory of an H200. Each model is made once and shared, in a temporary folder
+(TMPDIR) that needs 36 GB for two GPUs, 57 GB for four and 118 GB for eight. step and loop need data/arithmetic, which
+`make run` makes.
 """
 
 import argparse
@@ -26,7 +27,7 @@ _WITH_MODEL = ("sync", "step", "rollout")
 _BF16 = "trainer.strategy=megatron trainer.compute_dtype=bfloat16"
 _SYNC = "rollout.engine.gpu_memory_utilization=0.5 rollout.engine.enforce_eager=true"
 _STEP = "rollout.engine.gpu_memory_utilization=0.8 rollout.engine.additional_config.shorter_by=4"
-# 8 billion weights, their gradients, float32 moments and activations on one GPU.
+# Fits 8 billion weights with their gradients, float32 moments and activations on one GPU.
 _FITS = (
     "trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192 "
     "'trainer.megatron.ddp_config={grad_reduce_in_fp32: false}' trainer.megatron.fully_reshardable=false "
@@ -35,7 +36,7 @@ _FITS = (
 
 
 def commands() -> Iterator[tuple[int, str]]:
-    """GPUs that are needed, and `MODULE NAME ARGUMENTS`."""
+    """Yields each benchmark's number of GPUs, and its command as `MODULE NAME ARGUMENTS`."""
     for world in (1, 2, 4, 8):
         dense = ",".join(f"qwen2.5-?b {strategy} {world} GPUs*" for strategy in ("megatron", "fsdp"))
         yield world, f"train train-dense-{world} --only '{dense}'"
@@ -69,7 +70,7 @@ def _publications() -> Iterator[tuple[int, str]]:
 
 
 def _rollouts() -> Iterator[tuple[int, str]]:
-    # Two engines share a GPU, or a GPU with the trainer that rests.
+    # Two engines share a GPU, or an engine shares it with the idle trainer.
     engine = f"{_BF16} rollout.engine.gpu_memory_utilization=0.3 rollout.engine.kv_cache_memory_bytes"
     small, large = f"{engine}={85 << 30} --bare-gpu 0", f"{engine}={44 << 30}"
     half, quarter = (f"rollout.engine.additional_config.shorter_by={by}" for by in (2, 4))
@@ -82,7 +83,7 @@ def _rollouts() -> Iterator[tuple[int, str]]:
 
 
 def main() -> None:
-    """Runs what was chosen, and says how each ended."""
+    """Runs the chosen benchmarks and prints how each ended."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("patterns", nargs="?", default="*")
     parser.add_argument("--list", action="store_true")
@@ -110,7 +111,7 @@ def _run(command: list[str], limit_s: float, console: Console) -> bool:
         try:
             outcome = _outcome(running, limit_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nobody is left in the session, torchrun's ranks neither
+            with contextlib.suppress(ProcessLookupError):  # the session is empty, torchrun's ranks included
                 os.killpg(running.pid, signal.SIGKILL)
     console.print(f"{command[3]}: {outcome}, {time.monotonic() - begin:.0f} s", highlight=False)
     return outcome == "exit code 0"
@@ -121,7 +122,7 @@ def _outcome(running: subprocess.Popen[bytes], limit_s: float) -> str:
         try:
             return f"exit code {running.wait(patience_s)}"
         except subprocess.TimeoutExpired:
-            running.send_signal(signal.SIGINT)  # train, rollout and step keep what they have measured
+            running.send_signal(signal.SIGINT)  # train, rollout and step save what they have measured so far
     return "killed"
 
 

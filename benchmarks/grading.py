@@ -1,6 +1,6 @@
-"""How many gradings per second the math scorer does, through its worker pool: benign answers as policies write them.
+"""Measures how many samples per second the math scorer grades through its worker pool, with typical answers.
 
-`python -m benchmarks.grading [NAME] [NUM_WORKERS]` keeps the result as NAME. The mix is that of a mathematics data set
+`python -m benchmarks.grading [NAME] [NUM_WORKERS]` saves the result as NAME. The mix is that of a mathematics dataset
 (most answers are integers), half of the samples are right, prompt groups have 8 samples, and many groups are in flight.
 """
 
@@ -18,7 +18,7 @@ from services.reward.scorers.base import Item
 
 _GROUPS, _GROUP_SIZE, _IN_FLIGHT, _REPEATS = 200, 8, 32, 7
 _PROSE = "We let $x = {n}$ and use that $a^2 + b^2 = c^2$, so the first term is ${n}$. Hence it follows that "
-# Share of the groups, the reference answer, the right one as the policy writes it, a wrong one. {n} is a number.
+# Share of the groups, reference answer, a right answer as a policy would write it, a wrong one. {n} is a number.
 _MIX = [
     (60, "{n}", r"\boxed{{{n}}}", r"\boxed{{{m}}}"),
     (12, r"\frac{{{n}}}{{997}}", r"\boxed{{\dfrac{{{n}}}{{997}}}}", r"\boxed{{\frac{{{m}}}{{997}}}}"),
@@ -33,7 +33,7 @@ _MIX = [
 
 
 def make_groups(seed: int) -> list[list[Item]]:
-    """Prompt groups with answers that repeat within a group only."""
+    """Returns prompt groups whose answers repeat only within a group."""
     source = random.Random(seed)
     shares = [share for share, *_ in _MIX]
     return [_make_group(source, *source.choices(_MIX, shares)[0][1:]) for _ in range(_GROUPS)]
@@ -50,7 +50,7 @@ def _make_group(source: random.Random, answer: str, right: str, wrong: str) -> l
 
 
 async def _measure(run: ScoringRun, seed: int) -> float:
-    """Gradings per second; all must be right."""
+    """Returns samples graded per second; checks that all grades are right."""
     groups, slots = make_groups(seed), asyncio.Semaphore(_IN_FLIGHT)
 
     async def score(group: list[Item]) -> None:
@@ -68,7 +68,7 @@ async def _run(num_workers: int) -> tuple[list[float], list[float]]:
     run, per_s, cpu_ms = ScoringRun(RewardConfig.model_validate(config)), [], []
     try:
         await run.open()
-        await _measure(run, seed=-1)  # the first parses build tables
+        await _measure(run, seed=-1)  # warms up: the first parses build tables
         for seed in range(_REPEATS):
             begin_s = _cpu_s()
             per_s.append(await _measure(run, seed))
@@ -79,7 +79,7 @@ async def _run(num_workers: int) -> tuple[list[float], list[float]]:
 
 
 def _cpu_s() -> float:
-    """Seconds of CPU that this process and its workers have had."""
+    """Returns the CPU time in seconds that this process and its workers have used."""
     children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
     ticks = 0
     for pid in ["self", *children]:
@@ -88,7 +88,7 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    """Measures and keeps the result."""
+    """Measures and saves the result."""
     name, num_workers = (sys.argv[1:] + ["grading", "2"][len(sys.argv) - 1 :])[:2]
     load = os.getloadavg()[0]
     per_s, cpu_ms = asyncio.run(_run(int(num_workers)))

@@ -1,8 +1,8 @@
-"""Lengths of the completions that `benchmarks.train` trains on; `python -m benchmarks.lengths` writes lengths.json.
+"""Draws the completion lengths that `benchmarks.train` trains on; `python -m benchmarks.lengths` writes lengths.json.
 
-SkyRL publishes the mean length of its workload only. Here lengths are log-normal, and clipped so that no sequence is
-above 4,096 tokens. Each block of 320, the share of one GPU of eight, is a stratified draw: any number of blocks has the
-same distribution, so that runs on fewer GPUs, with fewer blocks, compare.
+SkyRL publishes only the mean length of its workload. Here lengths are log-normal, clipped so that no sequence is longer
+than 4,096 tokens. Each block of 320 lengths, the share of one GPU of eight, is a stratified sample. Any number of
+blocks therefore has the same distribution, and runs on fewer GPUs, with fewer blocks, are comparable.
 """
 
 import json
@@ -20,12 +20,12 @@ _SIGMA = 0.6
 
 
 def read_lengths(mean: int, num_samples: int) -> list[int]:
-    """Tokens of the first completions of the fixture with this mean."""
+    """Returns the lengths in tokens of the first completions of the fixture with this mean."""
     return json.loads(_FILE.read_text())[str(mean)][:num_samples]
 
 
 def make_lengths(mean: int, seed: int = 0) -> list[int]:
-    """Tokens of `NUM_BLOCKS` blocks of completions; `mean` is theirs after the clip."""
+    """Returns the lengths in tokens of `NUM_BLOCKS` blocks of completions; `mean` is their mean after clipping."""
     draw, normal = random.Random(seed), NormalDist()
     scores: list[float] = []
     for _ in range(NUM_BLOCKS):
@@ -33,7 +33,7 @@ def make_lengths(mean: int, seed: int = 0) -> list[int]:
         draw.shuffle(block)
         scores += block
     low, high = 1.0, float(MAX_TOKENS)
-    for _ in range(50):  # bisection for the median
+    for _ in range(50):  # find the median by bisection
         median = (low + high) / 2
         lengths = [_length(median, score) for score in scores]
         low, high = (median, high) if sum(lengths) < mean * len(lengths) else (low, median)

@@ -1,6 +1,6 @@
-"""Where a step of the quickstart goes, and the share that is none of generate and score, train, publish.
+"""Measures the phases of a quickstart step, and the share outside generating, scoring, training and publishing.
 
-`python -m benchmarks.loop [NAME] [key=value ...]` keeps the result as NAME; on a GPU host, services take one each.
+`python -m benchmarks.loop [NAME] [key=value ...]` saves the result as NAME. On a GPU host each service gets one GPU.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ _KEPT = {
 
 
 def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -> Path:
-    """Runs the quickstart with `overrides` below `directory` and keeps where its steps went; the run's directory."""
+    """Runs the quickstart with `overrides` in `directory`, saves its step times, and returns the run's directory."""
     config = load(Config, [_CONFIG, *overrides, f"runs_dir={directory}"])
     outcome = asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line]
-    warm = steps[min(_WARM_UP, len(steps) - 1) :]  # of a run that was interrupted, what there is
+    warm = steps[min(_WARM_UP, len(steps) - 1) :]  # at least one step, if the run was interrupted
     samples = {label: [step[key] for step in warm] for key, label in _KEPT.items()}
     samples["training reward"] = [step["reward/mean"] for step in steps]
     for evaluation in outcome.evaluations:
@@ -50,7 +50,7 @@ def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -
 
 
 def main() -> None:
-    """Runs, measures and keeps the result."""
+    """Runs the quickstart, measures, and saves the result."""
     name, *overrides = sys.argv[1:] or ["loop"]
     with tempfile.TemporaryDirectory() as directory:
         measure(name, ["checkpoint.save_freq=0", *overrides], Path(directory))

@@ -1,8 +1,9 @@
-"""Megatron's layouts on this host's GPUs: log-probabilities against transformers, gradient norms against one GPU.
+"""Compares Megatron's layouts on this host's GPUs: log-probabilities with transformers, gradient norms with one GPU.
 
 `python -m benchmarks.megatron [NAME] [--tiny] [--only WORDS] [--directory DIR]` runs every layout that this host has
-GPUs for, or those whose name holds one of the comma-separated WORDS, and keeps the result as NAME. Weights are random,
-of real shapes; `--tiny` is for a machine without GPUs. What each layout gave lies in DIR at once.
+enough GPUs for, or those whose names contain one of the comma-separated WORDS, and saves the result as NAME. Models
+have real shapes and random weights; `--tiny` is for a machine without GPUs. Each layout's result is written to DIR as
+soon as it is measured.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from benchmarks.report import keep
 
 
 def main() -> None:
-    """Models and references, one torchrun per number of GPUs, comparison."""
+    """Makes models and references, runs one torchrun per number of GPUs, and compares the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", nargs="?", default="megatron-layouts")
     parser.add_argument("--tiny", action="store_true")
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def _run(*command: str) -> None:
-    """Goes on after a failure, with what there is: time on a GPU host is short."""
+    """Runs a command, and continues after a failure with the results so far, because time on a GPU host is limited."""
     code = subprocess.run([sys.executable, "-m", *command]).returncode
     if code:
         sys.stderr.write(f"benchmarks.megatron: {' '.join(command)} ended with {code}\n")

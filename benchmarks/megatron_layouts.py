@@ -1,4 +1,4 @@
-"""Models, layouts and samples of `benchmarks.megatron`."""
+"""Defines the models, layouts and samples of `benchmarks.megatron`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-7b": ("qwen2", _QWEN25_7B),
     "qwen3-30b-a3b": ("qwen3_moe", _A3B | {"num_hidden_layers": 48}),
 }
-# Float32 gradients of 30 B weights, and weights in float32 beside those in bfloat16, do not fit four GPUs.
+# Four GPUs have no room for float32 gradients of 30 B weights, and for float32 weights in addition to bfloat16 ones.
 BF16_GRADIENTS: dict[str, Any] = {
     "ddp_config": {"grad_reduce_in_fp32": False},
     "optimizer_config_kwargs": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"},
@@ -75,9 +75,9 @@ BF16_GRADIENTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Model, ranks, Megatron settings, further changes of the trainer's config, and a checkpoint to save or to load.
+    """Describes a layout: model, ranks, Megatron settings, other trainer settings, and a checkpoint to save or load.
 
-    `like` names what the gradient norm is compared with: layouts that train the same weights.
+    `like` identifies layouts that train the same weights, whose gradient norms are compared.
     """
 
     model: str
@@ -93,7 +93,7 @@ class Layout:
 
 
 def layouts() -> Iterator[tuple[str, Layout]]:
-    """Name and layout; the first of each model is the one on one GPU."""
+    """Yields the name of each layout and the layout. The first layout of each model is on one GPU."""
     dense: list[tuple[int, dict[str, Any]]] = [
         (1, {}),
         (1, {"packed_sequences": False}),
@@ -133,7 +133,7 @@ def layouts() -> Iterator[tuple[str, Layout]]:
 
 
 def samples(vocab_size: int) -> pa.Table:
-    """8 groups of 4: prompts of 64 to 128 random tokens, completions of 128 to 512."""
+    """Returns 8 groups of 4 samples with prompts of 64 to 128 random tokens and completions of 128 to 512."""
     random = np.random.default_rng(0)
     rows = []
     for index in range(32):

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.megatron_model DIRECTORY MODEL [tiny] [weights-only]`: random weights, log-probabilities."""
+"""Makes a model with random weights, and its reference log-probabilities, for `benchmarks.megatron`.
+
+Run `python -m benchmarks.megatron_model DIRECTORY MODEL [tiny] [weights-only]`.
+"""
 
 import json
 import sys
@@ -11,11 +14,11 @@ from benchmarks.megatron_layouts import MODELS, TINY, samples
 
 
 def make_model(directory: Path, name: str, is_tiny: bool, is_for_weights: bool) -> None:
-    """Writes DIRECTORY/MODEL and, unless for weights only, DIRECTORY/MODEL.logprobs.json."""
+    """Writes DIRECTORY/MODEL and, without `weights-only`, DIRECTORY/MODEL.logprobs.json."""
     kind, shape = MODELS[name]
     config = AutoConfig.for_model(kind, **(shape | (TINY if is_tiny else {})))
     path = directory / name
-    if name == "qwen3-30b-a3b" and not is_for_weights:  # too large for one GPU's transformers
+    if name == "qwen3-30b-a3b" and not is_for_weights:  # too large for transformers on one GPU
         config.save_pretrained(path)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""`torchrun -m benchmarks.megatron_rank DIRECTORY MODEL`: its layouts of this number of ranks, one after the other."""
+"""Runs all layouts of one model for this number of ranks: `torchrun -m benchmarks.megatron_rank DIRECTORY MODEL`."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ from services.trainer.ranks.worker import Worker
 
 
 def run_rank(directory: Path, model: str) -> None:
-    """All layouts of one model and of this world size, one after the other, in one process per GPU."""
+    """Runs all layouts of one model for this world size, one after the other, with one process per GPU."""
     store, rank, world = next(dist.rendezvous("env://"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
@@ -40,10 +40,10 @@ def run_rank(directory: Path, model: str) -> None:
 
 
 def measure(worker: Worker, rank: int, layout: Layout, directory: Path) -> dict[str, Any]:
-    """Log-probabilities, two updates, seconds and memory of one layout."""
+    """Measures one layout: log-probabilities, two updates, seconds and memory."""
     path = directory / layout.model
     if not list(path.glob("*.safetensors")):
-        backend.load_checkpoint_weights = lambda *args: None  # Megatron's own random weights
+        backend.load_checkpoint_weights = lambda *args: None  # keep Megatron's own random weights
     config = _config(layout)
     begin = time.perf_counter()
     checkpoint = directory / f"{layout.model}.checkpoint"
@@ -80,7 +80,7 @@ def measure(worker: Worker, rank: int, layout: Layout, directory: Path) -> dict[
 
 
 def _logprobs(worker: Worker, config: TrainerConfig, table: pa.Table, data_rank: int, data_ranks: int) -> list[Any]:
-    """Of all samples, in their order."""
+    """Returns the log-probabilities of all samples, in their order."""
     parts, order = forward_parts(table, config, data_ranks)
     part = parts[data_rank]
     answer = worker.forward(role="policy", **part.body, frames=part.frames, temperature=1.0)

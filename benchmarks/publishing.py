@@ -1,4 +1,4 @@
-"""A trainer and replicas ready to publish, without a run around them."""
+"""Opens a trainer and replicas for publishing, without a run."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +10,10 @@ from services.coordinator.services.clients.trainer import Trainer
 
 
 async def open_publisher(trainer: Trainer, rollout: Rollout, config: Config, run_id: str) -> tuple[Publisher, int]:
-    """Opens both; the publisher between them, and the version that the trainer holds.
+    """Opens trainer and replicas; returns their publisher and the version that the trainer holds.
 
     Raises:
-        LockstepError: As the first that does not open.
+        LockstepError: The error of the first service that cannot be opened.
     """
     version = await trainer.open(run_id, "")
     await rollout.open(run_id, trainer.opened.model_card)

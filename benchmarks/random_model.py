@@ -1,4 +1,4 @@
-"""Random weights of a real shape, for benchmarks that start services on them."""
+"""Makes models with a real shape and random weights, for benchmarks that start services on them."""
 
 import argparse
 import os
@@ -10,13 +10,15 @@ from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `make_random_model` takes."""
-    parser.add_argument("--tiny", action="store_true", help="a small model, and short samples, for CPU")
-    parser.add_argument("--models", type=Path, metavar="DIR", help="make the model there, or use it if it is there")
+    """Returns a parser of the options that `make_random_model` takes."""
+    parser.add_argument("--tiny", action="store_true", help="use a small model and short samples, for CPU")
+    parser.add_argument(
+        "--models", type=Path, metavar="DIR", help="directory to make the model in, or to reuse it from"
+    )
 
 
 def make_random_model(directory: Path, shape: str, options: argparse.Namespace) -> Path:
-    """DIRECTORY/SHAPE, with links to weights that are kept; written by a process that leaves nothing on a GPU."""
+    """Makes DIRECTORY/SHAPE, with links to kept weights, in a process of its own that leaves no memory on a GPU."""
     name, models = f"{shape}-tiny" if options.tiny else shape, (options.models or directory).absolute()
     models.mkdir(parents=True, exist_ok=True)
     if not (models / name).exists():

@@ -1,4 +1,4 @@
-"""How every benchmark keeps what it measured: date, machine, versions, command, raw samples, medians."""
+"""Saves the result of a benchmark: date, machine, versions, command, raw samples and medians."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequence[str], **settings: Any) -> None:
-    """Writes `results/<name>.json` and shows medians; `samples` maps `quantity [unit]` to its raw values."""
+    """Writes `results/<name>.json` and prints medians; `samples` maps `quantity [unit]` to its raw values."""
     medians = {quantity: statistics.median(values) for quantity, values in samples.items()}
     result = {
         "benchmark": name,
@@ -48,7 +48,7 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
 
 
 def _version(library: str) -> str:
-    """Of the distribution that brings the module, which may have another name."""
+    """Returns the version of the distribution that provides the module, which may have another name."""
     return version(packages_distributions().get(library.replace("-", "_"), [library])[0])
 
 

@@ -1,13 +1,14 @@
-"""The rollout service over gRPC against vLLM's own LLM.generate: tokens/s, first group, tail, and CPU time of the host.
+"""Compares the rollout service over gRPC with vLLM's LLM.generate: tokens/s, time to first group, tail, host CPU time.
 
 `python -m benchmarks.rollout NAME SHAPE [key=value ...] [--concurrency 512,1024,2048] [--repeats 3]`
 
-SHAPE is one of benchmarks.megatron_layouts.MODELS; weights are random. A trainer publishes them to the replicas; LLM
-loads the same in a process of its own, with the engine arguments of the service. A repeat gives both the same batch of
-so many samples, one right after the other, and the other one first in the next repeat. On a GPU host LLM shares the GPU
-of the first replica, which rests meanwhile: set rollout.engine.kv_cache_memory_bytes to what fits twice, or --bare-gpu.
+SHAPE is one of benchmarks.megatron_layouts.MODELS; weights are random. A trainer publishes them to the replicas. LLM
+loads the same weights in a process of its own, with the engine arguments of the service. In each repeat, both get the
+same batch of that many samples, one right after the other; the next repeat swaps their order. On a GPU host LLM shares
+the GPU of the first replica, which is idle during LLM's turn: set rollout.engine.kv_cache_memory_bytes to a size that
+fits twice, or set --bare-gpu.
 
-With `--no-bare rollout.num_replicas=2` and rollout.max_samples below half of the concurrency it shows the tail of the
+With `--no-bare rollout.num_replicas=2` and rollout.max_samples below half of the concurrency, it shows the tail of the
 dispatch.
 """
 
@@ -42,7 +43,7 @@ Keep = Callable[[Mapping[str, Any], Samples], None]
 
 
 class Comparison:
-    """Draws batches from both ends and keeps the numbers after each."""
+    """Samples batches from both ends and saves the numbers after each."""
 
     def __init__(self, config: Config, service: Service, bare: Bare | None, keep_now: Keep):
         self._config, self._keep_now, self._engine = config, keep_now, bare.settings if bare else {}
@@ -53,13 +54,13 @@ class Comparison:
         self._samples: dict[str, list[float]] = defaultdict(list)
 
     async def warm_up(self) -> None:
-        """Draws a small batch of short samples, which compiles what is left."""
+        """Samples a small batch of short samples, which compiles what is not compiled yet."""
         batch = self._batch("warm-up", _WARM_UP_SAMPLES, _WARM_UP_TOKENS)
         for end in self._ends.values():
             self._check(await end.draw(batch), batch)
 
     async def repeat(self, number: int, num_samples: int) -> None:
-        """One batch from both ends, in turns first."""
+        """Samples one batch from both ends, alternating which goes first."""
         batch = self._batch(f"{num_samples}/{number}", num_samples, self._config.rollout.sampling.max_tokens)
         rates = {}
         for name in sorted(self._ends, reverse=number % 2 == 1):
@@ -75,7 +76,7 @@ class Comparison:
         self._keep_now(self._engine, self._samples)
 
     def _batch(self, label: str, num_samples: int, max_tokens: int) -> Batch:
-        """Other prompts for each label: none is in a prefix cache."""
+        """Returns different prompts for each label, so that none is in a prefix cache."""
         random, settings = np.random.default_rng(list(label.encode())), self._config.rollout
         most = self._config.data.max_prompt_tokens
         prompts = [
@@ -91,14 +92,14 @@ class Comparison:
         return self._service.batch(prompts, settings.sampling.model_copy(update={"max_tokens": max_tokens}))
 
     def _check(self, drawn: Drawn, batch: Batch) -> None:
-        """A benchmark of other lengths than the fixture's would compare nothing."""
+        """Checks that samples have the fixture's lengths; otherwise the ends would not be comparable."""
         expected = sum(self._length_of(seed, batch.sampling.max_tokens) for seeds in batch.seeds for seed in seeds)
         if drawn.num_tokens != expected:
-            raise RuntimeError(f"{drawn.num_tokens} tokens were sampled, the fixture has {expected}")
+            raise RuntimeError(f"{drawn.num_tokens} tokens were sampled, but the fixture has {expected}")
 
 
 async def measure(config: Config, options: argparse.Namespace, keep_now: Keep) -> None:
-    """Starts both ends side by side and draws all batches."""
+    """Starts both ends and samples all batches."""
     async with AsyncExitStack() as stack:
         opening = [stack.enter_async_context(serving(config))]
         if not options.no_bare:
@@ -114,7 +115,7 @@ async def measure(config: Config, options: argparse.Namespace, keep_now: Keep) -
 
 
 def fixed(options: argparse.Namespace, model: Path) -> list[str]:
-    """What the overrides of the command line go on from."""
+    """Returns the config that the overrides of the command line apply to."""
     longest, prompt, shorter_by = (128, 16, 32) if options.tiny else (MAX_TOKENS - PROMPT_TOKENS, PROMPT_TOKENS, 1)
     return [
         f"model={model}",
@@ -133,25 +134,25 @@ def fixed(options: argparse.Namespace, model: Path) -> list[str]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout")
-    parser.add_argument("name", help="of the result")
+    parser.add_argument("name", help="name of the result")
     parser.add_argument("shape", help="one of benchmarks.megatron_layouts.MODELS")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument(
         "--concurrency", type=lambda text: [int(part) for part in text.split(",")], default="512,1024,2048"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-bare", action="store_true", help="measure the service alone")
+    parser.add_argument("--no-bare", action="store_true", help="measure only the service")
     parser.add_argument(
-        "--bare-gpu", type=int, help="GPU of LLM, counted among those to use; that of the first replica if not given"
+        "--bare-gpu", type=int, help="index of LLM's GPU among the visible ones (default: the first replica's)"
     )
     add_options(parser)
     return parser.parse_intermixed_args()
 
 
 def main() -> None:
-    """Makes the model, measures, and keeps the result after each batch."""
+    """Makes the model, measures, and saves the result after each batch."""
     options = parse()
 
     def keep_now(engine: Mapping[str, Any], samples: Samples) -> None:

@@ -1,7 +1,7 @@
-"""vLLM's LLM alone, with the engine arguments of the rollout service; `benchmarks.rollout` starts it.
+"""Runs vLLM's LLM alone, with the engine arguments of the rollout service; `benchmarks.rollout` starts it.
 
-`python -m benchmarks.rollout_bare PID` ends with the process PID. A line of JSON on stdin opens the engine, each
-further one is a batch; a line on stdout answers each.
+`python -m benchmarks.rollout_bare PID` ends when the process PID ends. The first line of JSON on stdin opens the
+engine, and each further line is a batch; each line is answered by a line on stdout.
 """
 
 import json
@@ -18,14 +18,14 @@ from services.rollout.__main__ import _configure_vllm
 
 
 class Bare:
-    """One LLM, and when each of its requests finished."""
+    """Runs one LLM and records when each of its requests finished."""
 
     def __init__(self, config: RolloutConfig, model: str, seed: int):
         from vllm import LLM
 
         from services.rollout.engine import engine_arguments
 
-        # The weights that the service is sent: how fast a GPU multiplies also depends on the numbers.
+        # The same weights as the service's, because the speed of a GPU's matrix products also depends on the values.
         vllm_s_own = {"load_format": "auto", "scheduler_cls": "benchmarks.rollout_lengths.bare_scheduler"}
         self._arguments = engine_arguments(config, model, seed) | vllm_s_own
         del self._arguments["worker_extension_cls"]
@@ -34,7 +34,7 @@ class Bare:
         self._step, self._llm.llm_engine.step = self._llm.llm_engine.step, self._timed_step
 
     def describe(self) -> dict[str, Any]:
-        """What vLLM made of the arguments, which is not the same for LLM and for the service's AsyncLLM."""
+        """Returns the settings that vLLM derived from the arguments, which differ between LLM and AsyncLLM."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
 
@@ -76,7 +76,7 @@ class Bare:
 
 
 def main() -> None:
-    """Answers on the first stdout; what vLLM writes there goes to stderr."""
+    """Serves requests; answers go to the original stdout, and everything that vLLM prints to stderr."""
     exit_with(int(sys.argv[1]))
     _configure_vllm()
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:

@@ -1,4 +1,4 @@
-"""The two that `benchmarks.rollout` compares: the rollout service as the coordinator uses it, and vLLM's LLM alone."""
+"""Runs the two ends of `benchmarks.rollout`: the rollout service as the coordinator uses it, and vLLM's LLM alone."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ _LINE_BYTES, _GRACE_S = 64 << 20, 10.0
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts, and the seed of each sample by prompt."""
+    """Holds prompts, and the seeds of each prompt's samples."""
 
     prompts: Sequence[Prompt]
     seeds: Sequence[Sequence[int]]
@@ -45,16 +45,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What came of a batch; a group is finished with the last of its samples."""
+    """Holds the results of a batch. A group is finished when its last sample is."""
 
     duration_s: float
     num_tokens: int
     finished_s: Sequence[float]
-    """For each group, since the batch began."""
+    """Seconds from the start of the batch to the end of each group."""
     cpu_s: Mapping[str, float]
 
     def numbers(self, num_samples: int) -> dict[str, float]:
-        """Quantities as `benchmarks.report` names them."""
+        """Returns the quantities by the names that `benchmarks.report` uses."""
         finished_s = sorted(self.finished_s)
         most_s = finished_s[math.ceil(0.9 * len(finished_s)) - 1]
         cpu = {f"CPU of {who} [s per 1000 samples]": spent / num_samples * 1e3 for who, spent in self.cpu_s.items()}
@@ -68,7 +68,7 @@ class Drawn:
 
 
 class _Clock:
-    """In the reward's place: notes when which group came."""
+    """Replaces the reward client and records when each group arrived."""
 
     def __init__(self) -> None:
         self.finished_s: list[float] = []
@@ -81,20 +81,20 @@ class _Clock:
 
 
 class Service:
-    """Replicas that serve published weights, asked through the coordinator's own collector and dispatch."""
+    """Samples from replicas with published weights, through the coordinator's own collector and dispatch."""
 
     def __init__(self, rollout: Rollout, config: Config, stamp: PolicyStamp, pids: Sequence[int]):
         self._rollout, self._config, self._stamp, self._pids = rollout, config, stamp, pids
 
     def batch(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Batch:
-        """The seeds are those that the collector will take."""
+        """Returns a batch with the seeds that the collector will use."""
         collector, samples = self._collector(_Clock()), range(self._config.rollout.completions_per_prompt)
         version = self._stamp.version
         seeds = [[collector._seed_of(version, prompt.prompt_id, sample) for sample in samples] for prompt in prompts]
         return Batch(prompts, seeds, sampling)
 
     async def draw(self, batch: Batch) -> Drawn:
-        """Samples all of `batch`."""
+        """Samples the whole `batch`."""
         clock, cpu_s = _Clock(), self._cpu_seconds()
         num_samples = self._config.rollout.completions_per_prompt
         begin = time.perf_counter()
@@ -114,7 +114,7 @@ class Service:
 
 @asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[Service]:
-    """A trainer that has published its weights to `rollout.num_replicas` replicas."""
+    """Starts a trainer and `rollout.num_replicas` replicas, and publishes the trainer's weights to them."""
     async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
         trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
         try:
@@ -132,7 +132,7 @@ async def _publish(trainer: Trainer, rollout: Rollout, config: Config) -> Policy
 
 
 class Bare:
-    """vLLM's LLM in a process of its own (benchmarks.rollout_bare)."""
+    """Samples from vLLM's LLM in a process of its own (benchmarks.rollout_bare)."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
@@ -144,7 +144,7 @@ class Bare:
         self.settings = await self._ask(opening)
 
     async def draw(self, batch: Batch) -> Drawn:
-        """Samples all of `batch`."""
+        """Samples the whole `batch`."""
         pairs = zip(batch.prompts, batch.seeds, strict=True)
         requests = [(prompt.tokens, seed) for prompt, seeds in pairs for seed in seeds]
         sampling, cpu_s = batch.sampling, self._cpu_seconds()
@@ -160,7 +160,7 @@ class Bare:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         await self._process.stdin.drain()
         if not (line := await self._process.stdout.readline()):
-            raise RuntimeError(f"bare vLLM ended with exit code {await self._process.wait()}; its log says why")
+            raise RuntimeError(f"bare vLLM exited with code {await self._process.wait()}; see its log")
         return json.loads(line)
 
     def _cpu_seconds(self) -> dict[str, float]:
@@ -169,7 +169,7 @@ class Bare:
 
 @asynccontextmanager
 async def bare_engine(config: Config, gpu: str | None) -> AsyncIterator[Bare]:
-    """vLLM's LLM on `gpu` of this host, with the engine arguments of the service."""
+    """Starts vLLM's LLM on `gpu` of this host, with the engine arguments of the service."""
     env = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     with (config.run_dir / "logs" / "bare.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
@@ -189,13 +189,13 @@ async def bare_engine(config: Config, gpu: str | None) -> AsyncIterator[Bare]:
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _GRACE_S)
-        with contextlib.suppress(ProcessLookupError):  # nobody is left in the session
+        with contextlib.suppress(ProcessLookupError):  # the session is empty
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
 
 def _cpu_seconds(pids: Sequence[int]) -> dict[str, float]:
-    """Of these processes, which hold vLLM's frontend, and of all that they started, the engines."""
+    """Returns the CPU time of these processes, which run vLLM's frontend, and of all engines that they started."""
     below = [pid for parent in pids for pid in _below(parent)]
     return {"frontend": sum(map(_spent, pids)), "engine": sum(map(_spent, below))}
 

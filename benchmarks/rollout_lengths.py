@@ -1,7 +1,7 @@
-"""How long each sample of `benchmarks.rollout` gets: lengths of the fixture, by the samples' seeds.
+"""Sets the length of each sample of `benchmarks.rollout` to one of the fixture's lengths, chosen by the sample's seed.
 
-Random weights end no sample where a trained policy would, and a request has one max_tokens for all samples of its
-group. So both engines of the comparison run their scheduler with one change: a request ends at its own length.
+A model with random weights does not end samples as a trained policy would, and a request has one max_tokens for all
+samples of its group. Both engines of the comparison therefore change their scheduler: a request ends at its own length.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from benchmarks.lengths import BLOCK, NUM_BLOCKS, read_lengths
 
 
 def by_seed(mean_tokens: int, shorter_by: int) -> Callable[[int, int], int]:
-    """(seed, most tokens) -> tokens: one of the fixture's lengths with this mean, divided by `shorter_by`."""
+    """Returns a function (seed, max tokens) -> tokens: one of the fixture's lengths with this mean / `shorter_by`."""
     lengths = [max(1, length // shorter_by) for length in read_lengths(mean_tokens, BLOCK * NUM_BLOCKS)]
     return lambda seed, max_tokens: min(lengths[seed % len(lengths)], max_tokens)
 
 
 def scheduler(vllm_config: Any, **arguments: Any) -> Any:
-    """The engine argument `scheduler_cls`: the rollout service's own, which shortens every new request.
+    """Returns the rollout service's own scheduler, changed to shorten every new request; for `scheduler_cls`.
 
     The engine argument `additional_config` has the arguments of `by_seed`.
     """
@@ -27,7 +27,7 @@ def scheduler(vllm_config: Any, **arguments: Any) -> Any:
 
 
 def bare_scheduler(vllm_config: Any, **arguments: Any) -> Any:
-    """The same of the scheduler that vLLM would take."""
+    """Returns the scheduler that vLLM would use, with the same change."""
     from services.rollout.compat.vllm.scheduler import kind_of
 
     return _shortening(kind_of(vllm_config)(vllm_config=vllm_config, **arguments), vllm_config)

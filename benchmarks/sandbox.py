@@ -1,7 +1,7 @@
-"""What the sandbox costs: from the call to the last process gone, against a bare interpreter in the same minute.
+"""Measures the cost of the sandbox, from the call until the last process is gone, relative to a bare interpreter.
 
-The program is empty. `overhead` is the difference of the two, sample by sample. `CPU` is the processor time of all
-processes, which other work on the machine lengthens less than it does the wall-clock time.
+Both run an empty program within the same minute. `overhead` is their difference, sample by sample. `CPU` is the CPU
+time of all processes, which other work on the machine affects less than the wall-clock time.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _REPEATS, _MANY_TESTS, _BATCH = 40, 11, 16
 
 
 async def _bare() -> None:
-    """An interpreter with the sandbox's flags, without the sandbox."""
+    """Runs an interpreter with the sandbox's flags, but without the sandbox."""
     command = [PYTHON, "-S", "-s", "-P", "-B", "-X", "utf8", "-c", "pass"]
     await (await asyncio.create_subprocess_exec(*command, env={})).wait()
 
@@ -33,7 +33,7 @@ async def _sandboxed(sandbox: Sandbox, num_tests: int) -> None:
 
 
 async def _measure(what: Callable[[], Awaitable[None]]) -> tuple[float, float]:
-    """Wall-clock and processor time in ms, the latter of the processes that it starts."""
+    """Returns wall-clock time, and CPU time of the processes that the call starts, in ms."""
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     await what()
     wall_ms, after = 1000 * (time.perf_counter() - start), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -72,7 +72,7 @@ async def _samples() -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures and keeps the result."""
+    """Measures and saves the result."""
     load, samples = os.getloadavg(), asyncio.run(_samples())
     bwrap = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip()
     keep("sandbox", samples, libraries=("pydantic",), bwrap=bwrap, load_average=[load, os.getloadavg()])

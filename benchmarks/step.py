@@ -1,8 +1,8 @@
-"""A whole step of a model of real shape, trainer and engines apart: where its time goes, and a timeline.
+"""Measures the phases of a step with a real model shape, with trainer and engines on separate GPUs; keeps a timeline.
 
-`python -m benchmarks.step NAME SHAPE [key=value ...]` with SHAPE one of benchmarks.megatron_layouts.MODELS; weights are
-random, and completions have the lengths of the training benchmark's fixture. The config is the quickstart's otherwise.
-The timeline of all services, for chrome://tracing or Perfetto, is kept as results/NAME.trace.json.gz.
+Run `python -m benchmarks.step NAME SHAPE [key=value ...]`, where SHAPE is one of benchmarks.megatron_layouts.MODELS.
+Weights are random, and completions have the lengths of the training benchmark's fixture. The rest of the config is the
+quickstart's. The timeline of all services, for chrome://tracing or Perfetto, is saved as results/NAME.trace.json.gz.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _WHOLE = {"prompts_per_step": 64, "max_tokens": MAX_TOKENS - PROMPT_TOKENS, "sho
 
 
 def fixed(model: Path, sizes: dict[str, int]) -> list[str]:
-    """What the overrides of the command line go on from."""
+    """Returns the config that the overrides of the command line apply to."""
     return [
         f"model={model}",
         "num_steps=6",
@@ -41,7 +41,7 @@ def fixed(model: Path, sizes: dict[str, int]) -> list[str]:
 
 
 def main() -> None:
-    """Makes the model, runs six steps, keeps figures and timeline."""
+    """Makes the model, runs six steps, and saves measurements and timeline."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step")
     parser.add_argument("name")
     parser.add_argument("shape")

@@ -1,8 +1,8 @@
-"""Publication of weights into live vLLM engines, by the real services: seconds of each phase, and GB/s.
+"""Measures publishing weights to running vLLM engines with the real services: seconds of each phase, and GB/s.
 
-`python -m benchmarks.sync NAME SHAPE [key=value ...]` with SHAPE one of benchmarks.megatron_layouts.MODELS; weights are
-random. The config is that of the quickstart, changed by the overrides: strategy, ranks, replicas, engine arguments.
-Hashing goes on beside the transfer: what it costs is the difference to a run `--without-digest`.
+Run `python -m benchmarks.sync NAME SHAPE [key=value ...]`, where SHAPE is one of benchmarks.megatron_layouts.MODELS.
+Weights are random. The config is the quickstart's, changed by the overrides: strategy, ranks, replicas, engine
+arguments. Hashing overlaps with the transfer, so its cost is the difference from a run with `--without-digest`.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from services.coordinator.services.launch import Addresses, launch
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WITHOUT_DIGEST = Path(__file__).parent / "without_digest"
-# The first two are watched and checked by the engine, which then goes the short way.
+# The engine records its reload in the first publication and checks it in the second. Later ones are direct copies.
 _WARM_UP, _REPEATS = 3, 20
 _NOTHING_S = 1e-3
-_LINK_GB_PER_S = 450  # NVLink of an H100 or H200, each way
+_LINK_GB_PER_S = 450  # NVLink of an H100 or H200, per direction
 
 
 async def measure(config: Config, idle_s: float) -> dict[str, list[float]]:
-    """Publishes again and again, `idle_s` after the last time; raw seconds of each phase."""
+    """Publishes repeatedly, pausing `idle_s` before each time; returns the raw seconds of each phase."""
     samples: dict[str, list[float]] = defaultdict(list)
     async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
         trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
@@ -62,7 +62,7 @@ async def measure(config: Config, idle_s: float) -> dict[str, list[float]]:
 
 
 async def _publish(trainer: Trainer, rollout: Rollout, version: int, largest: int) -> dict[str, float]:
-    """One publication as `Publisher` does it, with what each end says about it; `largest`: bytes of a bucket."""
+    """Publishes once as `Publisher` does; returns what each end reports. `largest` is the size of a bucket in bytes."""
     begin = time.perf_counter()
     to_send = trainer_pb2.SendWeightsRequest(epoch=1, version=version)
     to_receive = rollout_pb2.ReceiveWeightsRequest(epoch=1, version=version)
@@ -96,14 +96,19 @@ async def _publish(trainer: Trainer, rollout: Rollout, version: int, largest: in
 
 
 def main() -> None:
-    """Makes the model, measures and keeps the result."""
+    """Makes the model, measures, and saves the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync")
     parser.add_argument("name")
     parser.add_argument("shape")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     add_options(parser)
-    parser.add_argument("--without-digest", action="store_true", help="nothing is hashed, at either end")
-    parser.add_argument("--idle-s", type=float, default=0.0, help="before each publication, as engines are in a step")
+    parser.add_argument("--without-digest", action="store_true", help="turn off hashing at both ends")
+    parser.add_argument(
+        "--idle-s",
+        type=float,
+        default=0.0,
+        help="seconds that the engines are idle before each publication, as in a step",
+    )
     options = parser.parse_intermixed_args()
     name, overrides = options.name, options.overrides
     with tempfile.TemporaryDirectory() as directory:
@@ -121,7 +126,7 @@ def main() -> None:
                 Console().print(log.name, log.read_text(errors="replace")[-3000:], markup=False)
             raise
     if options.without_digest and (spent_s := max(samples["hashing, slower end [s]"])) > _NOTHING_S:
-        raise RuntimeError(f"{spent_s} s went into hashing, although nothing was to be hashed")
+        raise RuntimeError(f"hashing took {spent_s} s, although it was turned off")
     worst = max(samples["publication [s]"])
     samples["publication, slowest [s]"] = [worst]
     libraries = ("torch", "vllm", "transformers")

@@ -1,17 +1,18 @@
-"""An update of the policy on SkyRL's published workload: seconds, tokens/s/GPU, MFU, memory, with, without recompute.
+"""Measures an update of the policy on SkyRL's published workload: seconds, tokens/s/GPU, MFU and memory.
 
 `python -m benchmarks.train [NAME] [--only PATTERNS] [--samples N] [--repeats N] [--profile] [--directory DIR] [--tiny]`
-runs the cases of benchmarks.train_cases that this host has GPUs for, or those that one of the comma-separated shell
-PATTERNS matches ("*3b fsdp 4 GPUs*"), and keeps the result as NAME. `--tiny` is for a machine without GPUs.
-`--profile` writes the slowest kernels of a short batch into DIR.
+runs the cases of benchmarks.train_cases that this host has enough GPUs for, with and without recompute, or the cases
+that one of the comma-separated shell PATTERNS matches ("*3b fsdp 4 GPUs*"), and saves the result as NAME. `--tiny` is
+for a machine without GPUs. `--profile` writes the slowest kernels of a short batch to DIR.
 
-On n of SkyRL's 8 GPUs a case has n / 8 of its 2,560 sequences, so seconds compare. With fewer than that share, by
-`--samples` of each GPU, seconds over targets are scaled up by the sequences, the optimizer's too. Weights and tokens
-are random: experts get about equal shares. What was measured lies in DIR/results.jsonl at once; cases that have begun
-there are not begun again, so a command that is interrupted, or a case that fails, costs nothing else.
+On n GPUs a case has n / 8 of the 2,560 sequences that SkyRL trains on 8 GPUs, so that seconds are comparable. If
+`--samples` sets fewer sequences per GPU, the ratios of seconds to targets are scaled up by the number of sequences,
+including the optimizer's time. Weights and tokens are random, so experts get about equal shares. Measurements are
+written to DIR/results.jsonl immediately. Cases that were started there are not started again, so that after an
+interruption or a failed case the same command continues with the remaining cases.
 
-MFU is benchmarks.train_cases.forward_operations, three times for an update, over seconds, GPUs and 989 TFLOP/s (dense
-bfloat16 of an H100 or H200); what is recomputed does not count.
+MFU is benchmarks.train_cases.forward_operations (three times that for an update) divided by seconds, GPUs and
+989 TFLOP/s (dense bfloat16 of an H100 or H200). Recomputed operations do not count.
 """
 
 import argparse
@@ -41,7 +42,7 @@ Samples = defaultdict[str, list[float]]
 
 
 def main() -> None:
-    """Model configs, one torchrun per number of GPUs, report; also of what there is when it is interrupted."""
+    """Writes model configs, runs one torchrun per number of GPUs, and reports, also after an interruption."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", nargs="?", default="train")
     parser.add_argument("--only", default="*")
@@ -81,7 +82,7 @@ def _write_config(path: Path, *, is_tiny: bool) -> None:
 
 
 def _run(directory: Path, plan: dict[str, object], chosen: dict[str, Case]) -> None:
-    """A case that fails ends its processes; the next ones begin with the case after it."""
+    """Runs all cases. A case that fails ends its processes, and new ones start with the case after it."""
     left = [name for name in chosen if name not in _measured(directory)]
     while left:
         world = chosen[left[0]].world
@@ -96,7 +97,7 @@ def _run(directory: Path, plan: dict[str, object], chosen: dict[str, Case]) -> N
 
 
 def _finished(command: list[str]) -> int:
-    """Its exit code. What interrupts this ends torchrun in order, which takes its ranks along."""
+    """Runs torchrun and returns its exit code. An interruption ends torchrun and its ranks in order."""
     with subprocess.Popen(command) as torchrun:
         try:
             return torchrun.wait()
@@ -107,7 +108,7 @@ def _finished(command: list[str]) -> int:
 
 
 def _measured(directory: Path) -> dict[str, Samples]:
-    """Raw values of each quantity of each case that has begun."""
+    """Returns the raw values of each quantity of each case that was started."""
     measured: dict[str, Samples] = {}
     path = directory / "results.jsonl"
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -151,7 +152,7 @@ def _keep(name: str, directory: Path, plan: dict[str, object], chosen: dict[str,
 
 
 def _derive(samples: Samples, case: Case, model: Path, *, is_tiny: bool) -> None:
-    """Adds what follows from the seconds of each repeat."""
+    """Adds the quantities that follow from the seconds of each repeat."""
     workload, world, per_gpu = WORKLOADS[case.model], case.world, int(samples["samples per GPU"][0])
     pairs = sample_lengths(case.model, per_gpu * world, is_tiny=is_tiny)
     num_tokens, architecture = int(pairs.sum()), read_architecture(model)

@@ -1,4 +1,4 @@
-"""What `benchmarks.train` measures: SkyRL's workload, the settings of each case, and the operations that it takes."""
+"""Defines the cases of `benchmarks.train`: SkyRL's workload, the settings of each case, and its operation count."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from services.common.batch import SAMPLE_SCHEMA
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture
 
-GROUP = 5  # completions of a prompt
+GROUP = 5  # completions per prompt
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Of one model: mean completion, targets on 8 GPUs, and SkyRL's seconds (train, forward) and GPUs by strategy.
+    """Holds a model's mean completion length, targets on 8 GPUs, and SkyRL's seconds and GPUs by strategy.
 
-    Source: SkyRL, docs/content/docs/examples/megatron.mdx, Search-R1 on H100s. Its train is the updates, its forward
-    is that of the reference and that of the policy before the batch.
+    Source: SkyRL, docs/content/docs/examples/megatron.mdx, Search-R1 on H100s. SkyRL's train is the
+    updates, and its forward is the reference's forward and the policy's forward before the batch.
     """
 
     mean_tokens: int
@@ -34,14 +34,14 @@ WORKLOADS = {
     "qwen2.5-3b": Workload(658, 13, 8, {"megatron": (48, 39, 8), "fsdp": (42, 28, 8)}),
     "qwen2.5-7b": Workload(819, 35, 19, {"megatron": (93, 46, 8), "fsdp": (100, 33, 8)}),
     "qwen3-30b-a3b": Workload(1158, 97, 60, {"megatron": (189, 145, 32)}),
-    # A third of the layers of the one above, and of its targets, for two GPUs.
+    # For two GPUs: a third of the layers and targets of the model above.
     "qwen3-a3b-16-layers": Workload(1158, 97 / 3, 60 / 3, {}),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on some GPUs. Without `has_reference` the policy's weights do for the forward: memory is too small."""
+    """Describes a model on some GPUs. Without `has_reference`, the forward uses the policy's weights to save memory."""
 
     model: str
     world: int
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def config(self) -> TrainerConfig:
-        """Two optimizer updates, KL to a reference, old log-probabilities recomputed."""
+        """Returns settings for two optimizer updates with a KL penalty and recomputed old log-probabilities."""
         settings = {
             "strategy": self.strategy,
             "num_ranks": self.world,
@@ -66,9 +66,9 @@ class Case:
 
 
 _RECOMPUTE: dict[str, Any] = {"gradient_checkpointing": True}
-# Faster than the default where memory is not short.
+# Faster than the default if there is enough memory.
 _GATHERED: dict[str, Any] = {"fsdp": {"reshard_after_forward": False}}
-# Tokens of a micro-batch whose activations fit beside the rest if all are kept.
+# Micro-batch size in tokens whose activations fit into memory without recompute.
 _MAX_TOKENS = {
     ("qwen2.5-3b", "megatron"): 16384,
     ("qwen2.5-3b", "fsdp"): 8192,
@@ -77,12 +77,12 @@ _MAX_TOKENS = {
 }
 
 
-# Fewest GPUs that hold weights, gradients, states and a reference.
+# Minimum number of GPUs for weights, gradients, optimizer states and a reference.
 _FEWEST_GPUS = {"qwen2.5-3b": 1, "qwen2.5-7b": 2}
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """Name and case, for all numbers of GPUs, the largest first."""
+    """Yields the name of each case and the case, for all numbers of GPUs, the largest first."""
     for world in (8, 4, 2, 1):
         for (model, strategy), max_tokens in _MAX_TOKENS.items():
             if world < _FEWEST_GPUS[model]:
@@ -97,7 +97,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 
 def _experts(world: int) -> Iterator[tuple[str, Case]]:
-    """Qwen3-30B-A3B. On 4 GPUs gradients and states only fit in less than float32, and a reference does not."""
+    """Yields cases of Qwen3-30B-A3B. 4 GPUs need gradients and states below float32, and cannot hold a reference."""
     if world == 2:
         model = "qwen3-a3b-16-layers"
         yield f"{model} megatron 2 GPUs", Case(model, world, "megatron", 9216, {"megatron": {EP: world}})
@@ -111,14 +111,14 @@ def _experts(world: int) -> Iterator[tuple[str, Case]]:
 
 
 def sample_lengths(model: str, num_samples: int, *, is_tiny: bool) -> np.ndarray:
-    """Tokens [samples, 2] of prompts and completions."""
+    """Returns the lengths in tokens of prompts and completions, [samples, 2]."""
     completions = np.array(read_lengths(WORKLOADS[model].mean_tokens, num_samples))
     lengths = np.stack([np.full(num_samples, PROMPT_TOKENS), completions], 1)
     return lengths // 32 + 1 if is_tiny else lengths
 
 
 def make_samples(lengths: np.ndarray, vocab_size: int) -> pa.Table:
-    """Random tokens and advantages in groups of `GROUP`; log-probabilities are those of a uniform choice."""
+    """Returns random tokens and advantages in groups of `GROUP`, with log-probabilities of a uniform distribution."""
     random, num_samples = np.random.default_rng(0), len(lengths)
     prompts, completions = lengths.T
 
@@ -143,9 +143,9 @@ def make_samples(lengths: np.ndarray, vocab_size: int) -> pa.Table:
 
 
 def active_parameters(model: Architecture) -> int:
-    """Weights that each token is multiplied with: the output layer's, but not the embedding's, of experts the chosen.
+    """Returns the number of weights that each token is multiplied with.
 
-    A tied embedding is the output layer.
+    That includes the output layer and the chosen experts, but not the embedding, unless it is tied to the output layer.
     """
     idle = (model.num_experts - model.num_experts_per_tok) * model.expert_parameters() if model.num_experts else 0
     lookup = 0 if model.tie_word_embeddings else model.embedding_parameters()
@@ -153,11 +153,12 @@ def active_parameters(model: Architecture) -> int:
 
 
 def forward_operations(model: Architecture, lengths: Sequence[int]) -> float:
-    """Floating-point operations of the model's forward over sequences of `lengths` tokens; an update takes 3 times it.
+    """Returns the floating-point operations of a forward pass over sequences of `lengths` tokens; an update takes 3x.
 
-    2 N tokens + 2 L A sum(length^2), N active parameters, L layers, A the width of all query heads: the products with
-    the weights, and the two of causal attention, 4 A length^2 of which half is masked (as in arXiv 2204.02311, appendix
-    B, there without the mask). Prompts count as whole tokens, although the output layer is not computed for them.
+    They are 2 N tokens + 2 L A sum(length^2), with N active parameters, L layers and A the width of all query heads.
+    The first term is the products with the weights. The second is the two products of causal attention, 4 A length^2
+    per layer, half of which is masked (as in arXiv 2204.02311, appendix B, which does not subtract the masked half).
+    Prompt tokens count fully, although the output layer is not computed for them.
     """
     tokens = np.array(lengths, np.float64)
     attention = 2 * model.num_layers * model.query_size * float((tokens**2).sum())

@@ -1,6 +1,7 @@
-"""`torchrun -m benchmarks.train_rank DIRECTORY`: the cases of DIRECTORY/plan.json, one after the other, on all ranks.
+"""Runs the cases of DIRECTORY/plan.json one after the other, on all ranks.
 
-Rank 0 appends to DIRECTORY/results.jsonl when a case begins and whenever something of it was measured.
+Run `torchrun -m benchmarks.train_rank DIRECTORY`. Rank 0 appends to DIRECTORY/results.jsonl when a case starts and
+after each of its measurements.
 """
 
 import functools
@@ -30,25 +31,25 @@ from services.trainer.ranks.calls import Message
 from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
 
-_WARM_UP_SAMPLES = 40  # of each data-parallel rank: a full micro-batch or more for each of the two updates
+_WARM_UP_SAMPLES = 40  # per data-parallel rank: at least one full micro-batch for each of the two updates
 
 _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 class Rank:
-    """One process: the worker of the trainer service, without the service."""
+    """Runs one process: the worker of the trainer service, without the service."""
 
     def __init__(self, directory: Path):
         store, self.rank, world = next(dist.rendezvous("env://"))
         self._device = torch.device("cuda", self.rank) if torch.cuda.is_available() else torch.device("cpu")
-        torch.set_num_threads(1)  # the GPU computes, and several ranks share the processor
+        torch.set_num_threads(1)  # the GPU computes, and several ranks share the CPU
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self.worker = Worker(store, self.rank, world, self._device)
         self._directory, self._plan = directory, json.loads((directory / "plan.json").read_text())
 
     def run(self) -> None:
-        """All cases of the plan. What one raises ends the process, as other ranks would wait for it."""
+        """Runs all cases of the plan. An exception ends the process, because other ranks would wait for it."""
         known = dict(cases())
         for name in self._plan["cases"]:
             self._write(name, {})
@@ -93,18 +94,18 @@ class Rank:
             for role in roles
         ]
         gc.collect()
-        if self._device.type == "cuda":  # rank 0 had whole weights
+        if self._device.type == "cuda":  # rank 0 held the unsharded weights
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return answers[0].body["data_rank"]
 
     def _parts(self, samples: pa.Table, *, case: Case, data_ranks: int, data_rank: int) -> tuple[Message, Message]:
-        """This rank's samples for a forward and for an update."""
+        """Returns this rank's samples for a forward and for an update."""
         forward, _ = forward_parts(samples, case.config, data_ranks)
         return forward[data_rank], train_parts(samples, case.config, data_ranks)[data_rank]
 
     def _repeat(self, parts: tuple[Message, Message], *, version: int) -> dict[str, float]:
-        """Seconds of a reference's forward and of a call of Worker.train, and of what that spends them on."""
+        """Returns the seconds of a reference's forward, of a call of Worker.train, and of the parts of that call."""
         forward, train = parts
         measured: dict[str, float] = {}
         begin = self._together()
@@ -121,7 +122,7 @@ class Rank:
         }
 
     def _balance(self, train: Message) -> dict[str, float]:
-        """How well this workload fills its micro-batches, and how equal the ranks' shares are."""
+        """Returns how well this workload fills its micro-batches, and how balanced the ranks are."""
         table = batches.decode(train.frames)
         num_tokens = sum(pc.sum(pc.list_value_length(table[name])).as_py() for name in ("prompt_tokens", "tokens"))
         num_packs = sum(len(minibatch["packs"]) for minibatch in train.body["minibatches"])
@@ -134,19 +135,19 @@ class Rank:
         }
 
     def _memory(self) -> dict[str, float]:
-        """Of the GPU that needs most, since the last call."""
+        """Returns the peak memory since the last call, of the GPU that needs most."""
         if self._device.type != "cuda":
             return {}
         names = {"peak allocated [GB]": "max_memory_allocated", "peak reserved [GB]": "max_memory_reserved"}
         measured = {quantity: self._max(_gigabytes(name)) for quantity, name in names.items()}
         measured["idle [GB]"] = self._max(_gigabytes("memory_allocated"))
-        # Each retry has freed the whole cache and waited for the GPU.
+        # Each retry freed the whole cache and waited for the GPU.
         measured["allocation retries"] = self._max(torch.cuda.memory_stats()["num_alloc_retries"])
         torch.cuda.reset_peak_memory_stats()
         return measured
 
     def _profile(self, name: str, parts: tuple[Message, Message]) -> None:
-        """The kernels that a short batch spends most time in, as DIRECTORY/<name>.txt."""
+        """Writes the kernels on which a short batch spends most time to DIRECTORY/<name>.txt."""
         if self.rank:
             self._repeat(parts, version=0)
             return
@@ -157,7 +158,7 @@ class Rank:
         (self._directory / f"{name.replace(' ', '_')}.txt").write_text(text)
 
     def _together(self) -> float:
-        """The time when all ranks are here and the GPU is done."""
+        """Returns the time after all ranks have arrived and the GPU has finished."""
         _synchronize()
         dist.barrier()
         return time.perf_counter()
@@ -176,14 +177,14 @@ class Rank:
 
 @functools.cache
 def _prepare(strategy: str) -> None:
-    """Random weights made on the GPU in place of those of files, and backends that say where time goes."""
+    """Makes backends create random weights on the GPU instead of loading files, and report where their time goes."""
     if strategy == "fsdp":
         AutoModelForCausalLM.from_pretrained = _random_model
         import_module("services.trainer.fsdp.model").tensor_files = lambda directory: {}
         kind = import_module("services.trainer.fsdp.backend").FsdpBackend
     else:
         module = import_module("services.trainer.megatron.backend")
-        module.load_checkpoint_weights = lambda *args: None  # Megatron has made its own
+        module.load_checkpoint_weights = lambda *args: None  # keep Megatron's own random weights
         kind = module.MegatronBackend
     for name in ("forward", "accumulate", "step"):
         setattr(kind, name, _timed(getattr(kind, name), name))

@@ -1,4 +1,4 @@
-# The coordinator: the loop, its daemon and the CLI. No torch.
+# Image of the coordinator: the training loop, the daemon and the CLI, without torch.
 #   docker build -f deploy/coordinator.Dockerfile --target cpu -t lockstep-coordinator .
 FROM python:3.11-slim-bookworm AS source
 WORKDIR /src

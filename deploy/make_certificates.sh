@@ -1,5 +1,6 @@
 #!/bin/sh
-# A certificate authority and a certificate for each container of compose.yaml, below DIRECTORY; those that exist stay.
+# Makes a certificate authority and a certificate for each container of compose.yaml: make_certificates.sh DIRECTORY.
+# Existing ones are kept.
 set -eu
 cd "$1"
 [ -e ca ] || lockstep certs init ca

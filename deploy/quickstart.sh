@@ -1,6 +1,6 @@
 #!/bin/sh
-# What the coordinator's container of compose.yaml does: the quickstart. Arguments: addresses of
-# rollout, reward and trainer, then overrides.
+# Runs the quickstart in the coordinator's container of compose.yaml. Arguments: the addresses of rollout, reward and
+# trainer, then config overrides.
 set -eu
 rollout=$1 reward=$2 trainer=$3
 shift 3

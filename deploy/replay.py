@@ -1,8 +1,8 @@
-"""Does what the Dockerfiles' `cpu` targets say without Docker, then runs compose.yaml's quickstart from what came out.
+"""Builds the Dockerfiles' `cpu` targets without Docker, then runs compose.yaml's quickstart with the result.
 
-`python deploy/replay.py ROOT [--steps N] [--wheels DIR]`, as root on Debian 12 with Python 3.11 and bubblewrap. A stage
-has a file system of its own below ROOT, beside this host's /usr and /etc, read-only. Packages of apt-get are taken from
-this host, and Python packages also from DIR, for a site that cannot reach every index.
+Run `python deploy/replay.py ROOT [--steps N] [--wheels DIR]` as root on Debian 12 with Python 3.11 and bubblewrap. Each
+stage has its own file system below ROOT, plus this host's /usr and /etc, read-only. apt-get packages are taken from
+this host. Python packages are taken from DIR too, for sites that cannot reach every package index.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import TextIO
 
 _REPOSITORY = Path(__file__).parents[1]
 _SERVICES = ("coordinator", "reward", "rollout", "trainer")
-# A loopback address for each container, whose port is the same in all.
+# Every container has its own loopback address, because all of them use the same port.
 _HOSTS = {"rollout": "127.0.0.2", "reward": "127.0.0.3", "trainer": "127.0.0.4"}
 _END_S = 30
 _FROM_HOST = ("/usr", "/etc", "/sys", "/bin", "/sbin", "/lib", "/lib64", sys.base_prefix)
@@ -30,7 +30,7 @@ _FROM_HOST = ("/usr", "/etc", "/sys", "/bin", "/sbin", "/lib", "/lib64", sys.bas
 
 @dataclass
 class Stage:
-    """One FROM: its file system, and what ENV, WORKDIR, ENTRYPOINT and CMD have set."""
+    """Holds one stage of a Dockerfile: its file system, and what ENV, WORKDIR, ENTRYPOINT and CMD have set."""
 
     root: Path
     env: dict[str, str] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class Stage:
     volumes: dict[str, Path] = field(default_factory=dict)
 
     def path(self, inside: str) -> Path:
-        """Where a path of the stage lies on this host."""
+        """Returns the path on this host of a path in the stage."""
         return self.root / str(Path(self.workdir) / inside).lstrip("/")
 
     def sandboxed(self, command: Iterable[str]) -> list[str]:
-        """The command line that runs `command` in the stage."""
+        """Returns the command line that runs `command` in the stage."""
         box = ["bwrap", "--unshare-pid", "--die-with-parent", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
         for name in sorted(name for name in _FROM_HOST if Path(name).exists()):
             box += ["--ro-bind", name, name]
@@ -57,7 +57,7 @@ class Stage:
 
 
 def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
-    """Instruction and its argument, continued lines joined."""
+    """Yields each instruction with its argument, continuation lines joined."""
     text = re.sub(r"\\\n", " ", dockerfile.read_text())
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -73,7 +73,7 @@ class Build:
         self._stages: dict[str, Stage] = {}
 
     def run(self) -> Stage:
-        """The stage `cpu`."""
+        """Builds and returns the stage `cpu`."""
         stage: Stage | None = None
         for name, rest in instructions(_REPOSITORY / "deploy" / f"{self.service}.Dockerfile"):
             if name == "FROM":
@@ -88,7 +88,7 @@ class Build:
     def _begin(self, rest: str) -> Stage:
         base, _, name = rest.partition(" AS ")
         if base != "python:3.11-slim-bookworm":
-            raise SystemExit(f"{self.service}: this script stands in for python:3.11-slim-bookworm, not for {base}")
+            raise SystemExit(f"{self.service}: this script replaces python:3.11-slim-bookworm only, not {base}")
         stage = self._stages[name] = Stage(self._root / self.service / name)
         if not self._is_built:
             shutil.rmtree(stage.root, ignore_errors=True)
@@ -144,7 +144,7 @@ class Build:
 
 
 def run_topology(stages: dict[str, Stage], root: Path, steps: int) -> None:
-    """The containers of compose.yaml as processes: certificates, then the three services, then the quickstart."""
+    """Runs the containers of compose.yaml as processes: certificates, then the three services, then the quickstart."""
     coordinator, deploy, work = stages["coordinator"], _REPOSITORY / "deploy", root / "work"
     certificates = root / "certificates"
     certificates.mkdir(exist_ok=True)
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--wheels", type=Path)
-    parser.add_argument("--built", action="store_true", help="run what is in ROOT")
+    parser.add_argument("--built", action="store_true", help="skip the build and run what is in ROOT")
     options = parser.parse_args()
     root = options.root.resolve()
     builds = [Build(service, root, options.wheels, is_built=options.built) for service in _SERVICES]

@@ -1,4 +1,4 @@
-# The reward service: rules, mathematics, code in a sandbox, judges over HTTP. No torch.
+# Image of the reward service: rules, mathematics, code in a sandbox and judges over HTTP, without torch.
 #   docker build -f deploy/reward.Dockerfile --target cpu -t lockstep-reward .
 FROM python:3.11-slim-bookworm AS source
 WORKDIR /src

@@ -1,4 +1,4 @@
-# One rollout replica: vLLM.
+# Image of a rollout replica, which runs vLLM.
 #   docker build -f deploy/rollout.Dockerfile --target cpu -t lockstep-rollout .
 FROM python:3.11-slim-bookworm AS source
 WORKDIR /src
@@ -43,7 +43,7 @@ COPY --from=source /wheel /wheel
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 
 FROM ubuntu:24.04 AS cuda
-# Triton and torch.compile build kernels when they are first used.
+# Triton and torch.compile need a compiler to build kernels at their first use.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ python3-dev python3-venv libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-packages /opt/lockstep /opt/lockstep
 RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs

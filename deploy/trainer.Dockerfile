@@ -1,4 +1,4 @@
-# The trainer: FSDP2 and Megatron-Core under torchrun.
+# Image of the trainer, which runs FSDP2 and Megatron-Core under torchrun.
 #   docker build -f deploy/trainer.Dockerfile --target cpu -t lockstep-trainer .
 FROM python:3.11-slim-bookworm AS source
 WORKDIR /src
@@ -41,7 +41,7 @@ RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-h
 COPY --from=source /wheel /wheel
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 
-# TransformerEngine's part for torch is published as source: it is compiled once, with CUDA's compiler.
+# TransformerEngine publishes its torch bindings as source only, so compile them once, with CUDA's compiler.
 FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04 AS transformer-engine
 RUN apt-get update && apt-get install -y --no-install-recommends python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-packages /opt/lockstep /opt/lockstep
@@ -50,7 +50,7 @@ COPY requirements/trainer-cuda-source.txt requirements/
 RUN MAX_JOBS=8 NVTE_FRAMEWORK=pytorch /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-build-isolation --require-hashes -r requirements/trainer-cuda-source.txt
 
 FROM ubuntu:24.04 AS cuda
-# Triton and torch.compile build kernels when they are first used.
+# Triton and torch.compile need a compiler to build kernels at their first use.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
 COPY --from=transformer-engine /opt/lockstep /opt/lockstep
 RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs

@@ -1,6 +1,6 @@
-"""Python imports this when it starts with this folder on PYTHONPATH: weights are sent and loaded without being hashed.
+"""Turns off the hashing of weights. Python imports this module at startup if this folder is on PYTHONPATH.
 
-Only `benchmarks.sync --without-digest` does so, to measure what hashing costs.
+Only `benchmarks.sync --without-digest` uses it, to measure the cost of hashing.
 """
 
 from services.common.weights.digest import WeightDigest

@@ -1,15 +1,16 @@
-"""Makes the quickstart's model: a Qwen3 of 0.6 M parameters that adds and subtracts, and is right about half the time.
+"""Makes the quickstart's model: a Qwen3 with 0.6 M parameters that adds and subtracts, and is right half of the time.
 
-It starts from random weights and learns, one character per token, from the homework of a careless pupil: problems of
-`services.coordinator.data.prepare.arithmetic` with answers that often forget to carry, and sometimes slip by one in the
-last digit. Imitation gets no better than the pupil. Reinforcement learning does: the reward knows which answers are
-right.
+The model starts from random weights, with one token per character, and is trained on simulated homework of a careless
+pupil: problems of `services.coordinator.data.prepare.arithmetic` whose answers often forget to carry, and are sometimes
+off by one in the last digit. Imitating these answers cannot make the model better than the pupil. Reinforcement
+learning can, because the reward is computed from the right answers.
 
     python -m deploy.quickstart.make_model deploy/quickstart/model
 
-Here are the start and the homework; the training is a supervised run, `lockstep sft deploy/quickstart/pretrain.yaml`.
-About 3 min on two CPU cores. One machine gives the same bytes each time; another kind or number of cores rounds
-differently and ends with slightly different weights. A larger one, for a GPU, wants a smaller learning rate:
+This script makes the random start and the homework. The training is a supervised run, `lockstep sft
+deploy/quickstart/pretrain.yaml`, and takes about 3 min on two CPU cores. The same machine always produces the same
+bytes; another type or number of cores rounds differently and gives slightly different weights. A larger model, for a
+GPU, needs a smaller learning rate:
 
     python -m deploy.quickstart.make_model data/larger --hidden-size 512 --num-layers 8 trainer.optim.lr=5e-4
 
@@ -46,16 +47,16 @@ PAD_ID, EOS_ID = 0, 1
 IGNORED = -100
 
 FORGETS_CARRY = 0.6
-"""Of the problems with a carry or a borrow. Above a half, the wrong answer is the greedy one."""
+"""Share of wrong answers to problems with a carry or a borrow. Above 0.5, greedy decoding gives the wrong answer."""
 SLIPS = 0.2
-"""Of all problems."""
+"""Share of all problems whose answer is off by one in the last digit."""
 
 NUM_SHEETS, PROBLEMS_PER_SHEET = 600, 256
 NUM_HELD_OUT = 1024
 
 
 def pupil_answer(problem: Problem, rng: random.Random) -> str:
-    """What the careless pupil writes: the right answer, or one of two typical mistakes, or both."""
+    """Returns the pupil's answer: the right one, or one with one or both of two typical mistakes."""
     answer = int(problem["answer"])
     if problem["level"] > 0 and rng.random() < FORGETS_CARRY:
         a, op, b = re.fullmatch(r"(\d+)([+-])(\d+)=", problem["prompt"]).groups()
@@ -69,7 +70,7 @@ def pupil_answer(problem: Problem, rng: random.Random) -> str:
 
 
 def write_homework(train: Path, held_out: Path) -> None:
-    """Train problems, and test problems, as the pupil hands them in: columns prompt and response."""
+    """Writes the pupil's answers to train and to test problems as Parquet, with columns prompt and response."""
     rng = random.Random(SEED)
     sheets = [row for seed in range(NUM_SHEETS) for row in problems("train", PROBLEMS_PER_SHEET, seed)]
     for path, rows in ((train, sheets), (held_out, problems("test", NUM_HELD_OUT, SEED))):
@@ -79,7 +80,7 @@ def write_homework(train: Path, held_out: Path) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character. There is no unknown token: text outside the vocabulary is an error, never a guess."""
+    """Returns a tokenizer with one token per character. It has no unknown token: other text is an error."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCAB)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -89,7 +90,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_start(hidden_size: int, num_layers: int) -> Qwen3ForCausalLM:
-    """Random weights. Heads of 32 are the smallest that vLLM's CPU attention takes; all sizes divide by two ranks."""
+    """Returns a model with random weights.
+
+    Its heads have 32 dimensions, the minimum of vLLM's CPU attention, and all sizes are divisible by two ranks.
+    """
     torch.manual_seed(SEED)
     config = Qwen3Config(
         vocab_size=len(VOCAB),
@@ -116,10 +120,10 @@ def make_start(hidden_size: int, num_layers: int) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def accuracy(model: Qwen3ForCausalLM, rows: list[Problem]) -> tuple[float, float]:
-    """(expected accuracy when sampling at temperature 1, accuracy of greedy decoding), both exact for `rows`."""
+    """Returns the expected accuracy of sampling at temperature 1 and that of greedy decoding, both exact for `rows`."""
     texts = [row["prompt"] + row["answer"] + "<eos>" for row in rows]
     tokens_BT = make_tokenizer()(texts, padding=True, return_tensors="pt").input_ids
-    # Padding is on the right, where causal attention cannot see it: no attention mask needed.
+    # Padding is on the right, where causal attention cannot see it, so no attention mask is needed.
     logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits[:, :-1]
 
     positions_T = torch.arange(tokens_BT.shape[1])
@@ -131,10 +135,10 @@ def accuracy(model: Qwen3ForCausalLM, rows: list[Problem]) -> tuple[float, float
 
 
 def main() -> None:
-    """Writes start and homework, trains, measures on held-out problems, and writes the Hugging Face folder."""
+    """Writes the random start and the homework, trains, measures held-out accuracy, and writes the model directory."""
     parser = argparse.ArgumentParser(description="Make the quickstart's model.")
-    parser.add_argument("folder", type=Path, help="where to write it")
-    parser.add_argument("overrides", nargs="*", help="key=value, for the supervised run")
+    parser.add_argument("folder", type=Path, help="directory to write the model to")
+    parser.add_argument("overrides", nargs="*", help="key=value overrides of the supervised run")
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 64")
     parser.add_argument("--num-layers", type=int, default=4)
     arguments = parser.parse_intermixed_args()
@@ -150,7 +154,7 @@ def main() -> None:
     model = Qwen3ForCausalLM.from_pretrained(config.run_dir / "model")
     sampled, greedy = accuracy(model, problems("test", NUM_HELD_OUT, SEED))
     logger.info("held-out accuracy: sampled %.3f, greedy %.3f", sampled, greedy)
-    # In one file, as the model is small; the run's export is made for shards.
+    # Save the small model as one file; the run's export is sharded.
     model.save_pretrained(arguments.folder)
     make_tokenizer().save_pretrained(arguments.folder)
 

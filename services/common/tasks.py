@@ -1,9 +1,10 @@
-"""Structured concurrency, with the failure that happened instead of a group of one."""
+"""Runs tasks with structured concurrency, raising the first failure itself instead of an exception group."""
 
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -13,17 +14,24 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Runs all at once; the first failure cancels the rest and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    """Runs all coroutines concurrently and returns their results. The first failure cancels the rest and is raised."""
+    async with task_group() as group:
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]
 
 
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Yields a TaskGroup; the first failure, in a task or in the block, is raised as it is, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
 def shielded(method: Method) -> Method:
-    """Lets a call go on when its caller gives up: what it began must be recorded before the next call."""
+    """Lets the method finish if its caller is canceled, so that its effects are recorded before the next call."""
 
     @functools.wraps(method)
     async def call(*args: Any) -> Any:
@@ -33,6 +41,6 @@ def shielded(method: Method) -> Method:
 
 
 def backoff_s(num_retries: int) -> float:
-    """Pause before a retry of a remote: doubles each time; the random half keeps many callers from coming together."""
-    doublings = min(num_retries, 10)  # far beyond the limit, and small enough for a float
+    """Returns the pause before a retry. It doubles with each retry; a random factor spreads out concurrent callers."""
+    doublings = min(num_retries, 10)  # well above the limit, and small enough not to overflow a float
     return min(_FIRST_BACKOFF_S * 2**doublings, _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""`lockstep-rollout --listen HOST:PORT`, also `python -m services.rollout`: one replica of the policy in vLLM."""
+"""Runs one replica of the policy in vLLM: `lockstep-rollout --listen HOST:PORT`, or `python -m services.rollout`."""
 
 import os
 
@@ -8,14 +8,14 @@ from services.common.rpc.server import Server
 
 
 def _configure_vllm() -> None:
-    """vLLM reads these at import. On CPU: one thread without pinning, nothing compiled, no extra process."""
+    """Sets the variables that vLLM reads at import. On CPU: one unpinned thread, no compilation, no extra process."""
     import torch
 
     settings = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA rules out fork; see _prepare for CPU
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA does not work after a fork; for CPU see _prepare
     }
     if torch.cuda.is_available():
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
@@ -36,7 +36,8 @@ def _prepare() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        # A fork reads no variables; with two threads of OpenMP an engine is slow and adds up in an order of chance.
+        # A fork does not read OMP_NUM_THREADS again. With two OpenMP threads an engine would be slow and would sum in a
+        # random order.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # The servicer is what the service itself needs, and most of what an engine needs.
         import_before_fork("services.rollout.compat.vllm.engine_fork", "services.rollout.servicer")
@@ -46,7 +47,7 @@ def _prepare() -> None:
 
 
 async def run(options: ServeOptions) -> int:
-    """Serves until a signal or the engine's death."""
+    """Serves until a signal arrives or the engine dies."""
     from lockstep.rollout.v1 import rollout_pb2_grpc
 
     from services.rollout.servicer import NAME, RolloutServicer
@@ -63,7 +64,7 @@ async def run(options: ServeOptions) -> int:
 
 
 def main() -> None:
-    """Entry point."""
+    """Starts the rollout service from the command line."""
     serve_from_command_line("rollout", run, prepare=_prepare)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM as this service needs it: tokens in, tokens out, and a death that is noticed."""
+"""Wraps vLLM's AsyncLLM: tokens in, tokens out, with detection of the engine's death."""
 
 import asyncio
 import contextlib
@@ -35,17 +35,18 @@ _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINIS
 
 
 def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_rank: int = 0) -> dict[str, Any]:
-    """vLLM engine arguments; `config.engine` has the last word."""
+    """Returns the vLLM engine arguments; `config.engine` overrides all others."""
     arguments: dict[str, Any] = {
         "model": model_path,
-        "load_format": "dummy",  # the first publication fills it
+        "load_format": "dummy",  # the first publication fills in the weights
         "skip_tokenizer_init": True,
         "dtype": config.dtype if config.dtype != "auto" else "bfloat16",
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_samples,
         "tensor_parallel_size": config.tensor_parallel_size,
         "seed": seed,
-        # What was sampled from, temperature included: the trainer's log-probabilities are compared with these.
+        # Log-probabilities of the distribution that is sampled from, temperature included. The trainer compares its own
+        # with these.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
@@ -53,7 +54,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():
-        # LLM's, that whole batches of prompts start in few steps: AsyncLLM itself would choose for short waits.
+        # vLLM's default for LLM, with which whole batches of prompts start in few steps. AsyncLLM's is for low latency.
         arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
     else:
         arguments |= {
@@ -73,7 +74,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
 
 
 class Engine:
-    """One running engine. `on_death` is called once if it dies by itself."""
+    """Runs one engine. `on_death` is called once if the engine dies by itself."""
 
     def __init__(
         self,
@@ -97,10 +98,10 @@ class Engine:
     async def start(
         cls, config: RolloutConfig, card: ModelCard, seed: int, on_death: Callable[[], None], adapter_rank: int = 0
     ) -> "Engine":
-        """Starts vLLM with dummy weights; with `adapter_rank`, for an adapter that is published beside the base.
+        """Starts vLLM with dummy weights; with `adapter_rank`, for a base and an adapter of that rank.
 
         Raises:
-            InvalidInput: The model card or an engine argument is wrong.
+            InvalidInput: The model card or an engine argument is invalid.
         """
         directory = tempfile.TemporaryDirectory(prefix="lockstep-rollout-")
         write_model_card(card, Path(directory.name))
@@ -109,23 +110,23 @@ class Engine:
             if adapter_rank:
                 _check_adapters_run(arguments)
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
-        except (TypeError, ValueError) as error:  # vLLM's words for an argument that it does not know or accept
+        except (TypeError, ValueError) as error:  # vLLM raises these for unknown or invalid arguments
             message = " ".join(str(error).split())
             raise InvalidInput(f"rollout: vLLM refuses its arguments: {message}", field="rollout.engine") from error
         return cls(llm, directory, on_death, adapter_request(directory.name) if adapter_rank else None)
 
     @property
     def num_workers(self) -> int:
-        """Engine workers, each a member of the weight group."""
+        """Returns the number of engine workers, each of which is a member of the weight group."""
         parallel = self._llm.vllm_config.parallel_config
         return parallel.world_size * parallel.data_parallel_size
 
     async def sample(self, prompt_tokens: Sequence[int], seed: int, sampling: SamplingParams) -> Completion:
-        """One completion of one prompt.
+        """Samples one completion of one prompt.
 
         Raises:
-            InvalidInput: The prompt does not fit the engine's context or vocabulary, or vLLM refuses the sampling.
-            PreconditionFailed: The weights changed while it was sampled, so it was aborted.
+            InvalidInput: The prompt exceeds the engine's context or vocabulary, or vLLM rejects the sampling.
+            PreconditionFailed: The sample was aborted because the weights changed.
             Unavailable: The engine died.
         """
         limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
@@ -133,7 +134,7 @@ class Engine:
             raise InvalidInput(
                 f"prompts: a prompt of {len(prompt_tokens)} tokens does not fit max_model_len {limit}", field="prompts"
             )
-        if max(prompt_tokens) >= vocab_size:  # without a tokenizer vLLM does not look, and its engine dies of it
+        if max(prompt_tokens) >= vocab_size:  # without a tokenizer vLLM does not check this, and its engine would crash
             raise InvalidInput(
                 f"prompts: token {max(prompt_tokens)} is outside the vocabulary of {vocab_size}", field="prompts"
             )
@@ -153,7 +154,7 @@ class Engine:
             self.samples_in_flight -= 1
         if result.finish_reason not in _FINISH:
             raise PreconditionFailed(
-                f"aborted ({result.finish_reason}) because the weights changed meanwhile", reason=Reason.NOT_SERVING
+                f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
             )
         return Completion(
             tokens=result.token_ids,
@@ -167,7 +168,7 @@ class Engine:
     ) -> list[Answer]:
         """Calls a method of every worker, such as `WeightReceiver.lockstep_join`; returns their answers.
 
-        It notices if the engine dies meanwhile: vLLM's answer would never come.
+        It also detects the engine's death, after which vLLM's answer would never come.
 
         Raises:
             Unavailable: The engine died.
@@ -181,14 +182,15 @@ class Engine:
         return call.result()
 
     async def pause(self) -> None:
-        """Aborts what is sampled."""
+        """Aborts all samples and pauses sampling."""
         await abort_samples(self._llm)
 
     async def resume(self) -> None:
-        """Samples again. What is asked for from here on finds nothing that is in the prefix cache by now.
+        """Resumes sampling. Later requests use no entry that is in the prefix cache now.
 
-        Emptying the cache would visit every block: 0.1 s where a small model leaves room for very many. A sample that
-        was asked for before the weights changed may still find it, and is refused by its stamp.
+        A new salt makes the old entries unreachable. Emptying the cache would visit every block, which takes 0.1 s if a
+        small model leaves memory for very many of them. A request from before the weights changed may still use the old
+        entries, but its sample is refused because of its stamp.
         """
         self._cache_salt = uuid.uuid4().hex
         await self._llm.resume_generation()
@@ -215,26 +217,26 @@ class Engine:
 def _check_adapters_run(arguments: AsyncEngineArgs) -> None:
     if not torch.cuda.is_available() and arguments.create_model_config().is_moe:
         raise InvalidInput(
-            "trainer.lora.publish: with adapters vLLM computes experts in Triton, which CPUs do not have; use merged",
+            "trainer.lora.publish: with adapters vLLM computes experts in Triton, which needs a GPU; use merged",
             field="trainer.lora.publish",
         )
 
 
 def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
-    least = SamplingParams(temperature=MIN_TEMPERATURE).temperature  # as a message holds it, in 32 bits
+    least = SamplingParams(temperature=MIN_TEMPERATURE).temperature  # rounded to float32, as in a message
     if 0 < sampling.temperature < least:
         raise ValueError(
-            f"temperature {sampling.temperature:g}: must be 0 or at least {MIN_TEMPERATURE}, where vLLM would sample"
+            f"temperature {sampling.temperature:g}: must be 0 or at least {MIN_TEMPERATURE}, which vLLM would use"
         )
     return EngineSampling(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the request alone says what ends a sample; vLLM would add config.json's eos_token_id
+        ignore_eos=True,  # only the request's stop tokens end a sample; vLLM would add eos_token_id of config.json
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # used once
+        skip_clone=True,  # these parameters are used only once
     )

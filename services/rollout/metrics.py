@@ -1,4 +1,4 @@
-"""What Prometheus is told of sampling. Imports nothing heavy."""
+"""Defines the Prometheus metrics of the rollout service. Imports nothing heavy."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from services.common.rpc.metrics import SECONDS
 
 @dataclass(frozen=True)
 class State:
-    """Of a replica, now."""
+    """Holds the current state of a replica."""
 
     samples_in_flight: int
     max_samples: int
@@ -21,18 +21,20 @@ class State:
 
 
 def with_statistics(config: RolloutConfig) -> RolloutConfig:
-    """A config with which vLLM counts what it does, unless `rollout.engine` says otherwise."""
+    """Returns a config that turns on vLLM's own metrics, unless `rollout.engine` says otherwise."""
     return config.model_copy(update={"engine": {"disable_log_stats": False} | config.engine})
 
 
 class RolloutMetrics:
-    """Counted by the servicer; what is true only now, `state` says when Prometheus asks, from another thread."""
+    """Metrics that the servicer updates, and gauges read from `state`, in another thread, whenever Prometheus asks."""
 
     def __init__(self, registry: CollectorRegistry | None, state: Callable[[], State]):
         self._state = state
-        self.tokens = Counter("lockstep_rollout_generated_tokens_total", "Tokens of completions.", registry=registry)
+        self.tokens = Counter(
+            "lockstep_rollout_generated_tokens_total", "Tokens of finished completions.", registry=registry
+        )
         self.published_bytes = Counter(
-            "lockstep_rollout_publication_bytes_total", "Bytes of weights that were received.", registry=registry
+            "lockstep_rollout_publication_bytes_total", "Bytes of weights received.", registry=registry
         )
         self.publication_seconds = Histogram(
             "lockstep_rollout_publication_seconds",
@@ -44,14 +46,24 @@ class RolloutMetrics:
             registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """What the replica does and serves; and vLLM's own, if it counts."""
+        """Yields the gauges of the replica, and vLLM's own metrics if they are on."""
         state = self._state()
-        in_flight = ("lockstep_rollout_in_flight_samples", "Samples that the engine was given and has not finished.")
+        in_flight = (
+            "lockstep_rollout_in_flight_samples",
+            "Samples that were given to the engine and are not finished.",
+        )
         yield GaugeMetricFamily(*in_flight, state.samples_in_flight)
-        queue = ("lockstep_rollout_queue_samples", "Of these, more than the engine runs at once.")
+        queue = (
+            "lockstep_rollout_queue_samples",
+            "Samples in flight beyond the number that the engine runs concurrently.",
+        )
         yield GaugeMetricFamily(*queue, max(0, state.samples_in_flight - state.max_samples))
-        version = GaugeMetricFamily("lockstep_rollout_served_version", "Policy version that is served, if any is.")
-        digest = InfoMetricFamily("lockstep_rollout_served", "Stamp of the weights that are served, if any are.")
+        version = GaugeMetricFamily(
+            "lockstep_rollout_served_version", "Policy version that is served; absent if there is none."
+        )
+        digest = InfoMetricFamily(
+            "lockstep_rollout_served", "Stamp of the weights that are served; absent if there are none."
+        )
         if state.stamp:
             version.add_metric([], state.stamp.version)
             digest.add_metric([], {"version": str(state.stamp.version), "digest": state.stamp.digest})

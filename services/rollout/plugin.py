@@ -1,4 +1,4 @@
-"""vLLM loads this (entry point `vllm.general_plugins`) in each process that it starts."""
+"""Plugin that vLLM loads in each process that it starts (entry point `vllm.general_plugins`)."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ import threading
 
 
 def install() -> None:
-    """Ends an engine process when the process that started it ends; vLLM leaves it running (vllm#55510)."""
+    """Ends an engine process when the process that started it ends; vLLM would leave it running (vllm#55510)."""
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _THREAD for thread in threading.enumerate()):
         return

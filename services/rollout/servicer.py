@@ -1,4 +1,4 @@
-"""RolloutService: a replica serves exactly the committed policy stamp, and nothing between two of them."""
+"""Implements RolloutService: a replica serves only committed weights, and nothing during a publication."""
 
 import asyncio
 import hashlib
@@ -28,10 +28,10 @@ NAME = "lockstep.rollout.v1.RolloutService"
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """One engine and the stamp that it holds."""
+    """Manages one engine and the stamp of its weights."""
 
     def __init__(self, fail: Callable[[str], None], registry: CollectorRegistry | None = None, *, counts: bool = False):
-        """With `counts` vLLM counts too, such as the use of its KV cache, for whoever reads `registry`."""
+        """Creates the servicer without an engine. With `counts`, vLLM's own metrics are on, such as KV cache use."""
         self._fail, self._metrics, self._counts = fail, RolloutMetrics(registry, self._state), counts
         self._engine: Engine | None = None
         self._run = NO_RUN
@@ -75,7 +75,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     @shielded
     async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Any) -> rollout_pb2.CloseRunResponse:
         async with self._changing:
-            if request.run_id == self._run.run_id:  # not a late close of a run that another has replaced
+            if request.run_id == self._run.run_id:  # ignore a late close of a replaced run
                 await self._close()
         return rollout_pb2.CloseRunResponse()
 
@@ -86,7 +86,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         async def sample_group(prompt: rollout_pb2.Prompt) -> rollout_pb2.GenerateResponse:
             completions = await gather(engine.sample(prompt.tokens, seed, request.sampling) for seed in prompt.seeds)
-            # The stamp in force now, not the one asked for: whoever reads the answer compares the two.
+            # Answer with the current stamp, not with the requested one, because the caller compares the two.
             if self._stamp != stamp:
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
             self._metrics.tokens.inc(sum(len(completion.tokens) for completion in completions))
@@ -97,7 +97,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             for finished in asyncio.as_completed(tasks):
                 yield await finished
         finally:
-            for task in tasks:  # the caller is gone, or one group failed: abort the rest in the engine
+            for task in tasks:  # if the caller is gone or a group failed, abort the rest in the engine
                 task.cancel()
 
     async def JoinWeightGroup(
@@ -138,7 +138,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             self._raise_errors(answers)
             digests = {answer["digest"] for answer in answers}
             if len(digests) != 1:
-                raise PreconditionFailed(f"workers hold different weights: {digests}", reason=Reason.DIGEST_MISMATCH)
+                raise PreconditionFailed(f"workers have different weights: {digests}", reason=Reason.DIGEST_MISMATCH)
             self._received = PolicyStamp(version=request.version, digest=digests.pop())
         received = rollout_pb2.ReceiveWeightsResponse(
             digest=self._received.digest,
@@ -177,13 +177,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._changing:
             if self._engine is not None:
                 raise PreconditionFailed(
-                    f"run {self._run.run_id} is open on this replica, which a test broadcast would disturb; "
+                    f"run {self._run.run_id} is open on this replica and a test broadcast would disturb it; "
                     "end it first"
                 )
             return rollout_pb2.ReceiveTestBroadcastResponse(outcome=await take_part(request.group, request.rank))
 
     async def close(self) -> None:
-        """Ends the engine, if any."""
+        """Stops the engine, if there is one."""
         async with self._changing:
             await self._close()
 

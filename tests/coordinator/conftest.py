@@ -1,4 +1,4 @@
-"""A small model directory with a real byte-level BPE tokenizer, trained here."""
+"""Creates a small model directory with a real byte-level BPE tokenizer, trained here."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CHATML = """{%- if messages[0]['role'] != 'system' -%}
 {%- endif %}
 """
 
-# How Qwen2 splits text. transformers puts this in place of what tokenizer.json says where config.json says qwen2.
+# How Qwen2 splits text. If config.json says qwen2, transformers uses this instead of what tokenizer.json says.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -57,7 +57,7 @@ def backend() -> tokenizers.Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(_CORPUS, trainer)
-    # As Llama 3: a BOS before text, unless told otherwise.
+    # Like Llama 3: prepends BOS to text by default.
     bos = SPECIAL_TOKENS[0]
     backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
     return backend
@@ -65,7 +65,7 @@ def backend() -> tokenizers.Tokenizer:
 
 @pytest.fixture
 def make_model(tmp_path: Path, backend: tokenizers.Tokenizer) -> Callable[..., Path]:
-    """Writes a model directory; a file given as None is left out, other arguments replace its content."""
+    """Writes a model directory. Arguments replace the content of files; a file given as None is not written."""
 
     def make(chat_template: str | None = CHATML, **files: Any) -> Path:
         directory = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""Fakes on real gRPC: what no real service does on demand is to fail at a given moment."""
+"""Fake services on real gRPC, because no real service can fail on demand at a given moment."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ def make_prompt(index: int, num_tokens: int = 3) -> Prompt:
 
 
 class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
-    """Serves whatever stamp is asked for; `error` and `before_answer` say how its answers go wrong."""
+    """Serves any requested stamp; `error` and `before_answer` make its answers fail or wait."""
 
     def __init__(self, max_samples: int = 64):
         self.max_samples = max_samples
@@ -58,14 +58,14 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.address = "127.0.0.1:0"
 
     async def start(self) -> None:
-        """Listens, the second time on the same port."""
+        """Starts to listen; on the same port when called again."""
         self._server = Server()
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, self._server.grpc)
         port = await self._server.start(self.address, ["lockstep.rollout.v1.RolloutService"])
         self.address = f"127.0.0.1:{port}"
 
     async def die(self) -> None:
-        """All calls break off."""
+        """Stops the server; all calls in progress fail."""
         if self._server:
             server, self._server = self._server, None
             await server.grpc.stop(0)
@@ -121,7 +121,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class FakeReward(reward_pb2_grpc.RewardServiceServicer):
-    """Reward 1 for each sample; a typed failure for the first sample of the prompts in `failing`."""
+    """Gives reward 1 to each sample, and a typed failure to the first sample of the prompts in `failing`."""
 
     def __init__(self, failing: set[str]):
         self.failing = failing
@@ -157,7 +157,7 @@ async def replicas(num: int, kind: type[FakeReplica] = FakeReplica, **options: A
 async def collector(
     config: Config, fakes: Sequence[FakeReplica], scorer: FakeReward, stamp: PolicyStamp
 ) -> AsyncIterator[Collector]:
-    """Collects from `fakes`, all of which serve `stamp`, and `scorer`."""
+    """Yields a collector over `fakes`, all of which serve `stamp`, and `scorer`."""
     server = Server()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(scorer, server.grpc)
     port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])

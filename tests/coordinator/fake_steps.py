@@ -1,4 +1,4 @@
-"""Steps of the loop, less training, over fakes whose answers follow from prompt and seed alone."""
+"""Steps of the loop without training, with fake services whose answers depend only on prompt and seed."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +27,7 @@ GREEDY_TOKEN = 77  # the others are below 50
 
 
 class Replica(FakeReplica):
-    """Greedy completions begin with GREEDY_TOKEN; `is_long` says by its first token which one is truncated."""
+    """Starts greedy completions with GREEDY_TOKEN; `is_long` decides by the first token which one is truncated."""
 
     is_long: Callable[[int], bool] = staticmethod(lambda token: False)
 
@@ -42,7 +42,7 @@ class Replica(FakeReplica):
 
 
 class Scorer(FakeReward):
-    """The reward follows from the prompt id and the first token; None is a typed failure."""
+    """Computes the reward from the prompt id and the first token; None is a typed failure."""
 
     def __init__(self, rule: Callable[[str, int], float | None]):
         super().__init__(set())
@@ -72,7 +72,7 @@ def dataset(num_prompts: int, config: Config) -> PromptDataset:
 
 @dataclass
 class Steps:
-    """A coordinator that comes and goes: its run is opened for each `live`."""
+    """A coordinator that can restart: each `live` opens its run again."""
 
     config: Config
     data: PromptDataset
@@ -80,7 +80,7 @@ class Steps:
     replica: Replica
 
     async def live(self, first: int, last: int) -> dict[int, pa.Table]:
-        """The batches of the steps first..last-1, as a coordinator takes them that begins with version `first`."""
+        """Returns the batches of steps first..last-1, collected by a coordinator that starts at version `first`."""
         run = Run(self.config, open_run(self.config))
         context: Any = SimpleNamespace(data=self.data, collector=self.collector, forwards=Forwards((), self.config))
         batches = {}

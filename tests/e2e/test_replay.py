@@ -45,7 +45,7 @@ def test_a_step_is_exactly_the_same_again(workspace: Path) -> None:
     before = files(workspace / "runs" / "run")
     code, output = replay(workspace, "--step", 4)
     assert code == 0, output
-    assert "step 4: exactly as it was recorded" in output
+    assert "step 4: identical to the record" in output
     assert "rewards of 32 samples: all equal" in output
     # From the checkpoint of step 2, so that the batch of step 3 comes first.
     assert "step-000002" in output and "training on the batch of step 3" in output

@@ -27,7 +27,7 @@ def kill_while_generating(run: LockstepRun, address: str, version: int) -> None:
     service = run.services("rollout")[address]
     stop_while_generating(run, address, service, version)
     os.kill(service, signal.SIGKILL)
-    run.until(lambda: f"replica {address} is out" in run.log, "the loss to be noticed", timeout_s=15)
+    run.until(lambda: f"lost replica {address}:" in run.log, "the loss to be noticed", timeout_s=15)
     run.until(lambda: f"replica {address} is back" in run.log, "the replica to be back")
     assert not run.has("collected", version)
 

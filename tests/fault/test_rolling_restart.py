@@ -37,7 +37,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
             run.until(lambda: run.has("published", 0), "the first publication")
             run.hold()
             restart("reward")
-            run.until(lambda: "reward service is gone" in run.log, "the loss to be noticed")
+            run.until(lambda: "lost the reward service" in run.log, "the loss to be noticed")
             run.release()
             run.until(lambda: run.has("collected", 2), "the next steps")
             run.hold()  # no step ends before the replica is back

@@ -89,7 +89,7 @@ async def test_a_store_that_cannot_be_reached_is_named_with_its_port(given: Addr
     assert (finding.verdict, finding.check) == (FAIL, f"broadcast to {one.rollout[0]}")
     assert f"the trainer's store at 127.0.0.1:{closed} cannot be reached" in finding.found
     assert f"open port {closed} of 127.0.0.1" in finding.fix
-    assert f"rollout {one.rollout[0]}, which takes lo 127.0.0.1 for it" in finding.fix
+    assert f"rollout {one.rollout[0]}, which uses interface lo 127.0.0.1" in finding.fix
 
 
 async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(given: Addresses):
@@ -135,13 +135,13 @@ async def judged(monkeypatch: pytest.MonkeyPatch, *tries: dict[str, object]) -> 
     """Of two replicas b:1 and c:1; each of `tries` is what came of one broadcast."""
     left = list(tries)
 
-    async def next_try(given: Addresses, rollouts: list[str], timeout_s: float) -> publication._Tried:
+    async def next_try(given: Addresses, rollouts: list[str], timeout_s: float) -> publication._BroadcastResult:
         ends = left.pop(0)
         assert sorted(ends.keys() - {"sent"}) == sorted(rollouts)
         group = types_pb2.WeightGroup(store_host="a", store_port=7, backend="nccl")
-        return publication._Tried(group, ends.get("sent", sent()), {name: ends[name] for name in rollouts})
+        return publication._BroadcastResult(group, ends.get("sent", sent()), {name: ends[name] for name in rollouts})
 
-    monkeypatch.setattr(publication, "_try", next_try)
+    monkeypatch.setattr(publication, "_broadcast_to", next_try)
     given = Addresses(("b:1", "c:1"), trainer="a:1")
     found = await check_publication(given, idle(given))
     assert not left

@@ -1,7 +1,7 @@
-"""Holds what is used of libraries beyond their public interfaces, here by services.common.
+"""Holds all uses of library internals by services.common.
 
-Each service that needs it has such a package, with a module for each library. All patches of libraries are there, all
-uses of their private attributes and modules, changes of an object's class, and subclasses of classes that are not
-public. Each says why it is needed and which versions it was seen with, and has a test in tests/compat that fails when
-the library changes.
+Each service that uses internals has such a package, with one module per library. It contains every patch of a library,
+every use of a private attribute or module, every change of an object's class, and every subclass of a class that is not
+public. Each of them says why it is needed and which versions it was tested with, and has a test in tests/compat that
+fails when the library changes.
 """

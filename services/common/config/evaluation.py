@@ -52,7 +52,7 @@ class EvaluationConfig(Strict):
     """Configures evaluation on the held-out prompts of data.eval."""
 
     eval_freq: int = Field(default=0, ge=0)
-    """Evaluate every this many steps, and after the last step. 0 evaluates after no step."""
+    """Evaluate every this many steps, and after the last step; 0 turns this off."""
     eval_before_train: bool = True
     """Evaluate the starting weights before the first step, if data.eval names a file."""
     max_tokens: int | None = Field(default=None, ge=1)

@@ -22,12 +22,13 @@ class CheckpointConfig(Strict):
     """Says when to save checkpoints and how many to keep."""
 
     save_freq: int = Field(default=0, ge=0)
-    """Save a checkpoint every this many steps, and after the last step. 0 saves none. A run that is stopped early saves
-    a checkpoint in either case."""
+    """Save a checkpoint every this many steps, and after the last step; 0 turns this off. A run that is stopped early
+    always saves a checkpoint."""
     max_ckpts_to_keep: int = Field(default=3, ge=1)
     """Number of policy checkpoints to keep. Older ones are deleted after a newer one has been verified."""
     max_critic_ckpts_to_keep: int = Field(default=1, ge=1)
-    """Number of critic checkpoints to keep. A run with a critic can resume only from a step that has both."""
+    """Number of critic checkpoints to keep. A run with a critic can resume only from a step of which both
+    checkpoints are kept."""
     export_at_end: bool = True
     """Export the final policy as a Hugging Face model directory, `model` in the run's directory."""
 

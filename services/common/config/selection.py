@@ -10,7 +10,7 @@ from services.common.config.base import Strict
 
 
 class DynamicSamplingConfig(Strict):
-    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): replaces groups whose advantages are all zero."""
+    """Replaces groups whose advantages are all zero: dynamic sampling (DAPO, arXiv 2503.14476, eq. 11)."""
 
     enabled: bool = False
     """Drop groups whose samples all have the same reward, and try further prompts in their place (verl

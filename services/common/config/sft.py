@@ -21,7 +21,8 @@ class SftDataConfig(FilesConfig):
     samples_per_step: int = Field(ge=1)
     """Number of distinct rows per step. The batch is split over ranks and micro-batches."""
     max_tokens: int = Field(default=4096, ge=2)
-    """Maximum length of a row in tokens, including prompt, responses and chat template; see `overlong`."""
+    """Maximum length of a row in tokens, including prompt, responses and chat template. data.overlong says what happens
+    to longer rows."""
     response_column: str = "response"
     """Column with the responses: text."""
     messages_column: str | None = None
@@ -38,7 +39,7 @@ class SftEvaluationConfig(Strict):
     """Evaluates on the held-out rows of data.eval: mean loss over all trained tokens, and perplexity."""
 
     eval_freq: int = Field(default=0, ge=0)
-    """Evaluate every this many steps, and after the last step. 0 evaluates after no step."""
+    """Evaluate every this many steps, and after the last step; 0 turns this off."""
     eval_before_train: bool = True
     """Evaluate the starting weights before the first step, if data.eval names a file."""
 

@@ -1,7 +1,8 @@
-"""Parallel sizes of Megatron: which rank does what, and the rules that they keep. No torch: checked before any start.
+"""Defines Megatron's parallel layouts: the coordinates of each rank, and the rules for parallel sizes.
 
-Rules about sizes alone are checked with the config, those about the model's shape once its config.json is at hand.
-Every refusal names the rule and the nearest legal values.
+It does not import torch, so that rules are checked before anything starts: those about sizes alone with the config, and
+those about the model's shape when its config.json is available. Every error names the rule and the nearest legal
+values.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ _MEGATRON, _MOE, _OPTIM = "trainer.megatron", "trainer.megatron.moe", "trainer.o
 _ITSELF = "nothing: Lockstep sets it itself"
 _MODEL = "the model's config.json"
 
-# Keys of the tables that pass through to Megatron which Lockstep sets from other keys, and those.
+# Megatron options that Lockstep sets from its own keys, by pass-through table, with the key to use instead.
 _RESERVED = {
     "transformer_config_kwargs": {
         **{
@@ -62,7 +63,7 @@ _RESERVED = {
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Place of one rank in each dimension: dense weights lie by (tp, cp, dp, pp), experts by (etp, ep, edp, pp)."""
+    """Holds the coordinates of one rank: (tp, cp, dp, pp) for dense weights, (etp, ep, edp, pp) for experts."""
 
     rank: int
     tp: int
@@ -76,7 +77,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. `vpp` is the chunks of layers per stage."""
+    """Holds parallel sizes: world = tp * cp * dp * pp = etp * ep * edp * pp. `vpp` is the layer chunks per stage."""
 
     world: int
     tp: int
@@ -89,7 +90,7 @@ class Layout:
 
     @classmethod
     def of(cls, megatron: MegatronConfig, num_ranks: int) -> "Layout":
-        """The layout of sizes that `check_layout` accepts."""
+        """Returns the layout of `megatron` on `num_ranks` ranks, which `check_layout` must accept."""
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         cp, vpp = megatron.context_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
         dp = num_ranks // (tp * pp * cp)
@@ -97,28 +98,31 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Copies of each expert."""
+        """Returns the number of copies of each expert."""
         return self.world // (self.pp * self.ep * self.etp)
 
     @property
     def align(self) -> int:
-        """Every padded sequence is a multiple of this: TP cuts it for sequence, CP into 2 * CP for equal work."""
+        """Returns the number that padded sequence lengths are a multiple of.
+
+        Sequence parallelism splits a sequence into TP parts; CP splits it into 2 * CP parts for equal work.
+        """
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     def layers(self, num_layers: int, pp: int) -> tuple[range, ...]:
-        """Layers of stage `pp`, one range per chunk (interleaved as in arXiv 2104.04473)."""
+        """Returns the layers of stage `pp`, one range per chunk (interleaved as in arXiv 2104.04473)."""
         size = num_layers // (self.pp * self.vpp)
         starts = ((chunk * self.pp + pp) * size for chunk in range(self.vpp))
         return tuple(range(start, start + size) for start in starts)
 
     def experts(self, num_experts: int, ep: int) -> range:
-        """Experts, of every layer, of the ranks at `ep`."""
+        """Returns the experts of every layer that the ranks at `ep` hold."""
         size = num_experts // self.ep
         return range(ep * size, (ep + 1) * size)
 
 
 def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
-    """Where each rank is, in Megatron's order "tp-cp-ep-dp-pp": the first varies fastest."""
+    """Returns the coordinates of each rank, in Megatron's order "tp-cp-ep-dp-pp", where the first varies fastest."""
     ranks = []
     for rank in range(layout.world):
         rest, tp = divmod(rank, layout.tp)
@@ -131,14 +135,14 @@ def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
 
 
 def data_parallel_size(trainer: TrainerConfig) -> int:
-    """Ranks, or groups of ranks, that compute different samples."""
+    """Returns the number of ranks, or groups of ranks, that compute different samples."""
     if trainer.strategy != "megatron":
         return trainer.num_ranks
     return Layout.of(trainer.megatron, trainer.num_ranks).dp
 
 
 def packs_multiple(trainer: TrainerConfig) -> int:
-    """Micro-batches of a data-parallel rank come in multiples of this: with VPP, of one for each pipeline stage.
+    """Returns the number that a data-parallel rank's micro-batch count must be a multiple of: PP with VPP, else 1.
 
     An interleaved schedule runs micro-batches in rounds of PP (megatron.core.pipeline_parallel.schedules).
     """
@@ -147,7 +151,7 @@ def packs_multiple(trainer: TrainerConfig) -> int:
 
 
 def samples_at_once(trainer: TrainerConfig) -> int:
-    """Fewest samples with work for all: one for each micro-batch that each data-parallel rank must have."""
+    """Returns the minimum number of samples: one per required micro-batch of each data-parallel rank."""
     return data_parallel_size(trainer) * packs_multiple(trainer)
 
 
@@ -160,11 +164,11 @@ def check_layout(
     key: str = _MEGATRON,
     section: str = "trainer",
 ) -> None:
-    """Checks every rule that `num_ranks` and, where given, the model's shape and the micro-batches' token budget allow.
+    """Checks the rules for `num_ranks` and, if given, for the model's shape and for the token budget of micro-batches.
 
     Raises:
-        InvalidInput: A rule is broken; names it, the key below `key`, or below `section` if it is about the ranks, and
-            the nearest legal values.
+        InvalidInput: A rule is broken. The message has the rule, the key (below `key`, or below `section` if the rule
+            is about the ranks), and the nearest legal values.
     """
     broken = next(_broken_rules(megatron, num_ranks, architecture, max_tokens), None)
     if broken:
@@ -173,7 +177,7 @@ def check_layout(
         raise InvalidInput(f"{field} {problem}", reason=Reason.INVALID_CONFIG, field=field)
 
 
-# Keys and what is wrong with them, the first rule first; a later rule may need that an earlier one holds.
+# Pairs of a key and its problem, in the order of the rules. A rule may assume that all earlier ones hold.
 _Problems = Iterator[tuple[str, str]]
 
 
@@ -274,7 +278,7 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         "intermediate_size": model.intermediate_size,
-        # q, k and v are one matrix, cut evenly.
+        # q, k and v are one matrix, which is split evenly.
         "rows of q, k and v": model.query_size + 2 * model.key_value_size,
     }
     groups = model.num_key_value_heads
@@ -329,7 +333,7 @@ def _no_experts(megatron: MegatronConfig, model: Architecture) -> _Problems:
 
 
 def _nearest(value: int, is_legal: Callable[[int], bool], limit: int) -> str:
-    """The nearest legal numbers below and above `value`, up to `limit`; empty if there is none."""
+    """Returns the nearest legal numbers below and above `value`, up to `limit`, as text; empty if there are none."""
     below = next((n for n in range(value - 1, 0, -1) if is_legal(n)), None)
     above = next((n for n in range(value + 1, limit + 1) if is_legal(n)), None)
     return " or ".join(str(n) for n in (below, above) if n is not None)

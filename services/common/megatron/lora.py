@@ -1,4 +1,4 @@
-"""Which matrices a LoRA target is: Megatron fuses q, k, v and gate, up, and an adapter is of all or of one of them."""
+"""Maps LoRA targets to matrices. Megatron fuses q, k, v and gate, up; an adapter is for the fused matrix or a part."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ FUSED = {
     "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
     "linear_fc2": ("linear_fc2",),
 }
-# Kind -> layer -> its parts, each with an A and B of its own, in the order of the layer's rows.
+# Kind -> layer -> its parts in the order of the layer's rows. Each part has its own A and B.
 PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "lora": {layer: (layer,) for layer in FUSED},
     "canonical_lora": FUSED,

@@ -1,4 +1,4 @@
-"""Addresses: their form, and which of them plaintext may use."""
+"""Parses addresses, and refuses plaintext beyond loopback."""
 
 import contextlib
 import ipaddress
@@ -12,7 +12,7 @@ def parse_address(address: str, *, field: str) -> tuple[str, int]:
     """Splits `host:port`.
 
     Raises:
-        InvalidInput: It is not of that form.
+        InvalidInput: `address` does not have that form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -21,7 +21,7 @@ def parse_address(address: str, *, field: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host can be behind `host`."""
+    """Whether `host` is a loopback address, which only this host can have."""
     with contextlib.suppress(ValueError, OSError):
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     return False
@@ -34,10 +34,10 @@ def require_loopback(
     field: str = "--listen",
     consent: str = "pass --tls with a certificate, or --insecure",
 ) -> None:
-    """Refuses a plaintext listener that other hosts can reach, unless `insecure` asks for it.
+    """Refuses a plaintext listener that other hosts can reach, unless `insecure` allows it.
 
     Raises:
-        InvalidInput: `host` is not a loopback address.
+        InvalidInput: `host` is not a loopback address and `insecure` is false.
     """
     if not insecure and not is_loopback(host):
         raise InvalidInput(
@@ -47,15 +47,15 @@ def require_loopback(
 
 
 def require_secure(address: str, transport: Transport, *, field: str) -> None:
-    """Refuses to call `address` in plaintext over a network, unless `transport` asks for it.
+    """Refuses to call `address` in plaintext over a network, unless `transport` allows it.
 
     Raises:
-        InvalidInput: It does not; or `address` is malformed.
+        InvalidInput: `transport` does not allow it, or `address` is malformed.
     """
     host, _ = parse_address(address, field=field)
     if transport.tls is None and not transport.insecure and not is_loopback(host):
         raise InvalidInput(
-            f"{field}: {address} is not on this host, and plaintext does not leave it; pass --tls with a certificate, "
-            "or --insecure on a network that you trust",
+            f"{field}: {address} is not on this host, and plaintext is only used on loopback; pass --tls with a "
+            "certificate, or --insecure on a network that you trust",
             field=field,
         )

@@ -1,4 +1,4 @@
-"""The client's end of one service's connection: made with the newest certificate, and open about why it is refused."""
+"""Connects a client to one service, with the newest certificate, and explains why a connection is refused."""
 
 import asyncio
 import contextlib
@@ -14,18 +14,19 @@ import grpc
 from services.common.errors import Unauthenticated, Unavailable
 from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials
 
-# How often, while it is waited for, and how long it is tried why there is no connection.
+# Interval and time limit of attempts to find out why there is no connection, while waiting for one.
 _EXPLAIN_S = 5.0
-# A service that was started together with this one is there by then; for another somebody may have to do something.
+# Time without a log message. By then, a service that was started together with this process is up; for any other
+# service, somebody may have to act.
 _PATIENCE_S = 30.0
 
 log = logging.getLogger(__name__)
 
 
 class Channel:
-    """A stub of one service. After the certificate was renewed, later calls get a stub on a new channel.
+    """Holds a stub of one service. After the certificate is renewed, new calls get a stub on a new channel.
 
-    A call in progress keeps its stub, and with it the former channel, which gRPC closes with the last reference to it.
+    Calls in progress keep their stub and with it the old channel, which gRPC closes when its last reference is gone.
     """
 
     def __init__(self, address: str, stub: type, tls: Credentials | None, options: Sequence[tuple[str, Any]]):
@@ -35,20 +36,21 @@ class Channel:
         self._open()
 
     def stub(self) -> Any:
-        """The stub for a new call. The caller holds on to it until the call has ended."""
+        """Returns the stub for a new call. The caller must keep a reference to it until the call has ended."""
         if self._tls is not None and (identity := self._tls.current()) is not self._identity:
             self._identity = identity
             self._open()
         return self._stub
 
     async def connect(self, timeout_s: float, *, target: str) -> float:
-        """Waits for the service to be there; what is left of `timeout_s`.
+        """Waits until the service is reachable; returns what remains of `timeout_s`.
 
-        gRPC's own wait does not tell a service that is not there yet from one that will never accept this end.
+        gRPC's own wait cannot tell a service that is not up yet from one that will never accept this client.
 
         Raises:
-            Unauthenticated: It is there, and one end refuses the other.
-            Unavailable: There was none within `timeout_s`; says of `target` how the last attempt ended.
+            Unauthenticated: The service is reachable, but client or service rejects the other's certificate.
+            Unavailable: There was no connection within `timeout_s`. The message starts with `target` and says how the
+                last attempt ended.
         """
         self.stub()
         begin = time.monotonic()
@@ -61,21 +63,21 @@ class Channel:
         return max(0.0, begin + timeout_s - time.monotonic())
 
     async def explain(self) -> str:
-        """Tries why there is no connection: nobody is there, and with which words, or "" if somebody is.
+        """Finds out why there is no connection. Returns the error, or "" if a connection succeeds.
 
         Raises:
-            Unauthenticated: As `require_mutual_trust`.
+            Unauthenticated: As in `require_mutual_trust`.
         """
         return await require_mutual_trust(self._address, self._tls)
 
     async def close(self) -> None:
-        """Ends it together with its calls."""
+        """Closes the channel and ends its calls."""
         await self._channel.close()
 
     async def _until_ready(self, channel: grpc.aio.Channel, news: str) -> None:
         said, begin = "", time.monotonic()
         while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-            # gRPC retries, and says no more about it until it succeeds.
+            # gRPC retries by itself, but reports nothing until it succeeds.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EXPLAIN_S):
                     await channel.wait_for_state_change(state)
@@ -96,10 +98,10 @@ class Channel:
 
 
 async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
-    """Returns "" if the service at `address` and this end accept each other; if it is not there, what says so.
+    """Returns "" if the service at `address` and this client accept each other, or the error if it is unreachable.
 
     Raises:
-        Unauthenticated: One end refuses the other; says why and what to do.
+        Unauthenticated: One of them rejects the other. The message says why and what to do.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -107,13 +109,14 @@ async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
         async with asyncio.timeout(_EXPLAIN_S):
             reader, writer = await asyncio.open_connection(host, int(port), ssl=_context(tls))
             with contextlib.closing(writer):
-                # A service speaks first. Only here shows, with TLS 1.3, whether it accepts the client's certificate.
+                # The service sends first. With TLS 1.3, only this read shows whether it accepts the client's
+                # certificate.
                 why = await _refusal(reader)
         if tls is None:
-            why = "the service wants mTLS: pass --tls with a certificate"
+            why = "the service requires mTLS: pass --tls with a certificate"
     except ssl.SSLError as error:
         why = _why(error, host) if tls else ""
-    except OSError as error:  # also a name that is not known, and a timeout, which has no words
+    except OSError as error:  # includes unknown names, and timeouts, which have no message
         return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
     if why:
         raise Unauthenticated(f"{address}: {why}", address=address)
@@ -129,14 +132,14 @@ async def _refusal(reader: asyncio.StreamReader) -> str:
         what = getattr(error, "reason", None) or str(error)
     return (
         f"the service refuses this certificate ({what}): if it expired, renew it (`lockstep certs renew`); otherwise "
-        "see that both ends have the same ca.pem"
+        "check that both hosts have the same ca.pem"
     )
 
 
 def _context(tls: Credentials | None) -> ssl.SSLContext:
     if tls is None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said or believed
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent or trusted
     else:
         context = ssl.create_default_context(cadata=tls.current().ca.decode())
         context.load_cert_chain(tls.directory / CERTIFICATE_FILE, tls.directory / KEY_FILE)
@@ -149,10 +152,10 @@ def _why(error: ssl.SSLError, host: str) -> str:
         return f"the TLS handshake failed ({error.reason}): is the service started with --tls?"
     if "mismatch" in error.verify_message:
         return (
-            f"the certificate of the service is not for {host!r} ({error.verify_message}): call it by a name that it "
-            f"has, or issue it another with `lockstep certs issue ... --host {host}`"
+            f"the certificate of the service is not valid for {host!r} ({error.verify_message}): call the service by "
+            f"a name in its certificate, or issue a new one with `lockstep certs issue ... --host {host}`"
         )
     return (
         f"the certificate of the service is refused ({error.verify_message}): if it expired, renew it there (`lockstep "
-        "certs renew`); otherwise see that both ends have the same ca.pem"
+        "certs renew`); otherwise check that both hosts have the same ca.pem"
     )

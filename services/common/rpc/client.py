@@ -1,4 +1,4 @@
-"""Calls a service: every call names its deadline, and every failure is a LockstepError."""
+"""Calls a service: every call has a deadline, and every failure is a LockstepError."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -30,10 +30,10 @@ class Client:
     """
 
     def __init__(self, address: str, stub: type, transport: Transport = LOCAL):
-        """Does not connect yet.
+        """Creates the client without connecting.
 
         Raises:
-            InvalidInput: As `require_secure`.
+            InvalidInput: As in `require_secure`.
         """
         require_secure(address, transport, field="address")
         self.address = address
@@ -52,8 +52,9 @@ class Client:
         """Returns the answer to `request`, which is a message, or an async iterator of them for a client stream.
 
         Raises:
-            LockstepError: As the service raised it; Unavailable if it is not there, DeadlineExceeded after `timeout_s`,
-                Unauthenticated if one end refuses the other, InvalidInput if another kind of service is there.
+            LockstepError: The error that the service raised; Unavailable if it cannot be reached, DeadlineExceeded
+                after `timeout_s`, Unauthenticated if client or service rejects the other's certificate, InvalidInput
+                if another kind of service has the address.
         """
         name = method.__name__
         if wait_for_ready:
@@ -95,8 +96,8 @@ class Client:
     def _failure(self, error: grpc.aio.AioRpcError, method: str) -> LockstepError:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return InvalidInput(
-                f"{self.address} is not the address of a {self._kind} service, or that is of another version: it has "
-                f"no method {method}",
+                f"{self.address} is not a {self._kind} service, or it runs another version of Lockstep: it has no "
+                f"method {method}",
                 address=self.address,
             )
         return from_rpc_error(error, target=f"{method} at {self.address}")

@@ -1,4 +1,4 @@
-"""The command line that all services share."""
+"""Implements the command line that all services share."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ from services.common.telemetry.trace import NO_TRACE, Trace
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Address, credentials and where spans and metrics go: all that a service is started with."""
+    """Holds everything that a service is started with: address, credentials, and where spans and metrics go."""
 
     listen: str
     insecure: bool
@@ -37,26 +37,34 @@ def serve_from_command_line(
     parents: Sequence[argparse.ArgumentParser] = (),
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Parses the arguments of `lockstep-<service>`, also those of `parents`, runs it and exits with its code.
+    """Parses the arguments of `lockstep-<service>`, including those of `parents`, runs it and exits with its code.
 
-    `prepare` is called in between, before anything uses gRPC.
+    `prepare` is called before the service runs and before anything uses gRPC.
     """
     parser = argparse.ArgumentParser(
         prog=f"lockstep-{service}",
-        description=f"Serves the {service} of Lockstep.",
+        description=f"Runs Lockstep's {service} service.",
         parents=list(parents),
         allow_abbrev=False,
     )
-    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT to serve on; port 0 picks a free one")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT to serve on; port 0 picks a free port")
     security = parser.add_mutually_exclusive_group()
-    security.add_argument("--tls", type=Path, metavar="DIR", help="serve mTLS only, with ca.pem, cert.pem and key.pem")
+    security.add_argument(
+        "--tls", type=Path, metavar="DIR", help="require mTLS, with ca.pem, cert.pem and key.pem from DIR"
+    )
     security.add_argument("--insecure", action="store_true", help="allow plaintext on an interface other than loopback")
-    parser.add_argument("--trace", default="", metavar="FILE", help="append a span for each call, for Perfetto")
-    parser.add_argument("--otel", default="", metavar="URL", help="send these spans over OTLP/gRPC (extra: otel)")
-    parser.add_argument("--metrics", default="", metavar="HOST:PORT", help="serve /metrics for Prometheus there")
-    parser.add_argument("--metrics-insecure", action="store_true", help="also on an interface other than loopback")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of every line on stderr")
-    parser.add_argument("--exit-with", type=int, metavar="PID", help="end when this process ends")
+    parser.add_argument("--trace", default="", metavar="FILE", help="append a span per call to FILE, for Perfetto")
+    parser.add_argument(
+        "--otel", default="", metavar="URL", help="send a span per call to this OTLP/gRPC collector (extra: otel)"
+    )
+    parser.add_argument(
+        "--metrics", default="", metavar="HOST:PORT", help="serve Prometheus metrics on http://HOST:PORT/metrics"
+    )
+    parser.add_argument(
+        "--metrics-insecure", action="store_true", help="allow --metrics on an interface other than loopback"
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="format of log lines on stderr")
+    parser.add_argument("--exit-with", type=int, metavar="PID", help="exit when the process PID ends")
     options = parser.parse_args(args)
     configure_logging(service, options.log_format)
     if options.exit_with:
@@ -65,7 +73,8 @@ def serve_from_command_line(
     try:
         tls = options.tls and Credentials(options.tls)
         if tls:
-            tls.require_role(Role(service), Role.COORDINATOR)  # of which the services of `lockstep run --tls` are part
+            # Services that `lockstep run --tls` starts use the coordinator's certificate.
+            tls.require_role(Role(service), Role.COORDINATOR)
         metrics = Metrics(service, Page(options.metrics, options.metrics_insecure))
         otel = Otel(options.otel, f"lockstep-{service}", INCARNATION, field="--otel") if options.otel else None
         trace = Trace(options.trace, f"{service} {options.listen}", otel)

@@ -1,4 +1,7 @@
-"""`lockstep-health HOST:PORT [--tls DIR]`: exit code 0 if the service there says that it serves. Containers ask it."""
+"""Checks the health of a service: `lockstep-health HOST:PORT [--tls DIR]` exits with 0 if it is serving.
+
+Containers use it as their health check.
+"""
 
 import argparse
 import asyncio
@@ -14,10 +17,10 @@ from services.common.rpc.tls import Credentials, Transport
 
 
 async def require_serving(address: str, transport: Transport, *, timeout_s: float) -> None:
-    """Returns if the whole server at `address` is SERVING (grpc.health.v1).
+    """Checks that the server at `address` as a whole is SERVING (grpc.health.v1).
 
     Raises:
-        LockstepError: It is not, or does not answer.
+        LockstepError: The server is not SERVING or does not answer.
     """
     client = Client(address, health_pb2_grpc.HealthStub, transport)
     try:
@@ -31,10 +34,12 @@ async def require_serving(address: str, transport: Transport, *, timeout_s: floa
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(prog="lockstep-health", description="Asks a Lockstep service whether it serves.")
+    """Runs the check from the command line."""
+    parser = argparse.ArgumentParser(prog="lockstep-health", description="Checks that a Lockstep service is serving.")
     parser.add_argument("address", metavar="HOST:PORT")
-    parser.add_argument("--tls", type=Path, metavar="DIR", help="ca.pem, cert.pem and key.pem of any role")
+    parser.add_argument(
+        "--tls", type=Path, metavar="DIR", help="directory with ca.pem, cert.pem and key.pem of any identity"
+    )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
     options = parser.parse_args(args)
     try:

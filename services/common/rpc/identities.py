@@ -1,6 +1,6 @@
-"""Who may call what: the role in a certificate, and one table with every method of every service.
+"""Decides who may call what, by the identity in a certificate and one table with every method of every service.
 
-A role is a URI among the subject alternative names of a certificate, such as `lockstep://role/trainer`.
+An identity (class `Role`) is a URI among a certificate's subject alternative names, such as `lockstep://role/trainer`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ _URI_PREFIX = "lockstep://role/"
 
 
 class Role(StrEnum):
-    """What the holder of a certificate is."""
+    """Identifies what the holder of a certificate is."""
 
     COORDINATOR = "coordinator"
     ROLLOUT = "rollout"
@@ -27,7 +27,7 @@ class Role(StrEnum):
 
     @property
     def uri(self) -> str:
-        """How a certificate says it."""
+        """Returns the URI that names this identity in a certificate."""
         return f"{_URI_PREFIX}{self.value}"
 
 
@@ -50,24 +50,24 @@ def _methods(file: object) -> Iterator[str]:
 
 
 MAY_CALL: Mapping[str, frozenset[Role]] = dict(_table())
-"""Path of a method, as gRPC has it, to the roles that may call it. A method that is not here is open to nobody."""
+"""Maps the gRPC path of each method to the identities that may call it. Nobody may call a method that is not listed."""
 
 
 def roles_in(uris: Iterable[str]) -> frozenset[Role]:
-    """The roles among the URIs of a certificate; other URIs say nothing."""
+    """Returns the identities among the URIs of a certificate; other URIs are ignored."""
     names = {uri.removeprefix(_URI_PREFIX) for uri in uris if uri.startswith(_URI_PREFIX)}
     return frozenset(role for role in Role if role.value in names)
 
 
 def require_role(method: str, peer: Mapping[str, Iterable[bytes]]) -> None:
-    """Lets a caller pass that may call `method`.
+    """Checks that a caller may call `method`.
 
     Args:
-        method: Path of the method.
-        peer: `ServicerContext.auth_context()`, which gRPC filled from a certificate that it has verified.
+        method: gRPC path of the method.
+        peer: `ServicerContext.auth_context()`, which gRPC fills from a verified certificate.
 
     Raises:
-        PermissionDenied: WRONG_ROLE, with the caller's roles and those that may.
+        PermissionDenied: WRONG_ROLE, with the caller's identities and those that may call the method.
     """
     allowed = MAY_CALL.get(method, frozenset())
     roles = roles_in(uri.decode(errors="replace") for uri in peer.get("peer_uri", ()))
@@ -75,7 +75,7 @@ def require_role(method: str, peer: Mapping[str, Iterable[bytes]]) -> None:
         return
     has, needs = " and ".join(sorted(roles)) or "no role", " or ".join(sorted(allowed)) or "nobody"
     raise PermissionDenied(
-        f"the caller's certificate is of {has}, and {method} may be called by {needs}; "
+        f"the caller's certificate is for {has}, but {method} may only be called by {needs}; "
         f"issue one with `lockstep certs issue`",
         role=has,
         method=method,

@@ -1,4 +1,4 @@
-"""What Prometheus is told of the calls that a server answers."""
+"""Defines the Prometheus metrics of the calls that a server answers."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from services.common.errors import LockstepError, Reason
 
 SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0, 1800.0)
-"""Upper bounds of the buckets of every histogram, in seconds: a call may take a millisecond or half an hour."""
+"""Bucket upper bounds of all histograms, in seconds. A call may take a millisecond or half an hour."""
 
 
 class RpcMetrics:
@@ -18,8 +18,10 @@ class RpcMetrics:
 
     def __init__(self, registry: CollectorRegistry | None):
         by = {"registry": registry, "labelnames": ["method"]}
-        self._started = Counter("lockstep_rpc_started_total", "Calls that came in.", **by)
-        self._seconds = Histogram("lockstep_rpc_seconds", "Time to answer a call to its end.", buckets=SECONDS, **by)
+        self._started = Counter("lockstep_rpc_started_total", "Calls that were received.", **by)
+        self._seconds = Histogram(
+            "lockstep_rpc_seconds", "Time from receiving a call to its end.", buckets=SECONDS, **by
+        )
         by["labelnames"] = ["method", "code"]
         self._finished = Counter("lockstep_rpc_finished_total", "Calls that ended, by gRPC status code.", **by)
         by["labelnames"] = ["method", "reason"]
@@ -27,7 +29,7 @@ class RpcMetrics:
 
     @contextmanager
     def call(self, method: str) -> Iterator[None]:
-        """One call, from here to the end of the block."""
+        """Counts and times the block as one call."""
         self._started.labels(method).inc()
         begin, code, reason = time.perf_counter(), "OK", ""
         try:
@@ -35,7 +37,7 @@ class RpcMetrics:
         except LockstepError as error:
             code, reason = error.code.name, error.reason.value
             raise
-        except (asyncio.CancelledError, GeneratorExit):  # by its deadline too
+        except (asyncio.CancelledError, GeneratorExit):  # also when the deadline has passed
             code = "CANCELLED"
             raise
         except Exception:

@@ -1,4 +1,4 @@
-"""Which way this host reaches another."""
+"""Finds the route from this host to another."""
 
 import socket
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Route:
-    """The address from which this host reaches another, and its interface; empty if none has that address."""
+    """Holds the local address from which another host is reached, and its interface (empty if none has the address)."""
 
     interface: str
     address: str
@@ -18,13 +18,13 @@ class Route:
 
 
 def route_to(host: str) -> Route:
-    """How the kernel would reach `host`. Sends nothing.
+    """Returns the route by which the kernel would reach `host`. Sends nothing.
 
     Raises:
-        OSError: The name is not known, or no way leads there.
+        OSError: The name is unknown, or there is no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # no packet is sent: this only picks a route
+        probe.connect((host, 9))  # picks a route without sending a packet
         address = probe.getsockname()[0]
     names = [name for name, found in psutil.net_if_addrs().items() if address in [entry.address for entry in found]]
     return Route(names[0] if names else "", address)

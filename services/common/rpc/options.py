@@ -1,4 +1,4 @@
-"""gRPC channel options that every client and server uses."""
+"""Defines the gRPC options that every client and server uses."""
 
 from services.common.errors import MAX_HEADER_BYTES
 
@@ -9,7 +9,7 @@ OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_HEADER_BYTES),
-    # A peer whose host vanished is noticed in 20 s, also in the middle of a long call.
+    # Detect within 20 s that a peer's host has vanished, even during a long call.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

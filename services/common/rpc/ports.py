@@ -1,20 +1,20 @@
-"""Ports for services that are about to be started."""
+"""Reserves ports for services that are about to be started."""
 
 import contextlib
 import errno
 import random
 import socket
 
-# Below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range, from 32768): such a port could be taken
-# by any connection before its service, which may need a minute to start, listens on it.
+# Below the range that Linux uses for outgoing connections (net.ipv4.ip_local_port_range, from 32768). A port in that
+# range could be taken by any connection before its service listens, which may take a minute.
 PORTS = range(20000, 32768)
 
 
 def hold_free_port(host: str, holders: contextlib.ExitStack) -> int:
-    """A port of `host` that is free, and that nobody else can choose until `holders` is closed.
+    """Returns a free port of `host` and reserves it until `holders` is closed.
 
     Raises:
-        OSError: `host` is not this one, or no port is free.
+        OSError: `host` is not an address of this host, or no port is free.
     """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         holder = socket.socket()

@@ -1,7 +1,7 @@
-"""gRPC as every service uses it: one way to serve, one way to connect, a deadline on every call.
+"""Serves gRPC for every service, with typed errors, health, metrics and access control.
 
-Off loopback every connection is mTLS, and every method is for the roles that the table in roles.py gives it. Plaintext
-is for loopback: another interface, and an address that is not this host, are refused unless the operator asks for it.
+Beyond loopback every connection uses mTLS, and every method is limited to the identities that identities.py lists for
+it. Plaintext is for loopback; on other interfaces it is refused unless the operator allows it with --insecure.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from services.common.telemetry.trace import NO_TRACE, Trace
 
 log = logging.getLogger(__name__)
 
-# Tells one process of a service from the next.
+# Identifies this process, so that clients notice that a service was restarted.
 INCARNATION = uuid.uuid4().hex
 
 _HANDLERS = {
@@ -50,10 +50,10 @@ _HANDLERS = {
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Answers a raised LockstepError with its status, and anything else with INTERNAL and the traceback in the log.
+    """Turns a raised LockstepError into its status, and any other exception into INTERNAL and a logged traceback.
 
-    Every call is a span of `trace` and is counted in `metrics`; it belongs to what the caller's work belongs to. With
-    `by_role`, a caller without the role for a method gets PERMISSION_DENIED.
+    Every call is a span of `trace`, is counted in `metrics`, and runs in the context that the caller sent. With
+    `by_role`, a caller whose identity may not call a method gets PERMISSION_DENIED.
     """
 
     def __init__(self, trace: Trace, metrics: RpcMetrics, *, by_role: bool = False):
@@ -112,7 +112,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """The run that a service has open: its id and the digest of its config section, both empty without a run."""
+    """Identifies the open run of a service: its id and the digest of its config section, both empty if none is open."""
 
     run_id: str
     config_digest: str
@@ -122,7 +122,7 @@ NO_RUN = OpenedRun("", "")
 
 
 def service_info(service: str, state: str, *, run: OpenedRun, libraries: Sequence[str]) -> ServiceInfo:
-    """Returns what every service says of itself in GetInfo."""
+    """Returns the part of GetInfo's answer that all services have."""
     return ServiceInfo(
         service=service,
         version=version("lockstep-rl"),
@@ -136,7 +136,10 @@ def service_info(service: str, state: str, *, run: OpenedRun, libraries: Sequenc
 
 
 class Server:
-    """A gRPC server with health, serving until a signal, `stop()` or `fail()`. With `tls` mTLS, without reflection."""
+    """Runs a gRPC server with health checks until a signal, `stop()` or `fail()`.
+
+    With `tls` it requires mTLS; without, it offers reflection.
+    """
 
     def __init__(
         self, trace: Trace = NO_TRACE, tls: Credentials | None = None, registry: CollectorRegistry | None = None
@@ -152,11 +155,11 @@ class Server:
 
     @property
     def grpc(self) -> grpc.aio.Server:
-        """The server, for `add_XServicer_to_server`."""
+        """Returns the gRPC server, for `add_XServicer_to_server`."""
         return self._server
 
     async def start(self, address: str, names: list[str], *, insecure: bool = False) -> int:
-        """Listens on `address` (port 0 picks one) for the services `names`; returns the port.
+        """Listens on `address` (port 0 picks a free port) for the services `names`; returns the port.
 
         Raises:
             InvalidInput: The address is malformed, not loopback, or in use.
@@ -171,7 +174,7 @@ class Server:
             self.port = self._bind(f"{host}:{port}")
         except RuntimeError as error:
             raise InvalidInput(
-                f"--listen {address}: the port is in use or the host is not this one", field="listen"
+                f"--listen {address}: the port is in use, or the address is not one of this host", field="listen"
             ) from error
         await self._server.start()
         for name in (*names, ""):
@@ -185,17 +188,17 @@ class Server:
         return self._server.add_secure_port(address, self._tls.for_server())
 
     def stop(self) -> None:
-        """Ends `serve` after the calls in progress, or after its grace."""
+        """Ends `serve` when the calls in progress have ended, or after its grace period."""
         self._stopping.set()
 
     def fail(self, why: str) -> None:
-        """Ends `serve` with exit code 1: the process cannot go on and its supervisor should start a new one."""
+        """Ends `serve` with exit code 1: the process cannot continue, and its supervisor should start a new one."""
         log.error("ending: %s", why)
         self.exit_code = 1
         self._stopping.set()
 
     async def serve(self, *, grace_s: float = 2.0, drain: Callable[[], Awaitable[None]] | None = None) -> int:
-        """Serves until told to end, and on until `drain` has returned; returns the exit code."""
+        """Serves until asked to stop, and then until `drain` has returned; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)

@@ -1,4 +1,4 @@
-"""Credentials of a process: a directory with ca.pem, cert.pem and key.pem, followed when they are renewed."""
+"""Reads the credentials of a process from ca.pem, cert.pem and key.pem in a directory, and follows their renewal."""
 
 import datetime
 import ipaddress
@@ -23,22 +23,23 @@ CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 
 @dataclass(frozen=True)
 class Identity:
-    """What the three files hold, as PEM, and what the certificate says."""
+    """Holds the contents of the three files, as PEM, and what the certificate says."""
 
     ca: bytes
     certificate: bytes
     key: bytes = field(repr=False)
     roles: frozenset[Role]
     hosts: frozenset[str]
-    """DNS names and addresses that it is valid for."""
+    """DNS names and IP addresses that the certificate is valid for."""
     expires: datetime.datetime
 
 
 def read_identity(directory: Path) -> Identity:
-    """Reads and checks the files of `directory`.
+    """Reads and checks the files in `directory`.
 
     Raises:
-        InvalidInput: One is missing or no PEM, the key is another's, or there is no role; the message says what to do.
+        InvalidInput: A file is missing or not PEM, the key does not belong to the certificate, or the certificate has
+            no identity. The message says what to do.
     """
     ca, certificate, key = (_read(directory / name) for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE))
     try:
@@ -48,7 +49,7 @@ def read_identity(directory: Path) -> Identity:
         names = _names(leaf)
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
         raise InvalidInput(
-            f"{directory}: a file is not what it should be, PEM and a key without a password: {error}", field="tls"
+            f"{directory}: the files must be PEM, and the key must have no password: {error}", field="tls"
         ) from error
     ends = [
         public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
@@ -59,19 +60,21 @@ def read_identity(directory: Path) -> Identity:
     roles = roles_in(names.get_values_for_type(x509.UniformResourceIdentifier))
     if not roles:
         wanted = ", ".join(role.uri for role in Role)
-        raise InvalidInput(f"{directory / CERTIFICATE_FILE} names no role: it needs a URI of {wanted}", field="tls")
+        raise InvalidInput(
+            f"{directory / CERTIFICATE_FILE} names no role: it needs one of the URIs {wanted}", field="tls"
+        )
     hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
     return Identity(ca, certificate, key, roles, frozenset(hosts), leaf.not_valid_after_utc)
 
 
 class Credentials:
-    """The identity in a directory, always the newest: what is renewed is used from the next connection on."""
+    """Provides the identity in a directory. A renewed certificate is used from the next connection on."""
 
     def __init__(self, directory: Path):
         """Reads the directory.
 
         Raises:
-            InvalidInput: As `read_identity`; or the certificate has expired.
+            InvalidInput: As in `read_identity`; or the certificate has expired.
         """
         self.directory = directory
         self._signature = self._sign()
@@ -84,34 +87,34 @@ class Credentials:
             )
 
     def current(self) -> Identity:
-        """What the files hold now. While somebody is writing them, what they held before."""
+        """Returns the newest identity. While the files are being replaced, it returns the previous one."""
         if (signature := self._sign()) == self._signature:
             return self._identity
-        self._signature = signature  # of before the reading: a later write is seen the next time
+        self._signature = signature  # taken before reading, so that a later write is noticed next time
         try:
             self._identity = read_identity(self.directory)
         except InvalidInput as error:
-            log.warning("the former certificate stays in use: %s", error.message)
+            log.warning("keeping the previous certificate: %s", error.message)
         else:
-            log.info("%s is used now, until %s", self.directory / CERTIFICATE_FILE, self._identity.expires)
+            log.info("now using %s, valid until %s", self.directory / CERTIFICATE_FILE, self._identity.expires)
         return self._identity
 
     def require_role(self, *roles: Role) -> None:
-        """Refuses a certificate that would be refused later.
+        """Checks that the certificate has one of `roles`, so that a wrong one fails early.
 
         Raises:
-            InvalidInput: It is of none of `roles`.
+            InvalidInput: The certificate has none of `roles`.
         """
         if self._identity.roles.isdisjoint(roles):
             has, needs = " and ".join(sorted(self._identity.roles)), " or ".join(roles)
             raise InvalidInput(
-                f"--tls {self.directory}: its certificate is of the role {has}, here it must be {needs}; "
+                f"--tls {self.directory}: its certificate is for the role {has}, but must be for {needs} here; "
                 f"issue one with `lockstep certs issue {roles[0]}`",
                 field="tls",
             )
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Requires a certificate of every client; every handshake uses the newest files."""
+        """Returns credentials that require a certificate of every client; every handshake uses the newest files."""
         served = self._identity
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -137,7 +140,7 @@ class Credentials:
 
 @dataclass(frozen=True)
 class Transport:
-    """How connections are secured: mTLS, or plaintext, which leaves the host only if it is `insecure`."""
+    """Says how connections are secured: by mTLS, or not at all; plaintext leaves the host only if `insecure`."""
 
     tls: Credentials | None = None
     insecure: bool = False
@@ -147,7 +150,7 @@ LOCAL = Transport()
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is an IP address and not a name."""
+    """Whether `host` is an IP address instead of a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -171,7 +174,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidInput(
-            f"{path}: {error.strerror}; a directory of credentials has {CA_FILE}, {CERTIFICATE_FILE} and {KEY_FILE}, "
-            "as `lockstep certs issue` makes it",
+            f"{path}: {error.strerror}; a directory of credentials has {CA_FILE}, {CERTIFICATE_FILE} and {KEY_FILE}; "
+            "create it with `lockstep certs issue`",
             field="tls",
         ) from error

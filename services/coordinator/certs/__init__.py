@@ -1,1 +1,1 @@
-"""Certificates for mTLS: an authority of one's own and what it issues."""
+"""Certificates for mTLS: a private certificate authority and the certificates that it issues."""

@@ -1,4 +1,4 @@
-"""A certificate authority in a directory, and the certificates that it issues: X.509 v3, ECDSA P-256."""
+"""Creates a certificate authority in a directory and issues certificates from it: X.509 v3, ECDSA P-256."""
 
 import datetime
 import ipaddress
@@ -19,7 +19,7 @@ from services.common.rpc.tls import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identit
 CA_KEY_FILE = "ca-key.pem"
 CA_VALIDITY = datetime.timedelta(days=3650)
 LEAF_VALIDITY = datetime.timedelta(days=90)
-# Clocks of hosts differ: a certificate is valid from a little before it was made.
+# A certificate's validity begins slightly before its creation, because the clocks of hosts differ.
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 _DNS_NAME = re.compile(r"(\*\.)?([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
 _SERVES = ExtendedKeyUsageOID.SERVER_AUTH
@@ -27,10 +27,10 @@ _CALLS = ExtendedKeyUsageOID.CLIENT_AUTH
 
 
 def init(directory: Path, validity: datetime.timedelta = CA_VALIDITY) -> None:
-    """Makes an authority: ca.pem, which every host gets, and ca-key.pem, which stays where it is.
+    """Creates an authority: ca.pem, which every host needs, and ca-key.pem, which must stay on this host.
 
     Raises:
-        InvalidInput: There is one already.
+        InvalidInput: The directory already has an authority.
     """
     _require_absent(directory, CA_FILE, CA_KEY_FILE)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -46,23 +46,25 @@ def init(directory: Path, validity: datetime.timedelta = CA_VALIDITY) -> None:
 def issue(
     ca: Path, role: Role, hosts: Sequence[str], out: Path, *, validity: datetime.timedelta = LEAF_VALIDITY
 ) -> Identity:
-    """Makes the credentials of one process in `out`.
+    """Creates the credentials of one process in `out`.
 
-    A coordinator's is valid for 127.0.0.1 too, where the services listen that `lockstep run --tls` starts.
+    A coordinator's certificate is also valid for 127.0.0.1, where services started by `lockstep run --tls` listen.
 
     Args:
         ca: Directory of the authority.
-        role: What the holder is.
-        hosts: DNS names and IP addresses at which it will be called; none for an operator, who is not.
-        out: Directory to make.
-        validity: Ends with the authority's at the latest.
+        role: The holder's role.
+        hosts: DNS names and IP addresses that clients use to reach it; none for an operator, who only calls.
+        out: Directory to create.
+        validity: How long it is valid, but not longer than the authority.
 
     Raises:
-        InvalidInput: Names the option and what to change.
+        InvalidInput: An argument is wrong; the message names the option and says what to change.
     """
     names = dict.fromkeys([*hosts, *(["127.0.0.1"] if role is Role.COORDINATOR else [])])
     if not names and role is not Role.OPERATOR:
-        raise InvalidInput(f"--host: say at which names or addresses the {role} service is called", field="host")
+        raise InvalidInput(
+            f"--host: give the names or addresses that clients use to reach the {role} service", field="host"
+        )
     _require_absent(out, CA_FILE, CERTIFICATE_FILE, KEY_FILE)
     key, certificate = _sign(ca, role, [_general_name(host) for host in names], validity)
     _write_key(out / KEY_FILE, key)
@@ -72,22 +74,22 @@ def issue(
 
 
 def renew(ca: Path, directory: Path, *, validity: datetime.timedelta = LEAF_VALIDITY) -> Identity:
-    """Replaces key and certificate of `directory` by new ones of the same role and names.
+    """Replaces the key and certificate in `directory` by new ones with the same role and names.
 
     Raises:
-        InvalidInput: `directory` is not what `issue` made, or does not trust this authority.
+        InvalidInput: `directory` was not made by `issue`, or does not trust this authority.
     """
     held = read_identity(directory)
     trusted = x509.load_pem_x509_certificates(held.ca)
     if _read_authority(ca)[0] not in trusted:
-        raise InvalidInput(f"{directory / CA_FILE} is not of the authority in {ca}; name another with --ca", field="ca")
-    if len(held.roles) != 1:
         raise InvalidInput(
-            f"{directory} is of {len(held.roles)} roles: renew it where it was issued", field="directory"
+            f"{directory / CA_FILE} does not belong to the authority in {ca}; give another with --ca", field="ca"
         )
+    if len(held.roles) != 1:
+        raise InvalidInput(f"{directory} has {len(held.roles)} roles: renew it where it was issued", field="directory")
     (role,) = held.roles
     key, certificate = _sign(ca, role, [_general_name(host) for host in sorted(held.hosts)], validity)
-    # Between the two renamings they do not fit; whoever reads then goes on with what it has, and looks again.
+    # Between the two renames key and certificate do not match. Readers keep their old ones then and try again.
     new = {name: directory / f"{name}.new" for name in (KEY_FILE, CERTIFICATE_FILE)}
     for path in new.values():
         path.unlink(missing_ok=True)
@@ -106,7 +108,7 @@ def _sign(
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"lockstep {role}")])
     left = authority.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     if left <= datetime.timedelta(0):
-        raise InvalidInput(f"the authority in {ca} has expired; make another with `lockstep certs init`", field="ca")
+        raise InvalidInput(f"the authority in {ca} has expired; create another with `lockstep certs init`", field="ca")
     uses = [_CALLS] if role is Role.OPERATOR else [_SERVES, _CALLS]
     issuer_key = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     builder = (
@@ -156,7 +158,7 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     if len(host) > 253 or not _DNS_NAME.fullmatch(host):
         raise InvalidInput(
-            f"--host: {host!r} is neither a DNS name nor an IP address; give it without port and scheme", field="host"
+            f"--host: {host!r} is neither a DNS name nor an IP address; omit the scheme and the port", field="host"
         )
     return x509.DNSName(host)
 
@@ -167,7 +169,7 @@ def _read_authority(ca: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivate
         key = serialization.load_pem_private_key((ca / CA_KEY_FILE).read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise InvalidInput(
-            f"--ca {ca}: no {CA_FILE} and {CA_KEY_FILE} of an authority ({error}); make one with `lockstep certs init`",
+            f"--ca {ca}: cannot read {CA_FILE} and {CA_KEY_FILE} ({error}); create them with `lockstep certs init`",
             field="ca",
         ) from error
     if certificate.public_key() != key.public_key():
@@ -179,7 +181,7 @@ def _require_absent(directory: Path, *names: str) -> None:
     for name in names:
         if (directory / name).exists():
             raise InvalidInput(
-                f"{directory / name} exists and is not overwritten; name another, or `lockstep certs renew` it",
+                f"{directory / name} already exists; choose another directory, or use `lockstep certs renew`",
                 field="out",
             )
 
@@ -197,4 +199,4 @@ def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {error.strerror}", field="out") from error
+        raise InvalidInput(f"cannot write {path}: {error.strerror}", field="out") from error

@@ -43,7 +43,7 @@ def show_plan(config: Config, console: Console) -> None:
         lines.append(f"{name}: {_sizes(layout)}")
         if model.num_experts:
             lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
-    _say(console, lines)
+    _print_lines(console, lines)
     if is_megatron:
         layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
         console.print(_rank_table(layout, model))
@@ -51,7 +51,7 @@ def show_plan(config: Config, console: Console) -> None:
         console.print(_memory_table([f"pp {pp}" for pp in range(layout.pp)], stages))
     else:
         console.print(_memory_table(["all"], [fsdp_memory(config, model)]))
-    _say(console, [_offloaded(config), _publication(config, model), _batch(config), _assumptions(config)])
+    _print_lines(console, [_offloaded(config), _publication(config, model), _batch(config), _assumptions(config)])
 
 
 def _layouts(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
@@ -158,7 +158,7 @@ def _table(*columns: str, title: str) -> Table:
     return table
 
 
-def _say(console: Console, lines: Sequence[str]) -> None:
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False)
 

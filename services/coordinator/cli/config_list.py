@@ -11,8 +11,8 @@ from services.common.config.load import Key
 from services.common.errors import InvalidInput
 
 
-def below(prefix: str, found: Sequence[Key]) -> list[Key]:
-    """Returns the keys of `found` whose path begins with `prefix`.
+def keys_with_prefix(prefix: str, found: Sequence[Key]) -> list[Key]:
+    """Returns the keys of `found` whose path starts with `prefix`.
 
     Raises:
         InvalidInput: No key does; the message names the nearest section or key.

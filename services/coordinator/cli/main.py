@@ -14,7 +14,7 @@ from services.coordinator.cli.certs import app as certs_app
 from services.coordinator.cli.data import app as data_app
 from services.coordinator.cli.options import takes_addresses
 from services.coordinator.cli.remote import app as remote_app
-from services.coordinator.cli.remote import run_there
+from services.coordinator.cli.remote import run_on_coordinator
 
 if TYPE_CHECKING:
     from services.coordinator.services.launch import Addresses
@@ -46,7 +46,7 @@ def run(
         str, typer.Option(help="HOST:PORT of a coordinator to run on; paths refer to its host.")
     ] = "",
 ) -> None:
-    """Train with RL. Services without an address are started here (or by --coordinator) and stopped with the run."""
+    """Train with RL. Starts services without an address, here or on the coordinator's host; they stop with the run."""
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
     from services.coordinator.observe.frontend import TerminalFrontend
@@ -55,7 +55,7 @@ def run(
     settings = load(Config, config)
     given.require_own(settings)
     if coordinator:
-        run_there(coordinator, settings, given)
+        run_on_coordinator(coordinator, settings, given)
         return
     check_model(settings)
     show_outcome(asyncio.run(run_session(settings, given, TerminalFrontend(_console))), _console)
@@ -161,13 +161,13 @@ def config(
     """List every config key with its type, default and help."""
     from services.common.config.run import Config
     from services.common.config.sft import SftConfig
-    from services.coordinator.cli.config_list import below, show_keys
+    from services.coordinator.cli.config_list import keys_with_prefix, show_keys
     from services.coordinator.cli.config_page import config_page
 
     if markdown:
         typer.echo(config_page(), nl=False)
         return
-    show_keys(below(prefix, list(keys(SftConfig if sft else Config))), _console)
+    show_keys(keys_with_prefix(prefix, list(keys(SftConfig if sft else Config))), _console)
 
 
 def main() -> None:

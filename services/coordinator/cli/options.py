@@ -12,7 +12,7 @@ from services.common.errors import InvalidInput
 if TYPE_CHECKING:
     from services.coordinator.services.launch import Addresses
 
-_Beside = Annotated[str, typer.Option(help="HOST:PORT of the trainer dedicated to this model.")]
+_OwnTrainer = Annotated[str, typer.Option(help="HOST:PORT of the trainer dedicated to this model.")]
 _Tls = Annotated[
     Path | None,
     typer.Option(
@@ -28,8 +28,8 @@ _OPTIONS: dict[str, tuple[Any, object]] = {
     ),
     "reward": (Annotated[str, typer.Option(help="HOST:PORT of a running reward service.")], ""),
     "trainer": (Annotated[str, typer.Option(help="HOST:PORT of a running trainer.")], ""),
-    "reference": (_Beside, ""),
-    "critic": (_Beside, ""),
+    "reference": (_OwnTrainer, ""),
+    "critic": (_OwnTrainer, ""),
     "tls": (_Tls, None),
     "insecure": (
         Annotated[bool, typer.Option("--insecure", help="Allow plaintext connections to other hosts.")],

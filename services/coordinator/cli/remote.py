@@ -30,7 +30,7 @@ def app() -> typer.Typer:
     return commands
 
 
-def run_there(at: str, config: "Config", given: "Addresses") -> None:
+def run_on_coordinator(at: str, config: "Config", given: "Addresses") -> None:
     """Starts a run on the coordinator at `at` and watches it here: `lockstep run --coordinator`."""
     from services.coordinator.daemon.following import start
 

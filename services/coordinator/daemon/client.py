@@ -16,12 +16,12 @@ from services.coordinator.services.launch import Addresses
 
 log = logging.getLogger(__name__)
 
-_CALL_S = 30.0
+_CALL_TIMEOUT_S = 30.0
 # Timeout of a stream, which is then reopened, so that the daemon does not hold resources forever for a client that
 # disappeared. Keepalive detects a dead peer much earlier.
-_STREAM_S = 3600.0
+_STREAM_TIMEOUT_S = 3600.0
 # How long to wait for a restarted daemon.
-_COME_BACK_S = 60.0
+_RECONNECT_TIMEOUT_S = 60.0
 
 
 class Coordinator:
@@ -70,7 +70,9 @@ class Coordinator:
         while True:
             request = pb.WatchRunRequest(name=name, after_version=step)
             try:
-                async for answer in self._client.stream(CoordinatorService.WatchRun, request, timeout_s=_STREAM_S):
+                async for answer in self._client.stream(
+                    CoordinatorService.WatchRun, request, timeout_s=_STREAM_TIMEOUT_S
+                ):
                     event = answer.WhichOneof("event")
                     if event == "evaluation" and answer.evaluation.version <= evaluated:
                         continue
@@ -79,7 +81,7 @@ class Coordinator:
                     yield answer
                 return
             except (Unavailable, DeadlineExceeded) as error:
-                await self._come_back(name, error)
+                await self._wait_until_back(name, error)
 
     async def read_log(self, name: str, service: str, *, follow: bool) -> AsyncIterator[bytes]:
         """Yields a run's log from the beginning; with `follow`, until the run ends. Reconnects like `watch`."""
@@ -88,17 +90,17 @@ class Coordinator:
         while True:
             request = pb.ReadLogRequest(name=name, service=service, offset=offset, follow=follow)
             try:
-                async for part in self._client.stream(CoordinatorService.ReadLog, request, timeout_s=_STREAM_S):
+                async for part in self._client.stream(CoordinatorService.ReadLog, request, timeout_s=_STREAM_TIMEOUT_S):
                     offset = part.next_offset
                     yield part.data
                 return
             except (Unavailable, DeadlineExceeded) as error:
-                await self._come_back(name, error)
+                await self._wait_until_back(name, error)
 
     async def _call(self, method: Method[Request, Answer], request: Request) -> Answer:
-        return await self._client.call(method, request, timeout_s=_CALL_S)
+        return await self._client.call(method, request, timeout_s=_CALL_TIMEOUT_S)
 
-    async def _come_back(self, name: str, error: LockstepError) -> None:
+    async def _wait_until_back(self, name: str, error: LockstepError) -> None:
         """Waits until the daemon answers again.
 
         Raises:
@@ -107,8 +109,10 @@ class Coordinator:
         log.info("%s; waiting for the coordinator to come back", error.message)
         request = pb.GetRunRequest(name=name)
         try:
-            await self._client.call(CoordinatorService.GetRun, request, timeout_s=_COME_BACK_S, wait_for_ready=True)
+            await self._client.call(
+                CoordinatorService.GetRun, request, timeout_s=_RECONNECT_TIMEOUT_S, wait_for_ready=True
+            )
         except (Unavailable, DeadlineExceeded) as timeout:
             raise Unavailable(
-                f"lost the coordinator at {self.address}, and it did not come back within {_COME_BACK_S:g} s"
+                f"lost the coordinator at {self.address}, and it did not come back within {_RECONNECT_TIMEOUT_S:g} s"
             ) from timeout

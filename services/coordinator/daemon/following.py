@@ -78,7 +78,7 @@ async def stop(coordinator: Coordinator, name: str, console: Console, *, now: bo
     """Asks a run to stop and prints its state."""
     async with coordinator:
         run = await coordinator.stop(name, now=now)
-    console.print(f"run {name} is {_word(run)}, with {run.version} of {run.num_steps} steps done")
+    console.print(f"run {name} is {_state_name(run)}, with {run.version} of {run.num_steps} steps done")
 
 
 def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
@@ -86,7 +86,7 @@ def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
     is folded or left out.
     """
     head = ("run", "state", "step", "now", "directory")
-    lines = [(run.name, _word(run), f"{run.version} of {run.num_steps}", run.phase, run.run_dir) for run in runs]
+    lines = [(run.name, _state_name(run), f"{run.version} of {run.num_steps}", run.phase, run.run_dir) for run in runs]
     shown = fitting([head, *((*cells[:4], cells[4][:_MIN_DIRECTORY]) for cells in lines)], range(5), width)
     table = Table()
     for index in shown:
@@ -103,8 +103,8 @@ def _show(answer: pb.WatchRunResponse, table: Terminal) -> None:
         table.step(answer.step.version, dict(answer.step.values))
     elif answer.HasField("evaluation"):
         table.evaluation(answer.evaluation.version, dict(answer.evaluation.values))
-    table.phase(run.phase if run.state == pb.RUN_STATE_RUNNING else _word(run), run.version)
+    table.phase(run.phase if run.state == pb.RUN_STATE_RUNNING else _state_name(run), run.version)
 
 
-def _word(run: pb.Run) -> str:
+def _state_name(run: pb.Run) -> str:
     return pb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()

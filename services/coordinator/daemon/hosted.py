@@ -39,7 +39,7 @@ class HostedRun(Reporter):
         self._events: list[pb.WatchRunResponse] = []
         self._changed = asyncio.Event()
         self._run: Run | None = None
-        self._session = asyncio.create_task(self._live(), name=f"run {config.name}")
+        self._session = asyncio.create_task(self._run_session(), name=f"run {config.name}")
 
     async def end(self) -> None:
         """Waits until the run has finished, stopped or failed, and sets `state` accordingly. Never raises."""
@@ -56,12 +56,12 @@ class HostedRun(Reporter):
             self.state.export_path = str(outcome.export_path or "")
         self.state.phase = ""
         self.ended.set()
-        self._tell()
+        self._notify()
 
     def stop(self, *, now: bool) -> None:
         """Stops the run after the current step, or immediately if `now` is set or the loop has not started."""
         self.state.state = pb.RUN_STATE_STOPPING
-        self._tell()
+        self._notify()
         if self._run is not None:
             self._run.stopping = True
         if now or self._run is None:
@@ -94,28 +94,28 @@ class HostedRun(Reporter):
         self.state.run_id, self.state.version = run.run_id, version
         if self.state.state == pb.RUN_STATE_STARTING:
             self.state.state = pb.RUN_STATE_RUNNING
-        self._tell()
+        self._notify()
         return self
 
     def phase(self, name: str, version: int) -> AbstractContextManager[None]:
         self.state.phase = name
-        self._tell()
+        self._notify()
         return nullcontext()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         self.state.version = version
         self._events.append(event_of(version, metrics, is_step=True))
-        self._tell()
+        self._notify()
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         self._events.append(event_of(version, metrics, is_step=False))
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _live(self) -> Outcome:
+    async def _run_session(self) -> Outcome:
         with logging_to(self.config):
             try:
                 # Tokenizing and the import that a reporter makes later take seconds; in threads they do not block the

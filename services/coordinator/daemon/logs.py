@@ -26,9 +26,9 @@ async def read_log(
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
         file.seek(offset)
-        written = _Written(path, until, stack) if until is not None else None
+        written = _WriteWatcher(path, until, stack) if until is not None else None
         while True:
-            is_last = written is None or written.is_over
+            is_last = written is None or written.is_done
             while data := file.read(_CHUNK_BYTES):
                 yield pb.ReadLogResponse(data=data, next_offset=file.tell())
             if is_last:
@@ -36,7 +36,7 @@ async def read_log(
             await written.more()
 
 
-class _Written:
+class _WriteWatcher:
     """Waits until a file may have more to read, counting everything written since this object was created."""
 
     def __init__(self, path: Path, until: asyncio.Event, stack: ExitStack):
@@ -52,7 +52,7 @@ class _Written:
         stack.callback(self._over.cancel)
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         return self._until.is_set()
 
     async def more(self) -> None:

@@ -50,7 +50,7 @@ class Runs:
         self._require_gpus(config, given)
         hosted = HostedRun(config.model_copy(update={"runs_dir": self.directory}), given)
         self.running[config.name] = hosted
-        task = asyncio.create_task(self._keep(hosted))
+        task = asyncio.create_task(self._host(hosted))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return hosted.state
@@ -99,7 +99,7 @@ class Runs:
         for hosted in self.running.values():
             hosted.stop(now=now)
 
-    async def _keep(self, hosted: HostedRun) -> None:
+    async def _host(self, hosted: HostedRun) -> None:
         name = hosted.config.name
         log.info("run %s started", name)
         await hosted.end()

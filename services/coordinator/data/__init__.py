@@ -1,1 +1,1 @@
-"""Prompts: from dataset files to the token ids of each step."""
+"""Loads prompts: from dataset files to the token ids of each step."""

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: named and counted, never passed over in silence."""
+"""Collects rows that cannot be used, so that they are named and counted and never skipped silently."""
 
 import logging
 from dataclasses import dataclass, field
@@ -7,37 +7,37 @@ from typing import Literal
 from services.common.errors import InvalidInput
 
 NUM_NAMED = 5
-"""How many rows a message names; it counts the others."""
+"""Number of bad rows that a message names; it only counts the others."""
 
 _log = logging.getLogger(__name__)
 
 
 class BadRow(ValueError):
-    """This row cannot be used; the message says why. Caught by whoever knows the row's place."""
+    """A row cannot be used; the message says why. Callers that know the row's place catch it."""
 
 
 @dataclass
 class BadRows:
-    """Gathers what is wrong with the rows of one input."""
+    """Collects the bad rows of one input."""
 
     what: str
-    """The input, as a message names it."""
+    """Name of the input in messages."""
     problem: str
-    """What is wrong with these rows, to follow "rows that are"."""
+    """What is wrong with the rows; completes the phrase "rows that are ..."."""
     fix: str
-    """What to change."""
+    """Advice for the user."""
     rows: list[str] = field(default_factory=list)
-    """`<place>: <reason>` of each."""
+    """`<place>: <reason>` of each bad row."""
 
     def add(self, where: str, why: object) -> None:
-        """Notes one row."""
+        """Adds one row."""
         self.rows.append(f"{where}: {why}")
 
     def settle(self, policy: Literal["fail", "drop"], *, total: int, field: str) -> None:
-        """Fails, or logs that the rows are dropped. Does nothing where there are none.
+        """Raises, or logs that the bad rows were dropped, depending on `policy`. Does nothing if there are none.
 
         Raises:
-            InvalidInput: There are bad rows and `policy` is fail. Carries `bad_rows`, their count.
+            InvalidInput: There are bad rows and `policy` is "fail". Its metadata has `bad_rows`, their number.
         """
         if not self.rows:
             return

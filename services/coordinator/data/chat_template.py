@@ -1,7 +1,8 @@
-"""A model's chat template: messages to text, in a sandbox.
+"""Renders messages to text with a model's chat template, in a sandbox.
 
-The same environment as in Hugging Face transformers (`apply_chat_template`), so that the same template gives the same
-text, but for one thing: the date is a given, never the clock's, or a resumed run would see other prompts.
+The Jinja environment is that of Hugging Face transformers (`apply_chat_template`), so a template gives the same text.
+The only difference is that the date comes from the config instead of the clock, so that a resumed run sees the same
+prompts.
 """
 
 import datetime
@@ -17,20 +18,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from services.common.errors import InvalidInput
 
 Message = Mapping[str, Any]
-"""`role` and `content`, and whatever else the template knows."""
+"""`role`, `content` and any other key that the template uses."""
 
 
 class TemplateRefusal(InvalidInput):
-    """The template does not take these messages."""
+    """The template rejects these messages."""
 
 
 class ChatTemplate:
-    """One compiled template.
+    """A compiled template.
 
     Args:
-        source: The Jinja text.
+        source: The template's Jinja source.
         special_tokens: Variables such as bos_token and eos_token.
-        date: What `strftime_now` formats, if the template asks for it.
+        date: Date that `strftime_now` formats, for templates that use it.
 
     Raises:
         InvalidInput: `source` is not a Jinja template.
@@ -52,11 +53,11 @@ class ChatTemplate:
             raise InvalidInput(message, field="data.chat_template") from error
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """Text of `messages`, ending with the header of the assistant's turn if `add_generation_prompt`.
+        """Renders `messages`, followed by the header of the assistant's turn if `add_generation_prompt`.
 
         Raises:
-            TemplateRefusal: The template does not take these messages.
-            InvalidInput: A name in `variables` does not occur in it, or it asks for the date and none was given.
+            TemplateRefusal: The template rejects these messages.
+            InvalidInput: The template does not use a name in `variables`, or needs a date and none was given.
         """
         if unknown := sorted(variables.keys() - self._variables):
             message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self._variables))}"
@@ -65,20 +66,22 @@ class ChatTemplate:
         inputs |= {"add_generation_prompt": add_generation_prompt} | self._special_tokens | variables
         try:
             return self._template.render(inputs)
-        except InvalidInput:  # of the date
+        except InvalidInput:  # raised by _strftime_now
             raise
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise TemplateRefusal(f"the chat template refuses these messages: {error}", field="messages") from error
+            raise TemplateRefusal(f"the chat template rejects these messages: {error}", field="messages") from error
 
     def _strftime_now(self, pattern: str) -> str:
         if self._date is None:
-            message = "the chat template writes today's date: set data.template_date, which a resumed run keeps"
+            message = (
+                "the chat template needs today's date: set data.template_date, which stays the same when a run resumes"
+            )
             raise InvalidInput(message, field="data.template_date")
         return self._date.strftime(pattern)
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training on chats; here it only has to parse."""
+    """Accepts `{% generation %}`, which marks the assistant's text for training, and ignores it."""
 
     tags = frozenset({"generation"})
 
@@ -98,5 +101,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML.
+    # Replaces Jinja's own filter, which escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""What the columns of a file of rows may hold, and what a row holds there: text or messages."""
+"""Checks the types of columns and converts their values, which are text or messages."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from services.coordinator.data.bad_rows import BadRow
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds text."""
+    """Returns whether a column of this type holds text."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
 def is_messages(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds lists of messages."""
+    """Returns whether a column of this type holds lists of messages."""
     if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     types = {field.name: field.type for field in kind.value_type}
@@ -22,12 +22,12 @@ def is_messages(kind: pa.DataType) -> bool:
 
 
 def is_prompt(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds prompts."""
+    """Returns whether a column of this type can hold prompts."""
     return is_text(kind) or is_messages(kind)
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Whether JSON can say what a column of this type holds."""
+    """Returns whether the values of a column of this type can be written as JSON."""
     if _is_list(kind):
         return is_json(kind.value_type)
     if pa.types.is_struct(kind):
@@ -41,13 +41,13 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def require(value: str | list[Any] | None, name: str) -> None:
-    """Raises BadRow if there is nothing in `value`, or only blank text."""
+    """Raises BadRow if `value` is null, empty or blank text."""
     if not value or (isinstance(value, str) and not value.strip()):
         raise BadRow(f"the {name} is {'null' if value is None else 'empty'}")
 
 
 def as_messages(prompt: str | list[dict[str, Any] | None] | None) -> list[dict[str, Any]]:
-    """Messages of a prompt."""
+    """Converts a prompt to messages. Raises BadRow if it cannot be used."""
     require(prompt, "prompt")
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -55,27 +55,27 @@ def as_messages(prompt: str | list[dict[str, Any] | None] | None) -> list[dict[s
     if not messages[-1]["content"].strip():
         raise BadRow("the last message of the prompt is empty")
     if messages[-1]["role"] == "assistant":
-        raise BadRow("the prompt ends with an assistant message, which is for the model to write")
+        raise BadRow("the prompt ends with an assistant message, but the model has to write that")
     return messages
 
 
 def as_conversation(value: list[dict[str, Any] | None] | None) -> list[dict[str, Any]]:
-    """Messages up to the assistant's last."""
+    """Returns the messages up to the last one of the assistant. Raises BadRow if they cannot be used."""
     require(value, "conversation")
     messages = _without_nulls(value)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for index in turns:
         if not messages[index]["content"].strip():
-            raise BadRow(f"message {index}, the assistant's, is empty")
+            raise BadRow(f"the assistant's message {index} is empty")
     if not turns:
-        raise BadRow("no message is the assistant's")
+        raise BadRow("it has no message of the assistant")
     if turns[0] == 0:
-        raise BadRow("it begins with the assistant's message, which answers nothing")
+        raise BadRow("it begins with a message of the assistant, before any prompt")
     return messages[: turns[-1] + 1]
 
 
 def _without_nulls(messages: list[dict[str, Any] | None], whose: str = "") -> list[dict[str, Any]]:
-    """Messages less the nulls that Parquet puts for keys which a message does not have."""
+    """Removes the null values that Parquet stores for keys that a message does not have."""
     kept = [{key: value for key, value in (message or {}).items() if value is not None} for message in messages]
     for index, message in enumerate(kept):
         if missing := {"role", "content"} - message.keys():

@@ -1,4 +1,4 @@
-"""In which order a step tries prompts: a pure function of (dataset, seed, step) and of recorded success rates."""
+"""Orders the prompts that a step tries: a pure function of (dataset, seed, step) and recorded success rates."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -8,20 +8,20 @@ from services.common.errors import InvalidInput
 from services.coordinator.data.order import shuffled
 from services.coordinator.data.prompts import Prompt, PromptDataset
 
-# Second word of the spawn key. The keys of the epochs' orders have one word.
+# Second word of the spawn key. The orders of epochs use keys of one word.
 _REFILLS = 1
 
 
 def prompts_to_try(
     data: PromptDataset, config: Config, step: int, success_rates: Callable[[int, int | None], Mapping[str, float]]
 ) -> Iterator[Prompt]:
-    """Every prompt of `data` once, in the order in which `step` tries them.
+    """Yields every prompt of `data` once, in the order in which `step` tries them.
 
     Args:
         data: The training prompts.
-        config: The run's.
-        step: Counts from 0.
-        success_rates: As Ledger.success_rates.
+        config: The run's config.
+        step: Step, counted from 0.
+        success_rates: Ledger.success_rates, or a function like it.
 
     Raises:
         InvalidInput: `data` has fewer prompts than a step tries at once.
@@ -34,20 +34,20 @@ def prompts_to_try(
 
 
 def require_enough(num_prompts: int, config: Config) -> None:
-    """Raises InvalidInput if a step would try more than `num_prompts` at once."""
+    """Raises InvalidInput if a step would sample more than `num_prompts` prompts concurrently."""
     per_step, over_sampling = config.data.prompts_per_step, config.selection.over_sampling
     if over_sampling.at_once(per_step) > num_prompts:
         raise InvalidInput(
             f"data.prompts_per_step {per_step} x selection.over_sampling.factor {over_sampling.factor:g} = "
-            f"{over_sampling.at_once(per_step)} prompts at once, but data.train has {num_prompts}; lower one of them",
+            f"{over_sampling.at_once(per_step)} prompts at once, but data.train has {num_prompts}; lower one",
             field="selection.over_sampling.factor",
         )
 
 
 def plain_order(data: PromptDataset, *, seed: int, step: int) -> Iterator[Prompt]:
-    """Every prompt of `data` once: the batch of `step`, then the rest in an order that is drawn for this step alone.
+    """Yields every prompt of `data` once: the batch of `step`, then the rest, shuffled for this step only.
 
-    Later steps keep their batches, whatever this one takes of the rest.
+    How many of the rest a step takes does not change the batches of later steps.
     """
     batch = data.batch(step)
     yield from batch
@@ -61,12 +61,12 @@ def plain_order(data: PromptDataset, *, seed: int, step: int) -> Iterator[Prompt
 def by_success_rate(
     prompts: Iterator[Prompt], rates: Mapping[str, float], config: CurriculumConfig
 ) -> Iterator[Prompt]:
-    """`prompts` with those in low..high or without a rate first, then the others, nearest to the band first.
+    """Yields prompts with a rate in low..high or with no rate first, then the others, nearest to that band first.
 
     Args:
-        prompts: In the order that is kept among equals.
-        rates: Share of samples that passed so far, by prompt id.
-        config: Has the band.
+        prompts: Prompts; their order is kept among equals.
+        rates: Fraction of samples that passed so far, by prompt id.
+        config: Has the band, low and high.
     """
     outside: list[tuple[float, Prompt]] = []
     for prompt in prompts:

@@ -16,10 +16,10 @@ Load = Callable[[Any, Tokenizer], Data]
 
 
 def load_early(config: Config, load: Load[Data], *, model_is_remote: bool) -> Data | None:
-    """Returns the run's data; None if the model is on the trainer's host only.
+    """Returns the run's data; None if only the trainer's host has the model.
 
     Raises:
-        LockstepError: The model's directory cannot be used; or as `load`.
+        LockstepError: The model's directory cannot be used, or `load` raised it.
     """
     if model_is_remote and not Path(config.model).is_dir():
         return None

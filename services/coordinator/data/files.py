@@ -1,4 +1,4 @@
-"""What files of prompts and files of answers have in common: from Parquet files to tokenised rows."""
+"""Base class for files of prompts and of SFT rows: reads Parquet files and tokenizes their rows."""
 
 import difflib
 import hashlib
@@ -20,16 +20,16 @@ from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.parquet import iter_rows, read_table
 from services.coordinator.data.tokenizer import Tokenizer
 
-Tokenised = TypeVar("Tokenised")  # what becomes of a row; has num_tokens
+Tokenized = TypeVar("Tokenized")  # type of a tokenized row; it has num_tokens
 _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A usable row. `content_hash` is that of the row as stored, whatever the template makes of it.
+    """A row that can be used. `content_hash` covers the row as stored, before the chat template.
 
-    `pieces` are prompt, answer, what comes between, answer, and so on, or the prompt alone: each is tokenised by
-    itself, as the prompt is when the model answers.
+    `pieces` are either the prompt alone, or prompt, answer, text in between, answer, and so on. Each is tokenized
+    separately, like the prompt is at generation.
     """
 
     where: str
@@ -39,16 +39,16 @@ class Row:
 
     @property
     def prompt_id(self) -> str:
-        """`<row>-<hash of the row>`: unique in its dataset, and the same whatever the model and the template."""
+        """`<row number>-<hash of the row>`: unique in its dataset and independent of the model and the template."""
         return f"{self.number}-{self.content_hash.hex()[:8]}"
 
 
-class RowFile(ABC, Generic[Tokenised]):
-    """One Parquet file, with its columns checked."""
+class RowFile(ABC, Generic[Tokenized]):
+    """One Parquet file with checked columns."""
 
     noun: ClassVar[str]
-    """What messages call the rows."""
-    # Keys of the config.
+    """Name of the rows in messages."""
+    # Names of config keys.
     per_step: ClassVar[str]
     max_tokens: ClassVar[str]
     max_eval: ClassVar[str]
@@ -57,17 +57,17 @@ class RowFile(ABC, Generic[Tokenised]):
         self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
         self._table = read_table(path, field=field).slice(0, max_rows)
         self.is_templated = is_messages(self._check_columns()) or config.chat
-        """Whether the rows go through the chat template."""
+        """Whether rows are rendered with the chat template."""
         self._check_template()
 
     @classmethod
-    def train(cls, config: Any, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenised], EpochOrder]:
-        """Every example of `config.train`, read as one file, and their order in the batches of a run with `seed`.
+    def train(cls, config: Any, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenized], EpochOrder]:
+        """Returns all examples of the files in `config.train`, and their order in the batches of a run with `seed`.
 
         Raises:
             NotFound: A file does not exist.
-            InvalidInput: A column is missing or of a wrong type, rows cannot be used or need a template that is not
-                there, or there are too few for one batch.
+            InvalidInput: A column is missing or has a wrong type, rows cannot be used or need a template and the model
+                has none, or there are too few for one batch.
         """
         examples, per_step = cls._read_all(config.train, config, tokenizer, "data.train"), getattr(config, cls.per_step)
         if per_step > len(examples):
@@ -76,11 +76,11 @@ class RowFile(ABC, Generic[Tokenised]):
         return examples, EpochOrder(len(examples), per_step, seed=seed, shuffle=config.shuffle)
 
     @classmethod
-    def held_out(cls, config: Any, tokenizer: Tokenizer) -> dict[str, list[Tokenised]]:
-        """The examples of `config.eval` by name, each set in the order of its file.
+    def held_out(cls, config: Any, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
+        """Returns the examples of `config.eval` by set name, each set in file order.
 
         Raises:
-            LockstepError: As `train`.
+            LockstepError: See `train`.
         """
         limit = getattr(config, cls.max_eval)
         return {
@@ -91,11 +91,11 @@ class RowFile(ABC, Generic[Tokenised]):
     @classmethod
     def _read_all(
         cls, paths: Sequence[Path], config: Any, tokenizer: Tokenizer, field: str, max_rows: int | None = None
-    ) -> list[Tokenised]:
+    ) -> list[Tokenized]:
         limit = getattr(config, cls.max_tokens)
-        bad = BadRows(field, "bad", "Mend them, or set data.bad_rows=drop")
-        overlong = BadRows(field, f"above data.{cls.max_tokens} {limit}", "Raise it, or set data.overlong=drop")
-        kept: list[Tokenised] = []
+        bad = BadRows(field, "bad", "Fix them, or set data.bad_rows=drop")
+        overlong = BadRows(field, f"above data.{cls.max_tokens} {limit}", "Increase it, or set data.overlong=drop")
+        kept: list[Tokenized] = []
         num_rows = 0
         for path in paths:
             file = cls(path, config, tokenizer, field, max_rows)
@@ -115,20 +115,20 @@ class RowFile(ABC, Generic[Tokenised]):
 
     @abstractmethod
     def _check_columns(self) -> pa.DataType:
-        """Type of the column of prompts, or of whole conversations."""
+        """Checks the columns and returns the type of the column of prompts or conversations."""
 
     @abstractmethod
     def _read(self, where: str, number: int, record: dict[str, Any]) -> Row:
-        """The row of `record`, or BadRow."""
+        """Converts `record` to a row. Raises BadRow if it cannot be used."""
 
     @abstractmethod
-    def _example(self, row: Any, pieces: list[list[int]]) -> Tokenised:
-        """What `row` becomes, or BadRow; `pieces` are the tokens of its pieces."""
+    def _example(self, row: Any, pieces: list[list[int]]) -> Tokenized:
+        """Converts `row` to an example; `pieces` are the tokens of its pieces. Raises BadRow if it cannot be used."""
 
-    def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenised]]:
-        """Each with its place, in order, numbered from `first_number`; rows that cannot be used are added to `bad`."""
+    def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenized]]:
+        """Yields (place, example) of each row, numbered from `first_number`. Adds rows that cannot be used to `bad`."""
         rows, encode = self._rows(bad, first_number), self.tokenizer.encode_batch
-        special = self.config.add_special_tokens and not self.is_templated  # a template writes its own
+        special = self.config.add_special_tokens and not self.is_templated  # a chat template adds special tokens itself
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
             prompts = encode([row.pieces[0] for row in chunk], add_special_tokens=special)
             later = iter(encode([piece for row in chunk for piece in row.pieces[1:]]))
@@ -154,7 +154,7 @@ class RowFile(ABC, Generic[Tokenised]):
         if system is None:
             return messages
         if messages[0]["role"] == "system":
-            raise BadRow("it has a system message, and data.system_prompt is set")
+            raise BadRow("it has a system message, but data.system_prompt is set too")
         return [{"role": "system", "content": system}, *messages]
 
     def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
@@ -186,6 +186,6 @@ class RowFile(ABC, Generic[Tokenised]):
 
 
 def hash_of(stored: object, *, allow_nan: bool = True) -> bytes:
-    """128 bits of a row as stored. Raises ValueError for a NaN or infinity, unless they are allowed."""
+    """Returns a 128-bit hash of a row as stored. Raises ValueError for NaN or infinity unless `allow_nan`."""
     content = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=allow_nan)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()

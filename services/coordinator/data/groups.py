@@ -1,4 +1,4 @@
-"""Prompt groups on their way from prompt to batch."""
+"""Prompt groups: sampled, scored and put into a batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ FINISH_REASONS = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_R
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """One prompt, its completions, and the weights that the engine held while it drew them."""
+    """One prompt, its completions and the stamp of the weights that generated them."""
 
     index: int
     prompt: Prompt
@@ -26,41 +26,41 @@ class SampledGroup:
 
 @dataclass(frozen=True)
 class ScoredGroup(SampledGroup):
-    """The same with one score for each completion."""
+    """A sampled group with one score per completion."""
 
     scores: Sequence[Score]
     scorer: str
     baseline: float | None = None
-    """Reward of the prompt's greedy completion, if one was drawn."""
+    """Reward of the prompt's greedy completion, if there is one."""
     columns: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    """What other models say of the samples: column of the batch -> one list for each sample."""
+    """Outputs of other models for the samples: column of the batch -> one list per sample."""
 
     @property
     def rewards(self) -> np.ndarray:
-        """float64 [n]."""
+        """Rewards, float64 [n]."""
         return self.numbers(None)
 
     @property
     def is_truncated(self) -> np.ndarray:
-        """bool [n]: whether the sample reached max_tokens."""
+        """Whether each sample reached max_tokens, bool [n]."""
         return np.array([c.finish_reason == FinishReason.FINISH_REASON_LENGTH for c in self.completions])
 
     @property
     def is_failed(self) -> np.ndarray:
-        """bool [n]: whether the sample could not be scored; its reward is 0 then."""
+        """Whether each sample could not be scored, bool [n]; its reward is then 0."""
         return np.array([score.HasField("failure") for score in self.scores])
 
     def numbers(self, component: str | None) -> np.ndarray:
-        """float64 [n]: a component of the rewards, 0 for a sample without it; None is the rewards themselves."""
+        """Returns a reward component, 0 for samples without it, or the rewards if `component` is None; float64 [n]."""
         if component is None:
             return np.array([score.reward for score in self.scores])
         return np.array([score.components.get(component, 0.0) for score in self.scores])
 
 
 def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> pa.Table:
-    """The batch without advantages, in the order of the groups' indices whatever order they finished in.
+    """Returns the batch without advantages, ordered by the groups' indices, in whatever order they finished.
 
-    With `mask_truncated` the loss_mask leaves out every token of a sample that reached max_tokens.
+    With `mask_truncated`, loss_mask excludes all tokens of samples that reached max_tokens.
     """
     rows = [row for group in sorted(groups, key=lambda g: g.index) for row in _rows(group, mask_truncated)]
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)

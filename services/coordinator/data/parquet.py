@@ -1,4 +1,4 @@
-"""Parquet files, read with errors that name the file and written so that half a file is never seen."""
+"""Reads Parquet files with errors that name the file, and writes them atomically."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -14,11 +14,11 @@ _ROWS_AT_ONCE = 4096
 
 
 def read_table(path: Path, *, field: str) -> pa.Table:
-    """The whole file. `field` is the config key that an error names.
+    """Reads a whole file. `field` is the config key that errors name.
 
     Raises:
-        NotFound: There is no such file.
-        InvalidInput: It is a directory, or not a Parquet file.
+        NotFound: The file does not exist.
+        InvalidInput: The path is a directory, or the file is not a Parquet file.
     """
     if path.is_dir():
         inside = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
@@ -34,13 +34,13 @@ def read_table(path: Path, *, field: str) -> pa.Table:
 
 
 def iter_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows as dictionaries, in order."""
+    """Yields rows as dictionaries, in order."""
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
         yield from batch.to_pylist()
 
 
 def write_tables(tables: Mapping[Path, pa.Table]) -> None:
-    """Writes all files in full beside their places, then moves them there; a failed write leaves what was there."""
+    """Writes all files under temporary names, then renames them. If a write fails, existing files stay unchanged."""
     partial = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in tables}
     try:
         for path, table in tables.items():

@@ -1,4 +1,4 @@
-"""Prompts of a run. The batch of a step follows from (dataset, seed, step) alone: there is no loader state to save."""
+"""Prompts of a run. A step's batch depends only on (dataset, seed, step), so there is no loader state to save."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ class Prompt:
     """
 
     prompt_id: str
-    """As Row.prompt_id."""
+    """See Row.prompt_id."""
     text: str
-    """What was tokenised, template included."""
+    """The text that was tokenized, after the chat template."""
     tokens: tuple[int, ...]
     answer: str
     extra: dict[str, Any]
-    """Further columns, JSON-able."""
+    """Further columns, as JSON values."""
 
 
 class Prompts(Sequence[Prompt]):
-    """Prompts in the order of their files."""
+    """Prompts in file order."""
 
     def __init__(self, rows: Sequence[PromptRow]):
         self._rows = rows
@@ -42,7 +42,7 @@ class Prompts(Sequence[Prompt]):
         for row in rows:
             digest.update(row.tokens.astype("<u4").tobytes())
         self.digest = digest.hexdigest()
-        """128-bit hash, as hex, of rows, order and token ids: all that a run sees of these prompts."""
+        """128-bit hex digest of everything a run sees of these prompts: rows, order and token ids."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -59,7 +59,7 @@ class Prompts(Sequence[Prompt]):
 
 
 class PromptDataset:
-    """Training prompts, cut into the batches of the run's steps."""
+    """Training prompts, and the batch of each step."""
 
     def __init__(self, prompts: Prompts, order: EpochOrder):
         self.prompts = prompts
@@ -67,7 +67,7 @@ class PromptDataset:
 
     @classmethod
     def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> "PromptDataset":
-        """Reads, checks and tokenises `config.train`; raises as RowFile.train."""
+        """Reads, checks and tokenizes `config.train`. Raises like RowFile.train."""
         rows, order = PromptFile.train(config, tokenizer, seed)
         return cls(Prompts(rows), order)
 
@@ -80,7 +80,7 @@ class PromptDataset:
         return len(self.prompts)
 
     def batch(self, step: int) -> list[Prompt]:
-        """The `prompts_per_step` prompts of `step`, all different; to resume is to ask for the next step.
+        """Returns the `prompts_per_step` prompts of `step`, all distinct. Needs no state to resume.
 
         Raises:
             ValueError: `step` is negative.
@@ -89,5 +89,5 @@ class PromptDataset:
 
 
 def load_eval(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """The held-out prompts by name, each set in the order of its file; raises as RowFile.held_out."""
+    """Returns the held-out prompts by set name, each set in file order. Raises like RowFile.held_out."""
     return {name: Prompts(rows) for name, rows in PromptFile.held_out(config, tokenizer).items()}

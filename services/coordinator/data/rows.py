@@ -1,4 +1,4 @@
-"""Files of prompts."""
+"""Reads files of prompts."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +13,9 @@ from services.coordinator.data.files import Row, RowFile, hash_of
 
 @dataclass(frozen=True, slots=True)
 class PromptRow(Row):
-    """A row with its answer, and its tokens once it has them: an array, as a list of ints takes nine times the memory.
+    """A row with its answer, further columns (`extra`) and, once tokenized, its tokens.
 
-    `extra` has the further columns.
+    Tokens are an array because a list of ints takes nine times the memory.
     """
 
     answer: str
@@ -24,12 +24,12 @@ class PromptRow(Row):
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.tokens)
 
 
 class PromptFile(RowFile[PromptRow]):
-    """Columns of prompts, of answers and of what else the scorer sees."""
+    """A file with a prompt column, an answer column and extra columns for the scorers."""
 
     noun, per_step, max_tokens, max_eval = "prompts", "prompts_per_step", "max_prompt_tokens", "max_eval_prompts"
 
@@ -39,7 +39,7 @@ class PromptFile(RowFile[PromptRow]):
         others = [name for name in self._table.column_names if name not in (prompt, answer)]
         self._extra = others if wanted is None else wanted
         for name in self._extra:
-            problem = "which is not JSON: list others in data.extra_columns"
+            problem = "which JSON cannot represent: list the columns to use in data.extra_columns"
             self._require(is_json(self._type(name, "data.extra_columns")), name, self.field, problem)
         self._require(is_prompt(kind), prompt, self.field, "not text or a list of {role, content}")
         self._require(is_text(kind_of_answer), answer, self.field, "not text")

@@ -1,4 +1,4 @@
-"""The model's tokenizer, without transformers and without torch."""
+"""The model's tokenizer, without importing transformers or torch."""
 
 import datetime
 import json
@@ -15,13 +15,13 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class Tokenizer:
-    """Text to token ids and back, as Hugging Face's fast tokenizer of the same directory does it."""
+    """Encodes and decodes text exactly like Hugging Face's fast tokenizer of the same directory."""
 
     def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None, eos_token_ids: tuple[int, ...]):
         self._backend = backend
         self._template = template
         self.eos_token_ids = eos_token_ids
-        """Every id that ends a sample, ascending: those of generation_config.json, config.json and the tokenizer."""
+        """Ids that end a sample, ascending, from generation_config.json, config.json and the tokenizer."""
 
     @classmethod
     def load(
@@ -31,13 +31,13 @@ class Tokenizer:
 
         Args:
             directory: Holds tokenizer.json; tokenizer_config.json, chat_template.jinja, generation_config.json and
-                config.json are read where they exist.
-            chat_template: A Jinja file to use in place of the model's.
-            date: Today's date for a template that asks for it.
+                config.json are read if they exist.
+            chat_template: A Jinja file to use instead of the model's chat template.
+            date: The date for templates that need today's date.
 
         Raises:
-            NotFound: There is no tokenizer.json, or no such `chat_template`.
-            InvalidInput: A file is damaged, two files disagree about an added token, or no token ends a sample.
+            NotFound: tokenizer.json or `chat_template` does not exist.
+            InvalidInput: A file is damaged, two files disagree about an added token, or there is no end token.
         """
         backend = _read_backend(directory / "tokenizer.json")
         config = _read_json(directory / "tokenizer_config.json")
@@ -49,48 +49,48 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included. A model's embedding may be padded to more."""
+        """Number of tokens, including added ones. A model's embedding may have more rows, as padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render` can work."""
+        """Whether the model has a chat template, which `render` needs."""
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their ids.
+        """Returns the token ids of `text`; special tokens written in the text become their ids.
 
-        By default nothing is added, which is right for templated text, as the template writes its own BOS.
-        `add_special_tokens` also applies the tokenizer's post-processor, which puts BOS before text for models that
-        were pre-trained so.
+        By default no token is added, which is right for templated text because the template writes BOS itself.
+        `add_special_tokens` also applies the tokenizer's post-processor, which prepends BOS for models that were
+        pre-trained with it.
 
         Raises:
-            InvalidInput: The vocabulary has no token for a part of `text`, and none for what is unknown.
+            InvalidInput: The vocabulary has no token for a part of `text`, and no unknown token.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # tokenizers raises nothing narrower
+        except Exception as error:  # tokenizers raises no narrower class
             message = f"data: the model's tokenizer cannot encode {text[:80]!r}: {error}"
             raise InvalidInput(message, field="data") from error
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
-        """`encode` of each, on all cores."""
+        """Encodes each of `texts` like `encode`, on all cores."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except Exception:  # noqa: BLE001 tokenizers raises nothing narrower; one by one, the text is named
+        except Exception:  # noqa: BLE001 tokenizers raises no narrower class; encoding one by one names the text
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
         return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `tokens`."""
+        """Returns the text of `tokens`."""
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """Text of `messages` in the chat template, ending with the header of the assistant's turn.
+        """Renders `messages` with the chat template, followed by the header of the assistant's turn.
 
         Raises:
-            InvalidInput: The model has no chat template, or the template asks for a date and there is none.
-            TemplateRefusal: The template does not take these messages.
+            InvalidInput: The model has no chat template, or the template needs a date and there is none.
+            TemplateRefusal: The template rejects these messages.
         """
         if self._template is None:
             message = "messages need a chat template and the model has none: set data.chat_template to a Jinja file"
@@ -102,11 +102,11 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise NotFound(f"{path} does not exist: the model needs a fast tokenizer", field="model")
     try:
-        # `from_str` raises a bare Exception for text that is not a tokenizer, and only for that.
+        # `from_str` raises a bare Exception, and only for text that is not a tokenizer.
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:
         raise InvalidInput(f"{path} is not a tokenizer: {error}", field="model") from error
-    # Both can be left over from training, and would cut or pad prompts without a word.
+    # The file may have either set from training, which would silently truncate or pad prompts.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -125,7 +125,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any]) -> None:
-    """Adds the tokens that only tokenizer_config.json knows."""
+    """Adds the tokens that are only in tokenizer_config.json."""
     for token_id, token in sorted((int(key), token) for key, token in decoder.items()):
         flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
         added = tokenizers.AddedToken(token["content"], **{flag: token[flag] for flag in flags if flag in token})
@@ -154,7 +154,7 @@ def _read_template(directory: Path, config: Mapping[str, Any], override: Path | 
         return inline
     named = {entry["name"]: entry["template"] for entry in inline}
     if "default" not in named:
-        message = f"tokenizer_config.json has chat templates {sorted(named)} and no default: set data.chat_template"
+        message = f"tokenizer_config.json has chat templates {sorted(named)} but no default: set data.chat_template"
         raise InvalidInput(message, field="data.chat_template")
     return named["default"]
 

@@ -1,12 +1,12 @@
-"""Tables that are as wide as the terminal lets them be, without a cell that is cut."""
+"""Chooses the columns of a table that fit the terminal, so that no cell is cut off."""
 
 from collections.abc import Iterable, Sequence
 
 
 def fitting(lines: Sequence[Sequence[str]], by_importance: Iterable[int], width: int) -> list[int]:
-    """Indices, ascending, of the columns that a table of `lines`, the header among them, has room for in `width`.
+    """Returns the ascending indices of the columns of `lines` (including the header) that fit in `width` characters.
 
-    The most important one is always among them.
+    The most important column is always included.
     """
     left, shown = width - 1, list[int]()
     for index in by_importance:

@@ -1,4 +1,4 @@
-"""Connects a session to whoever follows it: the terminal of one command, or everybody who watches a daemon."""
+"""Connects a session to its viewers: the terminal of one command, or all clients that watch a daemon."""
 
 import asyncio
 import signal
@@ -12,16 +12,16 @@ from services.coordinator.runs.run import Run
 
 
 class Frontend(Protocol):
-    """Shows what a session does. Without a `console` the caller has configured logging already."""
+    """Shows what a session does. If `console` is None, the caller has already configured logging."""
 
     console: Console | None
 
     def say(self, line: str) -> None:
-        """Announces what is done next."""
+        """Shows a line that says what the session does next."""
         ...
 
     def begin(self, run: Run, version: int) -> Reporter:
-        """Returns the reporter of the loop, which starts at `version` and ends once `run.stopping` is set."""
+        """Returns a reporter for the loop, which starts at `version` and stops once `run.stopping` is set."""
         ...
 
 
@@ -41,7 +41,7 @@ class TerminalFrontend:
 
 
 def stop_on_signal(run: Run, console: Console) -> None:
-    """Ends the run after its step on the first Ctrl-C or SIGTERM, and at once on the second."""
+    """Stops the run after its current step on the first Ctrl-C or SIGTERM, and immediately on the second."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 
     def stop() -> None:
@@ -49,7 +49,7 @@ def stop_on_signal(run: Run, console: Console) -> None:
             main.cancel()
             return
         run.stopping = True
-        console.print("stopping after this step; once more to stop now")
+        console.print("stopping after this step; interrupt again to stop now")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

@@ -1,4 +1,4 @@
-"""Writes the coordinator's log of a run."""
+"""Sets up the coordinator's log of a run."""
 
 import logging
 
@@ -19,7 +19,7 @@ def log_file(config: Config) -> logging.Handler:
 
 
 def log_to(config: Config, console: Console) -> None:
-    """Logs everything to coordinator.log, and warnings to `console` too; lines are not wrapped outside a terminal."""
+    """Logs everything to coordinator.log and warnings also to `console`, unwrapped if it is not a terminal."""
     to_console: logging.Handler = logging.StreamHandler(console.file)
     line = "%(asctime)s %(levelname)s %(message)s"
     if console.is_terminal:

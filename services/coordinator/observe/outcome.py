@@ -1,4 +1,4 @@
-"""What a run leaves: the final policy, and what the terminal says of it."""
+"""The result of a run, and its summary in the terminal."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run leaves."""
+    """Result of a run that finished or was stopped."""
 
     directory: Path
     version: int
@@ -20,7 +20,7 @@ class Outcome:
 
 
 def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number: str) -> None:
-    """Prints the first and the last held-out numbers, formatted as `number`, and what is in which `files`."""
+    """Prints the first and last held-out metrics, formatted as `number`, and what each of the run's `files` has."""
     if outcome.evaluations:
         shown = [outcome.evaluations[0], *outcome.evaluations[1:][-1:]]
         table = Table("held-out", *(f"after step {metrics['version']}" for metrics in shown))
@@ -31,6 +31,6 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
     lines = [f"  {name:<28} {what}" for name, what in files.items() if outcome.export_path or name != "model/"]
     done = f"{outcome.version} steps done."
     if outcome.version < outcome.num_steps:
-        done = f"Stopped: {outcome.version} of {outcome.num_steps} steps done. The same command goes on."
-    for line in (f"{done} Files of this run, in {outcome.directory}:", *lines):
+        done = f"Stopped: {outcome.version} of {outcome.num_steps} steps done. Run the same command again to resume."
+    for line in (f"{done} Files in {outcome.directory}:", *lines):
         console.print(line, soft_wrap=True, highlight=False)

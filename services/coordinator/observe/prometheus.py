@@ -1,4 +1,4 @@
-"""What Prometheus is told of a run."""
+"""Exports a run's metrics to Prometheus."""
 
 import time
 from collections.abc import Iterator
@@ -13,30 +13,30 @@ from services.coordinator.runs.reporter import ReplicaCounts, Reporter
 
 
 class Prometheus(Reporter):
-    """Serves `metrics` as long as the run lasts."""
+    """Serves `metrics` for the duration of the run."""
 
     def __init__(self, metrics: Metrics, run_id: str):
         self._metrics, registry = metrics, metrics.registry
         self._rollout: ReplicaCounts | None = None
-        Info("lockstep_coordinator_run", "Which run this is.", registry=registry).info({"run_id": run_id})
-        self._step = Gauge("lockstep_coordinator_step", "Steps that are finished.", registry=registry)
+        Info("lockstep_coordinator_run", "Id of the run.", registry=registry).info({"run_id": run_id})
+        self._step = Gauge("lockstep_coordinator_step", "Finished steps.", registry=registry)
         self._step_seconds = Gauge(
-            "lockstep_coordinator_step_seconds", "Time of the last finished step.", registry=registry
+            "lockstep_coordinator_step_seconds", "Duration of the last finished step.", registry=registry
         )
         self._phase_seconds = Histogram(
             "lockstep_coordinator_phase_seconds",
-            "Time of each phase of the loop: generating, training, publishing, ...",
+            "Duration of each phase of the loop: generating, training, publishing, ...",
             ["phase"],
             buckets=SECONDS,
             registry=registry,
         )
         self._reward = Gauge("lockstep_coordinator_reward_mean", "Mean reward of the last batch.", registry=registry)
         self._tokens = Counter(
-            "lockstep_coordinator_batch_tokens_total", "Tokens of the batches trained on.", registry=registry
+            "lockstep_coordinator_batch_tokens_total", "Tokens of all batches trained on.", registry=registry
         )
         self._numbers = Gauge(
             "lockstep_coordinator_number",
-            "Every number of the last step and evaluation, by its name in metrics.jsonl.",
+            "Every metric of the last step and evaluation, by its name in metrics.jsonl.",
             ["name"],
             registry=registry,
         )
@@ -44,12 +44,15 @@ class Prometheus(Reporter):
         metrics.serve()
 
     def collect(self) -> Iterator[Metric]:
-        """How the replicas are now."""
+        """Yields the current state of the replicas."""
         rollout = self._rollout
         num_dead, redispatched = (rollout.num_dead, rollout.num_redispatched) if rollout else (0, 0)
-        dead = ("lockstep_coordinator_dead_replicas", "Replicas that are gone and have not come back.")
+        dead = ("lockstep_coordinator_dead_replicas", "Replicas that were lost and have not come back.")
         yield GaugeMetricFamily(*dead, num_dead)
-        again = ("lockstep_coordinator_redispatched_groups_total", "Prompt groups that a replica did not finish.")
+        again = (
+            "lockstep_coordinator_redispatched_groups_total",
+            "Prompt groups sent to another replica after one did not finish them.",
+        )
         yield CounterMetricFamily(*again, redispatched)
 
     def watch(self, rollout: ReplicaCounts) -> None:
@@ -67,7 +70,7 @@ class Prometheus(Reporter):
         self._step.set(version)
         self._step_seconds.set(metrics["time/step_s"])
         self._tokens.inc(metrics["batch/tokens"])
-        if "reward/mean" in metrics:  # a supervised run has none
+        if "reward/mean" in metrics:  # an SFT run has none
             self._reward.set(metrics["reward/mean"])
         self.evaluation(version, metrics)
 

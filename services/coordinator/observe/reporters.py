@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the terminal, metrics.jsonl, TensorBoard."""
+"""Reporters that show or write a run's metrics: terminal, metrics.jsonl and TensorBoard."""
 
 import json
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from services.coordinator.observe.columns import fitting
 from services.coordinator.runs.reporter import Reporter, in_order
 
 _ROWS = 12
-_FRAME = 6  # lines around the rows: borders, header and a caption of up to two
+_FRAME = 6  # lines around the rows: borders, header and a caption of up to two lines
 
 
 class JsonLines(Reporter):
-    """One JSON object per step or evaluation. Derived from the ledger: a resumed run drops what it will do again."""
+    """Writes one JSON object per step or evaluation. A resumed run removes the lines of steps that it will repeat."""
 
     def __init__(self, path: Path, version: int):
-        # A crash may have torn the last line, of a step that will be done again or is in the ledger.
+        # A crash may have cut off the last line. Its step will be repeated or is in the ledger.
         whole = path.read_text().split("\n")[:-1] if path.exists() else []
         partial = path.with_suffix(".partial")
         partial.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= version))
@@ -38,10 +38,10 @@ class JsonLines(Reporter):
 
 
 class TensorBoard(Reporter):
-    """Event files that TensorBoard reads."""
+    """Writes event files for TensorBoard."""
 
     def __init__(self, directory: Path, version: int):
-        from tensorboardX import SummaryWriter  # loads torch, where that is installed: seconds
+        from tensorboardX import SummaryWriter  # takes seconds, because it imports torch if that is installed
 
         self._writer = SummaryWriter(str(directory), purge_step=version + 1)
 
@@ -56,7 +56,7 @@ class TensorBoard(Reporter):
 
 
 class Terminal(Reporter):
-    """A live table of the last steps; one line per step where the output is no terminal."""
+    """Shows a live table of the last steps, or prints a line per step if the output is not a terminal."""
 
     def __init__(self, console: Console, num_steps: int):
         self._console, self._num_steps = console, num_steps
@@ -91,7 +91,7 @@ class Terminal(Reporter):
             self._live.stop()
 
     def _table(self) -> Table:
-        """The last rows and the most important columns, as many as fit."""
+        """Builds a table of the last rows and the most important columns, as many as fit."""
         num_rows = max(1, min(_ROWS, self._console.height - _FRAME))
         lines = [_NAMES, *self._rows[-num_rows:]]
         table = Table(caption=self._phase, caption_justify="left", expand=False)
@@ -124,6 +124,6 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def files(config: Config, version: int) -> list[Reporter]:
-    """Returns the reporters that write a run's metrics to files; the run goes on from `version`."""
+    """Returns the reporters that write a run's metrics to files; the run continues from `version`."""
     directory = config.run_dir
     return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version)]

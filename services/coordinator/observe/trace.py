@@ -1,4 +1,4 @@
-"""Where the time of a run goes, as spans of the loop and of every call to the services that it started."""
+"""Traces a run: spans of the loop and of every call to the services that the run started."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,14 +12,14 @@ from services.coordinator.runs.reporter import Reporter
 
 
 def trace_path(run_dir: Path, name: str) -> Path:
-    """Where the process `name` of a run keeps its spans."""
+    """Returns the file for the spans of the process `name`, and creates its directory."""
     directory = run_dir / "trace"
     directory.mkdir(parents=True, exist_ok=True)
     return (directory / f"{name}.json").absolute()
 
 
 class RunTrace(Reporter):
-    """A span for each step, with the loop's phases in it; at the end all spans of the run are put into trace.json."""
+    """Records a span per step with the loop's phases in it. At the end, joins all spans of the run in trace.json."""
 
     def __init__(self, config: Config):
         self._run_dir = config.run_dir if config.trace else None

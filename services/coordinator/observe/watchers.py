@@ -1,4 +1,4 @@
-"""What watches a run from its begin to its end, as the config section `observability` says."""
+"""Creates the reporters that follow a run from start to end, according to the config section `observability`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -12,16 +12,16 @@ from services.coordinator.runs.run import Run
 
 
 def watchers(run: Run) -> list[Reporter]:
-    """Begun before the services are: what cannot be had is an error before anybody waits for a model.
+    """Creates the reporters before any service starts, so that a bad setting fails before a model is loaded.
 
     Raises:
-        InvalidInput: An address is wrong or taken, or an extra is not installed.
+        InvalidInput: An address is invalid or in use, or an extra is not installed.
     """
     found: list[Reporter] = []
     with ExitStack() as opened:
         for watcher in _open(run):
             found.append(opened.enter_context(closing(watcher)))
-        opened.pop_all()  # all are there, and the run's to close
+        opened.pop_all()  # all were created; the run closes them
     return found
 
 

@@ -1,1 +1,1 @@
-"""`lockstep replay`: whether a recorded step gives the same rewards and the same weights again."""
+"""`lockstep replay`: repeats a recorded step and checks that it gives the same rewards and weights."""

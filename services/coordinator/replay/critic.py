@@ -1,4 +1,4 @@
-"""Trains the critic on the recorded batches again, from its own newest checkpoint before a step."""
+"""Trains the critic again on the recorded batches, from its newest checkpoint before a step."""
 
 import asyncio
 import json
@@ -13,24 +13,24 @@ from services.coordinator.runs.resume import CRITIC_CHECKPOINTS
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Model
 
-# Of a checkpoint: the tensors. What lies beside them has random names in it.
+# Suffix of a checkpoint's tensor files. Its other files contain random names, so they cannot be compared.
 _TENSORS = ".distcp"
 
 
 async def replay_critic(
     run: Run, record: Record, step: int, critic: Model, say: Callable[[str], None]
 ) -> tuple[int, list[Difference]]:
-    """Makes the critic of `step` again; the number of values compared, and what differs.
+    """Trains the critic of `step` again. Returns the number of values compared and the differences.
 
-    The metrics of every step on the way are compared, and at the end its weights and its optimizer's state, if the run
-    kept a checkpoint of that step.
+    Compares the metrics of every step from the checkpoint on and, if the run kept the critic's checkpoint of `step`,
+    the final weights and optimizer state.
 
     Raises:
-        NotFound: The samples of a step on the way were not kept.
+        NotFound: The samples of one of the steps were not kept.
     """
     assert run.config.critic
     start, warmup_steps = record.critic_start(step - 1), run.config.critic.warmup_steps
-    assert start, "the caller has looked"
+    assert start, "the caller has checked"
     await critic.open(run.run_id, start[1])
     found, compared = [], 0
     for version in range(start[0], step):
@@ -42,11 +42,11 @@ async def replay_critic(
         _, metrics = await critic.train(batch.samples, run.batch_id(stamp), stamp, version + warmup_steps)
         now = {f"train/{name}": value for name, value in metrics.items()}
         compared += len(now)
-        found += _at(f"step {version + 1}: ", compare(record.metrics(version + 1), now))
+        found += _prefixed(f"step {version + 1}: ", compare(record.metrics(version + 1), now))
     if recorded := record.critic_checkpoint(step):
         now = await _tensors_now(run, critic, step, step + warmup_steps)
         compared += len(now)
-        found += _at("critic's checkpoint: ", compare(_tensors(recorded), now))
+        found += _prefixed("critic's checkpoint: ", compare(_tensors(recorded), now))
     return compared, found
 
 
@@ -60,10 +60,10 @@ async def _tensors_now(run: Run, critic: Model, step: int, version: int) -> dict
 
 
 def _tensors(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of each file of tensors, as the manifest has it."""
+    """Returns the SHA-256 of each tensor file from the checkpoint's manifest."""
     files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     return {name: about["sha256"] for name, about in files.items() if name.endswith(_TENSORS)}
 
 
-def _at(where: str, differences: Iterator[Difference]) -> Iterator[Difference]:
+def _prefixed(where: str, differences: Iterator[Difference]) -> Iterator[Difference]:
     return (Difference(where + one.what, one.recorded, one.now) for one in differences)

@@ -1,4 +1,4 @@
-"""What a run recorded of its steps, for whoever does one of them again. Step n made version n of version n - 1."""
+"""Reads a run's recorded steps for replay. Step n makes version n of the weights from version n - 1."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not as it was recorded."""
+    """A value that differs from the recorded one."""
 
     what: str
     recorded: str
@@ -30,7 +30,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of a step, and whether they are still the file that was recorded."""
+    """The samples of a step; `differences` is not empty if the file is not the one that was recorded."""
 
     samples: pa.Table
     dataset_digest: str
@@ -38,11 +38,11 @@ class Batch:
 
 
 class Record:
-    """Reads the files of a run; close it.
+    """Reads the files of a run. Must be closed.
 
     Raises:
         NotFound: `run_dir` holds no run.
-        PreconditionFailed: It was a supervised run, or its config was changed since.
+        PreconditionFailed: It is an SFT run, or its config was changed since.
     """
 
     def __init__(self, run_dir: Path):
@@ -67,11 +67,11 @@ class Record:
             raise NotFound(f"--step {step}: {self.run_dir} {has}", field="step")
 
     def batch(self, step: int) -> Batch:
-        """The samples that `step` trained on.
+        """Returns the samples that `step` trained on.
 
         Raises:
-            NotFound: They were not kept.
-            DataLoss: Their file cannot be read.
+            NotFound: The samples were not kept.
+            DataLoss: The file of samples cannot be read.
         """
         path = self.run_dir / "batches" / f"step-{step - 1:06d}.parquet"
         collected = self._ledger.last(Kind.COLLECTED, step - 1)
@@ -86,20 +86,20 @@ class Record:
         return Batch(samples, collected["dataset"], tuple(differs))
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The numbers of a finished step."""
+        """Returns the metrics of a finished step."""
         return self._ledger.last(Kind.FINISHED, step) or {}
 
     def digest(self, version: int) -> str:
-        """Of the weights that were published as `version`; empty if they were not."""
+        """Returns the digest of the weights that were published as `version`; empty if they were not published."""
         return (self._ledger.last(Kind.PUBLISHED, version) or {}).get("digest", "")
 
     def start(self, version: int) -> tuple[int, str]:
-        """The newest weights at or before `version` that are still there: their version and checkpoint.
+        """Returns (version, checkpoint) of the newest weights at or before `version` that still exist.
 
-        An empty checkpoint is the model that the run began with.
+        An empty checkpoint stands for the model that the run started with.
 
         Raises:
-            NotFound: There are none.
+            NotFound: No such weights exist.
             DataLoss: The checkpoint is not the one that was saved.
         """
         if saved := self._newest(Kind.SAVED, version):
@@ -107,14 +107,16 @@ class Record:
         first, began = self._opened[0]["checkpoint"], self._ledger.all(Kind.PUBLISHED)[0]["version"]
         if began > version or (first and not (Path(first) / "manifest.json").is_file()):
             raise NotFound(
-                f"no checkpoint at or before step {version} is left: the run began at step {began}"
+                f"no checkpoint at or before step {version} is left: the run started at step {began}"
                 + (f" with {first}" if first else ""),
                 field="step",
             )
         return began, first
 
     def critic_start(self, version: int) -> tuple[int, str] | None:
-        """The same of the critic, if it is left: with warm-up, whose batches are not kept, only from a checkpoint.
+        """Like `start`, for the critic; None if no such weights exist.
+
+        A critic with warm-up can only start from a checkpoint, because the batches of its warm-up are not kept.
 
         Raises:
             DataLoss: The checkpoint is not the one that was saved.
@@ -125,7 +127,7 @@ class Record:
         return (0, "") if is_fresh and self.start(version)[0] == 0 else None
 
     def critic_checkpoint(self, step: int) -> Path | None:
-        """The critic as it was saved after `step`, if it is left."""
+        """Returns the critic's checkpoint of `step`, if it still exists."""
         saved = self._newest(Kind.SAVED_CRITIC, step)
         return Path(saved[1]) if saved and saved[0] == step else None
 
@@ -138,7 +140,7 @@ class Record:
         return None
 
     def _present(self, path: str, directory: str) -> Path | None:
-        """A checkpoint, also of a run directory that was moved."""
+        """Returns where a checkpoint is now, also if the run's directory was moved."""
         places = (self.run_dir / directory / Path(path).name, Path(path))
         return next((place.absolute() for place in places if (place / "manifest.json").is_file()), None)
 
@@ -148,14 +150,14 @@ class Record:
         text = self._opened[-1]["config"]
         recorded, path = json.loads(text), self.run_dir / "config.json"
         if "rollout" not in recorded:
-            raise PreconditionFailed(f"{self.run_dir} is a supervised run: it keeps no samples that could be replayed")
+            raise PreconditionFailed(f"{self.run_dir} is an SFT run, which keeps no samples to replay")
         try:
             now = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataLoss(f"{path} cannot be read: {error}") from error
         if changed := list(differences(now, recorded)):
             raise PreconditionFailed(
-                f"{path} was changed since the run: {', '.join(changed)}; put it back to replay it"
+                f"{path} was changed since the run: {', '.join(changed)}; restore it to replay the run"
             )
         return parse_json(Config, text)
 
@@ -168,7 +170,7 @@ def _verified(path: Path, digest: str) -> str:
 
 
 def compare(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterator[Difference]:
-    """Every value of `now` that is not exactly the recorded one."""
+    """Yields a difference for every value of `now` that is not exactly the recorded one."""
     for name, value in now.items():
         if name not in recorded:
             yield Difference(name, "nothing", show(value))
@@ -177,20 +179,20 @@ def compare(recorded: Mapping[str, object], now: Mapping[str, object]) -> Iterat
 
 
 def show(value: object) -> str:
-    """A value with all its digits."""
+    """Returns a value as text with all its digits."""
     return value if isinstance(value, str) else repr(value)
 
 
 def require_same_data(batch: Batch, digest: str) -> None:
-    """Raises PreconditionFailed if the prompts are no longer those that `batch` was drawn from."""
+    """Raises PreconditionFailed if the prompts are no longer those that `batch` was sampled from."""
     if batch.dataset_digest != digest:
         raise PreconditionFailed(
-            f"data.train is not what the run drew from (digest {digest}, recorded {batch.dataset_digest}): "
-            "its rows, template or tokenizer were changed; put them back to replay its rewards"
+            f"data.train differs from what the run used (digest {digest}, recorded {batch.dataset_digest}): "
+            "its rows, template or tokenizer were changed; restore them to replay its rewards"
         )
 
 
 def require_positive(step: int) -> None:
-    """Raises InvalidInput unless steps are counted from 1."""
+    """Raises InvalidInput if `step` is below 1."""
     if step < 1:
         raise InvalidInput(f"--step {step}: steps are counted from 1", field="step")

@@ -1,4 +1,4 @@
-"""Scores the recorded samples of a step again, by the run's scorers."""
+"""Scores the recorded samples of a step again with the run's scorers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,10 +21,11 @@ Row = Mapping[str, Any]
 async def replay_rewards(
     batch: Batch, reward: Reward, data: PromptDataset, tokenizer: Tokenizer
 ) -> tuple[int, list[Difference]]:
-    """Scores every group of `batch` with the opened `reward`; the number of samples, and what differs.
+    """Scores every group of `batch` with the opened `reward`. Returns the number of samples and the differences.
 
     Raises:
-        PreconditionFailed: The prompts are no longer those that the samples were drawn for.
+        PreconditionFailed: The prompts are no longer those that were sampled.
+        NotFound: The prompt of a sample is not in the data.
     """
     require_same_data(batch, data.digest)
     groups: dict[int, list[Row]] = {}

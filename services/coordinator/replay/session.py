@@ -1,4 +1,4 @@
-"""`lockstep replay` from its arguments to its verdict, as a run of no steps in a directory of its own."""
+"""Runs `lockstep replay`, as a run without steps in a directory of its own."""
 
 import datetime
 from collections.abc import Collection, Sequence
@@ -29,17 +29,17 @@ from services.coordinator.services.running import recorded_run, running_services
 
 
 class What(StrEnum):
-    """Part of a step that is done again, by the service that does it."""
+    """Part of a step to repeat."""
 
     REWARDS = "rewards"
     TRAIN = "train"
 
 
 def parse_what(text: str) -> list[What]:
-    """Both if `text` is empty.
+    """Returns the part named in `text`, or both if it is empty.
 
     Raises:
-        InvalidInput: It names neither.
+        InvalidInput: `text` is neither part.
     """
     if text and text not in list(What):
         raise InvalidInput(f"--what {text}: must be rewards or train", field="what")
@@ -51,7 +51,7 @@ _SERVICES = {What.REWARDS: "reward", What.TRAIN: "trainer"}
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of it. `compared` says in words what was compared."""
+    """Result of a replay. `compared` has a line of text for each comparison."""
 
     step: int
     compared: Sequence[str]
@@ -62,13 +62,13 @@ class Replayed:
 async def replay_session(
     run_dir: Path, step: int, what: Collection[What], given: Addresses, console: Console
 ) -> Replayed:
-    """Does `step` of a run again; the run's own files are left as they are.
+    """Repeats `step` of a run. The run's own files are not changed.
 
     Raises:
-        NotFound: There is no run, no such step, or samples or checkpoints that it needs were not kept.
+        NotFound: There is no run or no such step, or samples or checkpoints that it needs were not kept.
         PreconditionFailed: The run's config or data were changed.
         DataLoss: A checkpoint is not the one that was saved.
-        LockstepError: As the first failure of a service.
+        LockstepError: The first failure of a service.
     """
     require_positive(step)
     with closing(Record(run_dir)) as record:
@@ -79,7 +79,7 @@ async def replay_session(
         has_critic = What.TRAIN in what and record.config.critic and record.critic_start(step - 1)
         session = _Session(record, step, what, console)
         config = _config(record, step, checkpoint)
-        start = open_run(config)  # without the critic, whose checkpoint need not be of the policy's step
+        start = open_run(config)  # without the critic, whose checkpoint may be of another step than the policy's
         if has_critic:
             config = config.model_copy(update={"critic": record.config.critic})
         services = [_SERVICES[part] for part in what]
@@ -89,11 +89,11 @@ async def replay_session(
 
 
 def show_replayed(replayed: Replayed, console: Console) -> None:
-    """Prints the verdict and a line for every difference."""
+    """Prints the comparisons, a line for every difference, and the result."""
     for line in replayed.compared:
         console.print(line, soft_wrap=True, highlight=False)
     if not replayed.differences:
-        console.print(f"step {replayed.step}: exactly as it was recorded", style="green", highlight=False)
+        console.print(f"step {replayed.step}: identical to the record", style="green", highlight=False)
         return
     for one in replayed.differences:
         line = f"{one.what}: recorded {one.recorded}, now {one.now}"
@@ -148,7 +148,7 @@ class _Session:
 
     async def _critic(self, run: Run, addresses: Addresses) -> tuple[str, list[Difference]]:
         if run.config.critic is None:
-            return "critic: not trained again, since no checkpoint of it before this step is left", []
+            return "critic: not trained again, because it has no checkpoint before this step", []
         critic = Model("critic", addresses.of("critic"), run.config, addresses.transport)
         try:
             num_values, found = await replay_critic(run, self.record, self.step, critic, self._say)
@@ -161,7 +161,7 @@ class _Session:
 
 
 def _config(record: Record, step: int, checkpoint: str) -> Config:
-    """The run's, in a directory of its own. What other models say of the samples is in the batch: none is asked."""
+    """Returns the run's config with a directory of its own and without other models; the batch has their outputs."""
     alone = {"reference": ReferenceConfig(), "critic": None, "advantage": AdvantageConfig()}
     here = {
         "runs_dir": record.run_dir / "replay",
@@ -173,7 +173,7 @@ def _config(record: Record, step: int, checkpoint: str) -> Config:
 
 
 def _tokenizer(config: Config, run_dir: Path) -> Tokenizer:
-    """Of the model, or of the card that its trainer answered where the model is on another host."""
+    """Loads the tokenizer of the model or, if the model is on another host, of the model card that the trainer sent."""
     model = Path(config.model) if Path(config.model).is_dir() else run_dir / "model_card"
     return Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date)
 

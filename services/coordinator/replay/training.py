@@ -1,4 +1,4 @@
-"""Trains on the recorded batches again, from the newest checkpoint before a step."""
+"""Trains the policy again on the recorded batches, from the newest checkpoint before a step."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,12 @@ from services.coordinator.services.clients.trainer import Trainer
 async def replay_training(
     run: Run, record: Record, step: int, trainer: Trainer, say: Callable[[str], None]
 ) -> tuple[int, list[Difference]]:
-    """Makes the versions up to `step` again; the number of values compared, and what differs.
+    """Trains all versions up to `step` again. Returns the number of values compared and the differences.
 
-    Every version's weights are compared by the digest of their content; the metrics are those of `step`.
+    Compares the weights of every version by their content digest, and the metrics of `step`.
 
     Raises:
-        NotFound: The samples of a step on the way were not kept.
+        NotFound: The samples of one of the steps were not kept.
     """
     version = await trainer.open(run.run_id, run.resume_from)
     stamps = _Stamps(run, trainer)
@@ -35,24 +35,24 @@ async def replay_training(
         batch = record.batch(version + 1)
         found += batch.differences
         say(f"training on the batch of step {version + 1}")
-        version, metrics = await trainer.train(_drawn_from(stamp, batch), run.batch_id(stamp), stamp)
+        version, metrics = await trainer.train(_with_stamp(stamp, batch), run.batch_id(stamp), stamp)
         stamp = await stamps.of(version)
         if version == step:
             now = batch_metrics(batch.samples) | {f"train/{name}": value for name, value in metrics.items()}
-            now = {name: value for name, value in now.items() if not name.endswith("_s")}  # the clock's
+            now = {name: value for name, value in now.items() if not name.endswith("_s")}  # without timings
             compared += len(now)
             found += compare(record.metrics(step), now)
 
 
 class _Stamps:
-    """Publishes the policy to nobody: that is what makes a stamp of its weights, and lets it train on."""
+    """Publishes the policy to a group without receivers, to get a stamp of its weights, which training requires."""
 
     def __init__(self, run: Run, trainer: Trainer):
         self._run, self._trainer = run, trainer
         self._epoch = 0
 
     async def of(self, version: int) -> PolicyStamp:
-        """The stamp of the held weights."""
+        """Returns the stamp of the weights that the trainer holds."""
         if not self._epoch:
             await self._join()
         return await self._trainer.send(self._epoch, version)
@@ -62,8 +62,8 @@ class _Stamps:
         await self._trainer.join(weight_group(self._run, self._trainer.opened, self._epoch, 0))
 
 
-def _drawn_from(stamp: PolicyStamp, batch: Batch) -> pa.Table:
-    """The samples as the trainer takes them. Where the weights differ, which is listed, theirs is another stamp."""
+def _with_stamp(stamp: PolicyStamp, batch: Batch) -> pa.Table:
+    """Returns the samples with `stamp`, which the trainer requires; the recorded stamp is another if weights differ."""
     samples = batch.samples
     for name, value in (("policy_version", stamp.version), ("policy_digest", stamp.digest)):
         index = samples.schema.get_field_index(name)

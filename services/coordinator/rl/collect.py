@@ -1,4 +1,4 @@
-"""Prompts in, scored groups out: each group is scored while the others still generate."""
+"""Samples and scores prompts; each group is scored while others are still being generated."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,21 +20,21 @@ from services.coordinator.services.clients.rollout import Rollout
 
 @dataclass(frozen=True)
 class Draw:
-    """What is drawn of a prompt, and from which weights."""
+    """How to sample one prompt, and from which weights."""
 
     num_samples: int
     sampling: SamplingConfig
     stamp: PolicyStamp
     step: int
-    """Seeds follow from it: the version of the stamp, unless more than one batch is drawn from that."""
+    """Determines the seeds. It is the stamp's version, unless several batches are sampled from that version."""
     with_baseline: bool = False
-    """Also one greedy completion, of which only the reward is kept."""
+    """Also generate one greedy completion and keep only its reward."""
     keep_failed: bool = False
-    """No group is dropped: the reward of a sample that could not be scored is 0."""
+    """Keep all groups; a sample that could not be scored gets a reward of 0."""
 
 
 class Collector:
-    """Samples and scores prompts with one tokenizer; the seeds follow from the run's."""
+    """Samples and scores prompts with one tokenizer. All sampling seeds derive from the run's `seed`."""
 
     def __init__(self, rollout: Rollout, reward: Reward, tokenizer: Tokenizer, seed: int):
         self._rollout, self._reward, self._tokenizer, self._seed = rollout, reward, tokenizer, seed
@@ -42,7 +42,7 @@ class Collector:
     async def collect(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig, stamp: PolicyStamp
     ) -> list[ScoredGroup]:
-        """`num_samples` completions of every prompt, in the order of the prompts; none is dropped.
+        """Returns the scored group of every prompt, each of `num_samples`, in the order of `prompts`. Drops none.
 
         Raises:
             LockstepError: REWARD_FAILED if no sample could be scored.
@@ -56,7 +56,7 @@ class Collector:
         return groups
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
-        """One prompt, sampled and scored; None if `reward.on_failure` drops it."""
+        """Samples and scores one prompt. Returns None if `reward.on_failure` drops the group."""
         if not draw.with_baseline:
             return await self._one(index, prompt, draw)
         greedy = replace(draw, num_samples=1, sampling=draw.sampling.model_copy(update={"temperature": 0.0}))
@@ -75,6 +75,6 @@ class Collector:
             return await self._reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
 
     def _seed_of(self, step: int, prompt_id: str, sample: int) -> int:
-        """The same for the same (run seed, step, prompt, sample), wherever and whenever it is drawn."""
+        """Returns a seed that depends only on the run's seed, the step, the prompt and the sample's index."""
         key = f"{self._seed}/{step}/{prompt_id}/{sample}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,6 @@
-"""`lockstep eval`: a checkpoint or a model on a run's held-out sets, as a run of no steps in its own directory."""
+"""`lockstep eval`: evaluates a checkpoint or model on a run's held-out sets, as a run without steps in a directory of
+its own.
+"""
 
 import datetime
 import json
@@ -27,7 +29,7 @@ from services.coordinator.services.running import recorded_run, running_services
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation leaves. `metrics` are named `eval/<set>/<metric>`."""
+    """Result of an evaluation. `metrics` are named `eval/<set>/<metric>`."""
 
     stamp: PolicyStamp
     metrics: dict[str, float]
@@ -35,59 +37,59 @@ class Evaluation:
 
 
 def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
-    """The run `config`, made to evaluate `checkpoint` in `out`, or else in a new directory below that of its run.
+    """Returns `config`, changed to evaluate `checkpoint` in `out` or, by default, in a new directory in its run's.
 
     Args:
         config: The run's config.
         checkpoint: A checkpoint of a run, or a model directory in the Hugging Face format.
-        out: Must not exist, or be empty.
+        out: A directory that is empty or does not exist yet.
 
     Raises:
-        NotFound: `checkpoint` is neither.
-        InvalidInput: It is the directory of a whole run, `out` is not empty, or there is no set to evaluate.
+        NotFound: `checkpoint` is neither a checkpoint nor a model.
+        InvalidInput: `checkpoint` is a run's directory, `out` is not empty, or the config has no set to evaluate.
     """
     if not config.data.eval:
-        raise InvalidInput("data.eval names no file: there is nothing to evaluate", field="data.eval")
+        raise InvalidInput("data.eval is empty: there is nothing to evaluate", field="data.eval")
     is_checkpoint = _is_checkpoint(checkpoint)
     directory = (
         out or _run_of(checkpoint, config) / f"eval-{checkpoint.resolve().name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidInput(f"--out: {directory} exists and is not an empty directory; name another", field="out")
+        raise InvalidInput(f"--out: {directory} exists and is not an empty directory; choose another", field="out")
     start = {"resume": str(checkpoint)} if is_checkpoint else {"resume": "never", "model": str(checkpoint)}
     policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
-    alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # no other model is opened
-    # What watches the run may be at work at the same time.
+    alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None}  # opens no other model
+    # The run may be in progress, with its metrics port and trackers in use.
     quiet = {"observability": config.observability.model_copy(update={"metrics_address": "", "trackers": ()})}
     return config.model_copy(update={"runs_dir": directory.parent, "name": directory.name, **start, **alone, **quiet})
 
 
 def _run_of(checkpoint: Path, config: Config) -> Path:
-    """The directory of the run that saved `checkpoint`; that of `config` if it is of no run."""
+    """Returns the directory of the run that saved `checkpoint`, or that of `config` if no run did."""
     checkpoints = checkpoint.resolve().parent
     is_of_run = checkpoints.name == CHECKPOINTS and (checkpoints.parent / LEDGER).is_file()
     return checkpoints.parent if is_of_run else config.run_dir
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a checkpoint; a model otherwise."""
+    """Returns True if `path` is a checkpoint, False if it is a model. Raises like `eval_config` if it is neither."""
     if (path / CHECKPOINTS).is_dir():
         inside = sorted(f"{CHECKPOINTS}/{saved.name}" for saved in (path / CHECKPOINTS).iterdir())
-        message = f"{path} is a whole run: give one of its checkpoints, or its model; it has {', '.join(inside)}"
+        message = f"{path} is a run's directory: give one of its checkpoints or its model; it has {', '.join(inside)}"
         raise InvalidInput(message, field="checkpoint")
     if (path / "manifest.json").is_file():
         return True
     if not (path / "config.json").is_file():
-        what = "has neither manifest.json nor config.json" if path.is_dir() else "is no directory"
+        what = "has neither manifest.json nor config.json" if path.is_dir() else "is not a directory"
         raise NotFound(f"{path} {what}: give a checkpoint of a run or a model directory", field="checkpoint")
     return False
 
 
 async def eval_session(config: Config, given: Addresses, console: Console) -> Evaluation:
-    """Evaluates what `eval_config` made; services without an address are started and ended, as for a run.
+    """Runs the evaluation that `eval_config` set up. Services without an address are started and stopped with it.
 
     Raises:
-        LockstepError: As the first failure of any part.
+        LockstepError: The first failure of any part.
     """
     data = load_early(config, _load, model_is_remote=bool(given.trainer))
     with recorded_run(config, console) as run:
@@ -99,7 +101,7 @@ async def eval_session(config: Config, given: Addresses, console: Console) -> Ev
 
 
 def show_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Prints a column for each set."""
+    """Prints the metrics as a table with a column per set."""
     sets: dict[str, dict[str, float]] = {}
     for path, value in evaluation.metrics.items():
         name, _, metric = path.removeprefix("eval/").rpartition("/")
@@ -108,7 +110,7 @@ def show_evaluation(evaluation: Evaluation, console: Console) -> None:
     for metric in dict.fromkeys(metric for metrics in sets.values() for metric in metrics):
         table.add_row(metric, *(f"{metrics[metric]:.3f}" if metric in metrics else "" for metrics in sets.values()))
     console.print(table)
-    console.print(f"metrics.json and every sample, as Parquet, in {evaluation.directory}", soft_wrap=True)
+    console.print(f"metrics.json and all samples (Parquet) are in {evaluation.directory}", soft_wrap=True)
 
 
 _Dataset = tuple[Tokenizer, dict[str, Prompts]]

@@ -1,4 +1,4 @@
-"""Rewards on held-out prompts: mean of n samples (avg@n), pass@k, components, lengths."""
+"""Evaluates held-out prompts: mean reward of n samples (avg@n), pass@k, reward components and lengths."""
 
 import math
 from collections.abc import Mapping
@@ -19,10 +19,11 @@ from services.coordinator.runs.run import Run
 async def evaluate(
     run: Run, collector: Collector, eval_data: Mapping[str, Prompts], stamp: PolicyStamp
 ) -> dict[str, float]:
-    """Samples every set as `evaluation` says; numbers as `eval/<set>/<metric>`, samples kept as Parquet by set.
+    """Samples every set with its `evaluation` settings, writes the samples as Parquet and returns the metrics, named
+    `eval/<set>/<metric>`.
 
-    Every prompt counts, whatever `reward.on_failure` drops from training: a sample that could not be scored counts as
-    0, and `failed` is their number, if there are any.
+    Every prompt counts, whatever `reward.on_failure` says about training: a sample that could not be scored has reward
+    0, and `failed` is the number of such samples, if there are any.
     """
     metrics: dict[str, float] = {}
     with run.phase(Phase.EVALUATING):
@@ -43,10 +44,11 @@ async def evaluate(
 
 
 def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
-    """Numbers of one set from its samples (common.batch.SAMPLE_SCHEMA) alone.
+    """Computes the metrics of one set from its samples (common.batch.SAMPLE_SCHEMA) alone.
 
-    `reward` is the mean of all samples, `pass@k` that of pass_at_k over the prompts, `tokens_mean` the completions'
-    length, `truncated` the share of those that reached max_tokens; and the mean of each reward component by its name.
+    `reward` is the mean over all samples, `pass@k` the mean of pass_at_k over the prompts, `tokens_mean` the mean
+    completion length in tokens, `truncated` the fraction of completions that reached max_tokens. Each reward component
+    adds its mean under its own name.
     """
     numbers = batch_metrics(samples)
     metrics = {"reward": numbers["reward/mean"]}
@@ -57,9 +59,11 @@ def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
         chances = [pass_at_k(n, int(c), k) for n, c in zip(num_samples.tolist(), num_passed, strict=True)]
         metrics[f"pass@{k}"] = float(np.mean(chances))
     metrics |= {name: numbers[f"completion/{name}"] for name in ("tokens_mean", "truncated")}
-    return {**metrics, **component_means(samples["components"]), **metrics}  # a component of the same name yields
+    return {**metrics, **component_means(samples["components"]), **metrics}  # a component cannot override these
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of `k` samples passes: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
+    """Returns an unbiased estimate of the probability that at least one of `k` samples passes, if c of n passed:
+    1 - C(n-c, k) / C(n, k) (arXiv 2107.03374).
+    """
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

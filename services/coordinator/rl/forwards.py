@@ -1,62 +1,102 @@
-"""What the reference and the critic say of samples, asked for while other groups still generate."""
+"""Asks the reference and the critic about the samples of a batch while other groups still generate."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pyarrow as pa
 
 from services.common.config.run import Config
 from services.common.megatron.layout import samples_at_once
-from services.common.tasks import gather
+from services.common.tasks import gather, task_group
 from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.services.clients.trainer import Model
 
+_BLOCKS_PER_STEP = 8
+
 
 class Forwards:
-    """All models that must see a batch before it is trained on."""
+    """Sends the groups of a batch in blocks, in prompt order, to every model that must see them before training.
+
+    Which samples share a block follows from their order alone. Timing must not decide it, because the numbers of a
+    forward depend, in their last bits, on what is packed together.
+    """
 
     def __init__(self, models: Sequence[Model], config: Config):
-        # A reference that is the policy's base has the policy's ranks.
+        # A reference that is the policy's base model runs on the policy's ranks and has no settings of its own.
         settings = [config.models.get(model.name, config.trainer) for model in models]
-        self._queues = [_Queue(model, samples_at_once(own)) for model, own in zip(models, settings, strict=True)]
+        self._models = {model: samples_at_once(own) for model, own in zip(models, settings, strict=True)}
+        self._turns = {model: asyncio.Lock() for model in models}
+        self._num_wanted = config.data.prompts_per_step
+        at_once = -(-max(self._models.values(), default=1) // config.rollout.completions_per_prompt)
+        self._block_size = max(at_once, -(-self._num_wanted // _BLOCKS_PER_STEP))
 
-    async def add(self, group: ScoredGroup) -> ScoredGroup:
-        """The group with their columns."""
-        if not self._queues:
-            return group
-        samples = to_table([group])
-        answers = await gather(queue.forward(samples) for queue in self._queues)
-        columns = {queue.model.column: rows.to_pylist() for queue, rows in zip(self._queues, answers, strict=True)}
-        return replace(group, columns=columns)
+    @asynccontextmanager
+    async def of_batch(self) -> AsyncIterator["BatchForwards"]:
+        """Yields the forwards of one batch; a failure of one cancels the block.
+
+        Raises:
+            LockstepError: As a model's forward.
+        """
+        async with task_group() as tasks:
+            yield BatchForwards(self, tasks, self._num_wanted, self._block_size)
+
+    async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[list[float]]]]:
+        """Returns, for each group, what every model says of its samples, by column of the batch."""
+        if not self._models:
+            return [{} for _ in groups]
+        samples = pa.concat_tables(to_table([group]) for group in groups)
+        names = [model.column for model in self._models]
+        answers = await gather(self._forward(model, samples) for model in self._models)
+        found, begin = [], 0
+        for group in groups:
+            size = len(group.completions)
+            parts = (rows.slice(begin, size).to_pylist() for rows in answers)
+            found.append(dict(zip(names, parts, strict=True)))
+            begin += size
+        return found
+
+    async def _forward(self, model: Model, samples: pa.Table) -> pa.ChunkedArray:
+        # Every rank needs a sample, so some are computed twice.
+        repeats = -(-self._models[model] // samples.num_rows)
+        async with self._turns[model]:
+            rows = await model.forward(pa.concat_tables([samples] * repeats))
+        return rows.slice(0, samples.num_rows)
 
 
-class _Queue:
-    """One model at a time computes all that has come in since it last began."""
+class BatchForwards:
+    """The forwards of one batch. Blocks start as soon as the places before them are decided."""
 
-    def __init__(self, model: Model, min_samples: int):
-        self.model, self._min_samples = model, min_samples
-        self._waiting: dict[asyncio.Future[pa.ChunkedArray], pa.Table] = {}
-        self._turn = asyncio.Lock()
+    def __init__(self, forwards: Forwards, tasks: asyncio.TaskGroup, num_wanted: int, block_size: int):
+        self._forwards, self._tasks = forwards, tasks
+        self._num_wanted, self._block_size = num_wanted, block_size
+        self._decided: dict[int, ScoredGroup | None] = {}
+        self._num_passed = self._num_useful = 0
+        self._block: list[ScoredGroup] = []
+        self._running: list[tuple[list[ScoredGroup], asyncio.Task[list[dict[str, list[list[float]]]]]]] = []
 
-    async def forward(self, samples: pa.Table) -> pa.ChunkedArray:
-        answer: asyncio.Future[pa.ChunkedArray] = asyncio.get_running_loop().create_future()
-        self._waiting[answer] = samples
-        try:
-            async with self._turn:
-                if not answer.done():
-                    await self._compute()
-            return answer.result()
-        finally:
-            self._waiting.pop(answer, None)
+    def decide(self, place: int, group: ScoredGroup | None) -> None:
+        """Takes note of the group at `place` in the order of prompts; None if it is not trained on."""
+        self._decided[place] = group
+        while self._num_passed in self._decided and self._num_useful < self._num_wanted:
+            useful = self._decided[self._num_passed]
+            self._num_passed += 1
+            if useful is not None:
+                self._num_useful += 1
+                self._block.append(useful)
+                if len(self._block) == self._block_size:
+                    self._start()
 
-    async def _compute(self) -> None:
-        taken = {answer: samples for answer, samples in self._waiting.items() if not answer.done()}
-        table = pa.concat_tables(taken.values())
-        # Every rank needs a sample: some are computed twice.
-        repeats = -(-self._min_samples // table.num_rows)
-        rows = await self.model.forward(pa.concat_tables([table] * repeats))
-        begin = 0
-        for answer, samples in taken.items():
-            answer.set_result(rows.slice(begin, samples.num_rows))
-            begin += samples.num_rows
+    async def complete(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Returns `groups`, which were all decided, with the columns of every model."""
+        self._start()
+        columns: dict[int, Mapping[str, list[list[float]]]] = {}
+        for block, task in self._running:
+            columns |= {group.index: found for group, found in zip(block, await task, strict=True)}
+        return [replace(group, columns=columns[group.index]) for group in groups]
+
+    def _start(self) -> None:
+        block, self._block = self._block, []
+        if block:
+            self._running.append((block, self._tasks.create_task(self._forwards.columns(block))))

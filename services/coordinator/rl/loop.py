@@ -8,7 +8,7 @@ from services.coordinator.runs.run import Run
 
 
 async def train(run: Run, context: LoopContext, version: int) -> None:
-    """Trains from `version`, which the trainer holds, to `run.num_steps`, or until the run is stopped."""
+    """Trains from `version`, which the trainer holds, to `run.num_steps` or until the run is stopped."""
     publisher = context.publisher
     with run.phase(Phase.PUBLISHING):
         stamp = await publisher.publish(version)

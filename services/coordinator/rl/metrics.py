@@ -1,4 +1,4 @@
-"""Computes the metrics of a step. Those of a batch follow from the batch alone, so a recorded step gives them again."""
+"""Computes the metrics of a step. Batch metrics depend only on the batch, so replaying a step reproduces them."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from services.coordinator.runs.run import Run
 
 
 def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
-    """Returns all metrics of the step in progress: of its batch, its update (`trained`), its time and its selection."""
+    """Returns all metrics of the current step: of its batch, its update (`trained`), its timing and its selection."""
     metrics = batch_metrics(batch) | {f"train/{name}": value for name, value in trained.items()} | run.clock.metrics()
     metrics |= (run.record.ledger.last(Kind.SELECTED, run.version) or {}).get("metrics", {})
     kl = (run.record.ledger.last(Kind.COLLECTED, run.version) or {}).get("kl")
@@ -23,7 +23,10 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:
-    """Rewards and lengths of a batch (common.batch.SAMPLE_SCHEMA); advantages, KL and values where it has them."""
+    """Returns metrics of a batch's rewards and lengths and, if present, of its advantages, KL and values.
+
+    The columns are those of common.batch.SAMPLE_SCHEMA.
+    """
     rewards = batch["reward"].to_numpy()
     lengths = pc.list_value_length(batch["tokens"]).to_numpy()
     finished = np.array([reason == "stop" for reason in batch["finish_reason"].to_pylist()])
@@ -42,11 +45,11 @@ def batch_metrics(batch: pa.Table) -> dict[str, float]:
 
 
 def token_metrics(batch: pa.Table) -> dict[str, float]:
-    """Numbers over the trained tokens, as far as the batch has the columns.
+    """Returns metrics over the trained tokens, for those of their columns that the batch has.
 
     `kl/token_mean` and `kl/sample_mean` are the unbiased k1 estimate of KL(policy || reference) in nats, per token and
-    per sample. `value/explained_variance` is 1 - var(returns - values) / var(returns): 1 is a perfect critic, 0 one
-    that is no better than a constant; absent where all returns are equal.
+    per sample. `value/explained_variance` is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for
+    one that is no better than a constant; it is absent if all returns are equal.
     """
     mask_N = trained_mask(batch)
     if not mask_N.any():
@@ -72,7 +75,7 @@ def _has(batch: pa.Table, name: str) -> bool:
 
 
 def component_means(components: pa.ChunkedArray) -> dict[str, float]:
-    """Mean of every reward component over the samples that have it."""
+    """Returns the mean of every reward component over the samples that have it."""
     values: dict[str, list[float]] = {}
     for row in components.to_pylist():
         for name, value in row:
@@ -81,6 +84,6 @@ def component_means(components: pa.ChunkedArray) -> dict[str, float]:
 
 
 def _share_of_mixed_groups(groups: np.ndarray, rewards: np.ndarray) -> float:
-    """Share of prompt groups whose samples differ in reward: the others teach nothing."""
+    """Returns the fraction of prompt groups with different rewards; the others have zero advantage and no gradient."""
     parts = [rewards[groups == group] for group in np.unique(groups)]
     return float(np.mean([part.min() < part.max() for part in parts]))

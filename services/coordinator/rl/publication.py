@@ -1,4 +1,4 @@
-"""Publication of weights in two phases, across every change of the group's members."""
+"""Publishes weights in two phases (receive, commit) and re-forms the weight group when its members change."""
 
 import logging
 from collections.abc import Sequence
@@ -15,12 +15,14 @@ from services.coordinator.services.clients.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# With the same members: a fault that is not theirs (a lost packet) passes, one that stays is reported.
+# Attempts with the same members: enough for a transient fault such as a lost packet, after which the error is raised.
 _MAX_ATTEMPTS = 3
 
 
 def weight_group(run: Run, opened: OpenRunResponse, epoch: int, num_workers: int) -> WeightGroup:
-    """Of the senders of the trainer that answered `opened`, and as many workers of engines."""
+    """Returns the weight group of the senders of the trainer that returned `opened`, and of `num_workers` engine
+    workers.
+    """
     return WeightGroup(
         run_id=run.run_id,
         epoch=epoch,
@@ -34,28 +36,28 @@ def weight_group(run: Run, opened: OpenRunResponse, epoch: int, num_workers: int
 
 
 class Publisher:
-    """Forms the weight group, sends, verifies, commits, and has the run record it."""
+    """Forms the weight group, broadcasts the weights, verifies and commits them, and records the publication."""
 
     def __init__(self, trainer: Trainer, rollout: Rollout, run: Run):
         self._trainer, self._rollout, self._run = trainer, rollout, run
         self._epoch = 0
-        # Each with the opening that it joined with: a replica that came back is another member.
+        # Each replica with its `num_opens` when it joined: a replica that was reopened has to join again.
         self._members: Sequence[tuple[Replica, int]] = ()
 
     async def publish(self, version: int) -> PolicyStamp:
-        """Makes every living replica serve the trainer's weights; the stamp that they serve.
+        """Makes every replica that is not DEAD serve the trainer's weights. Returns their stamp.
 
-        A replica that fails drops out, the others get the weights in a new epoch.
+        If a replica fails, it is dropped and the others get the weights in a new epoch.
 
         Raises:
-            Unavailable: NO_REPLICA if none is left; or the trainer is gone.
-            LockstepError: The same members failed again and again.
+            Unavailable: NO_REPLICA, no replica is left; or the trainer is unreachable.
+            LockstepError: All attempts with the same members failed.
         """
         attempts = 0
         while True:
             living = [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
             if not living:
-                raise Unavailable("no rollout replica is left to publish to", reason=Reason.NO_REPLICA)
+                raise Unavailable("no rollout replica is left to publish weights to", reason=Reason.NO_REPLICA)
             try:
                 if list(self._members) != [(replica, replica.num_opens) for replica in living]:
                     await self._form_group(living)
@@ -79,7 +81,9 @@ class Publisher:
             joins.append(replica.join(group, base_rank, opened.plan))
             base_rank += replica.num_workers
         if len(plans := set(await gather(joins))) != 1:
-            raise PreconditionFailed(f"the members built different plans: {plans}", reason=Reason.PLAN_MISMATCH)
+            raise PreconditionFailed(
+                f"members of the weight group built different plans: {plans}", reason=Reason.PLAN_MISMATCH
+            )
         self._members = [(replica, replica.num_opens) for replica in replicas]
 
     async def _send(self, version: int) -> PolicyStamp:

@@ -1,8 +1,8 @@
-"""Which groups a step trains on: the same ones whatever the timing, unless `keep: arrival` asks for the fastest.
+"""Selects the groups that a step trains on. The choice does not depend on timing, unless `keep: arrival` is set.
 
-Prompts are tried in one order (data/curriculum.py), and the batch is its first `prompts_per_step` useful groups. So
-many prompts, times `over_sampling.factor`, are tried at once; a group that is of no use makes room for the next prompt
-of the order at once. With factor 1 no more prompts are tried than the batch needs.
+Prompts are tried in a fixed order (data/curriculum.py); the batch is the first `prompts_per_step` useful groups in that
+order. `prompts_per_step` x `over_sampling.factor` prompts are sampled concurrently. When a group turns out to be
+useless, the next prompt takes its place immediately. With factor 1 no more prompts are tried than the batch needs.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from services.coordinator.data.prompts import Prompt
 
 log = logging.getLogger(__name__)
 
-# Place in the order of prompts, prompt -> its scored group; None if it has no score.
+# (index in the order of prompts, prompt) -> scored group, or None if it has no score.
 DrawOne = Callable[[int, Prompt], Awaitable[ScoredGroup | None]]
-# What is done with a useful group while others are still tried.
-Finish = Callable[[ScoredGroup], Awaitable[ScoredGroup]]
+# Told of each group as it is decided, by its place in the order of prompts; None if the group is not useful.
+Decide = Callable[[int, ScoredGroup | None], None]
 
 
 class Drop(StrEnum):
-    """Why a group is of no use."""
+    """Why a group is not used."""
 
     NO_SCORE = "no_score"
     ALL_TRUNCATED = "all_truncated"
@@ -41,68 +41,69 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True)
 class Selected:
-    """The groups of a batch, what the ledger keeps of how they were chosen, and what the curriculum learns of it."""
+    """The groups of a batch, the record of how they were chosen, and the outcomes that the curriculum uses."""
 
     groups: Sequence[ScoredGroup]
     decision: Mapping[str, object]
-    """JSON-able; `metrics` are those of the step."""
+    """The record for the ledger, as JSON values; `metrics` has the step's sampling metrics."""
     outcomes: dict[str, tuple[int, int]]
     """(samples, samples that passed) by prompt id; empty without a curriculum."""
 
 
-async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, finish: Finish | None = None) -> Selected:
-    """Tries `prompts` until there are enough useful groups.
+async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, decide: Decide | None = None) -> Selected:
+    """Samples `prompts` until there are enough useful groups.
 
     Args:
-        config: The run's.
-        prompts: All different, in the order in which they are tried.
+        config: The run's config.
+        prompts: Distinct prompts, in the order in which they are tried.
         draw: Samples and scores one of them.
-        finish: Completes a group that is of use.
+        decide: Told of every tried group; with `keep: arrival` places count in order of arrival.
 
     Raises:
-        LockstepError: TOO_FEW_GROUPS if too few groups are of use; or as `draw`.
+        LockstepError: TOO_FEW_GROUPS if too few groups are useful; or as `draw`.
     """
     at_once = config.selection.over_sampling.at_once(config.data.prompts_per_step)
-    selection = _Selection(config, prompts, draw, finish)
+    selection = _Selection(config, prompts, draw, decide)
     with contextlib.suppress(_EnoughError):
         await gather(selection.fill_one_place() for _ in range(at_once))
     return selection.result()
 
 
 class _EnoughError(Exception):
-    """Ends the other calls."""
+    """Raised to cancel the draws in progress when the batch is complete."""
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Attempt:
     prompt: Prompt
     group: ScoredGroup | None
     drop: Drop | None
 
 
 class _Selection:
-    def __init__(self, config: Config, prompts: Iterator[Prompt], draw: DrawOne, finish: Finish | None):
-        self._config, self._draw, self._finish = config, draw, finish
+    def __init__(self, config: Config, prompts: Iterator[Prompt], draw: DrawOne, decide: Decide | None):
+        self._config, self._draw, self._decide = config, draw, decide
         self._wanted, dynamic = config.data.prompts_per_step, config.selection.dynamic
         at_once = config.selection.over_sampling.at_once(self._wanted)
         budget = max(at_once, int(self._wanted * dynamic.max_rounds)) if dynamic.enabled else at_once
         self._next = islice(enumerate(prompts), budget)
-        self._tried: dict[int, _Tried] = {}  # by place in the order of prompts, in the order of arrival
+        self._tried: dict[int, _Attempt] = {}  # index in the order of prompts -> result, in the order of arrival
         self._num_started = self._num_useful = 0
 
     async def fill_one_place(self) -> None:
-        """Tries the next prompts until one of them gives a useful group."""
+        """Tries prompts one after another until one gives a useful group."""
         for index, prompt in self._next:
             self._num_started += 1
             group = await self._draw(index, prompt)
             drop = self._why_dropped(group)
-            if self._finish and group and drop is None:
-                group = await self._finish(group)
             self._num_useful += drop is None
-            self._tried[index] = _Tried(prompt, group, drop)
+            self._tried[index] = _Attempt(prompt, group, drop)
+            if self._decide:
+                by_arrival = self._config.selection.over_sampling.keep == "arrival"
+                self._decide(len(self._tried) - 1 if by_arrival else index, group if drop is None else None)
             if self._is_decided():
                 raise _EnoughError
-            if drop is None or self._num_useful >= self._wanted:  # a later prompt would come too late
+            if drop is None or self._num_useful >= self._wanted:  # enough groups are done: no need to start another
                 return
 
     def result(self) -> Selected:
@@ -123,7 +124,7 @@ class _Selection:
         return Drop.ZERO_VARIANCE if dynamic.enabled and numbers.min() == numbers.max() else None
 
     def _is_decided(self) -> bool:
-        """Whether nothing that is still under way can change the batch."""
+        """Returns whether no draw in progress can still change the batch."""
         if self._num_useful < self._wanted:
             return False
         if self._config.selection.over_sampling.keep == "arrival":
@@ -131,8 +132,8 @@ class _Selection:
         unbroken = takewhile(lambda tried: tried is not None, map(self._tried.get, count()))
         return sum(tried.drop is None for tried in unbroken if tried) >= self._wanted
 
-    def _split(self) -> tuple[list[_Tried], list[_Tried]]:
-        """What was tried up to the last useful group that is wanted, and the rest."""
+    def _split(self) -> tuple[list[_Attempt], list[_Attempt]]:
+        """Splits the tried prompts after the last group of the batch; returns both parts in order."""
         by_arrival = self._config.selection.over_sampling.keep == "arrival"
         order = [self._tried[index] for index in (self._tried if by_arrival else sorted(self._tried))]
         num_useful = accumulate(tried.drop is None for tried in order)
@@ -140,7 +141,7 @@ class _Selection:
         return order[:end], order[end:]
 
     def _num_trainable(self, num_groups: int) -> int:
-        """Most of `num_groups` that make equal mini-batches with a sample for every rank; 0 if there are too few."""
+        """Returns the most of `num_groups` that make equal mini-batches with a sample for every rank, or 0."""
         models = self._config.models
         minibatches = {name: 1 if name == "reference" else model.num_minibatches for name, model in models.items()}
         num_groups -= num_groups % math.lcm(*minibatches.values())
@@ -149,7 +150,7 @@ class _Selection:
         return num_groups if fits else 0
 
     def _require_enough(
-        self, groups: Sequence[ScoredGroup], useful: Sequence[ScoredGroup], counted: Sequence[_Tried]
+        self, groups: Sequence[ScoredGroup], useful: Sequence[ScoredGroup], counted: Sequence[_Attempt]
     ) -> None:
         if len(useful) == self._wanted:
             return
@@ -158,20 +159,20 @@ class _Selection:
         message = f"{len(useful)} of {self._wanted} prompt groups after {len(counted)} prompts, of which {reasons}"
         if not groups or (dynamic.enabled and dynamic.on_budget == "fail"):
             raise LockstepError(
-                f"{message}: too few to train on; look at the scorers, let selection.dynamic try more prompts "
+                f"{message}: too few to train on; check the scorers, let selection.dynamic try more prompts "
                 f"(max_rounds is {dynamic.max_rounds:g}), or use prompts of another difficulty",
                 reason=Reason.TOO_FEW_GROUPS,
             )
         log.warning("%s; training on %d", message, len(groups))
 
     def _decision(
-        self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Tried]
+        self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Attempt]
     ) -> dict[str, object]:
         masked = sum(int(group.is_truncated.sum()) for group in groups)
         rewards = np.concatenate([tried.group.rewards for tried in counted if tried.group])
         metrics = {
             "rounds": len(counted) / self._wanted,
-            "reward_mean": rewards.mean(),  # of all that was tried; reward/mean is of what is trained on
+            "reward_mean": rewards.mean(),  # over all scored groups; reward/mean covers only those trained on
             **{f"dropped_{drop}": number for drop, number in _drops(counted).items()},
             "discarded": len(discarded),
             "aborted": self._num_started - len(self._tried),
@@ -186,7 +187,7 @@ class _Selection:
             "metrics": {f"sampling/{name}": float(value) for name, value in metrics.items()},
         }
 
-    def _outcomes(self, counted: Sequence[_Tried]) -> dict[str, tuple[int, int]]:
+    def _outcomes(self, counted: Sequence[_Attempt]) -> dict[str, tuple[int, int]]:
         curriculum = self._config.selection.curriculum
         if not curriculum.enabled:
             return {}
@@ -198,6 +199,6 @@ class _Selection:
         }
 
 
-def _drops(counted: Sequence[_Tried]) -> dict[Drop, int]:
+def _drops(counted: Sequence[_Attempt]) -> dict[Drop, int]:
     numbers = Counter(tried.drop for tried in counted)
     return {drop: numbers[drop] for drop in Drop}

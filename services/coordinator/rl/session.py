@@ -1,4 +1,4 @@
-"""Makes a run from its config: checks what can be checked first, then opens the services, then runs the loop."""
+"""Runs a config: loads and checks the data, opens the services, then runs the training loop."""
 
 from dataclasses import dataclass
 
@@ -28,9 +28,9 @@ from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.running import recorded_run, running_services
 
 _FILES = {
-    "metrics.jsonl, tensorboard/": "numbers of every step",
+    "metrics.jsonl, tensorboard/": "metrics of every step",
     "batches/, evaluations/": "every sample with tokens, rewards and policy stamp, as Parquet",
-    "ledger.sqlite, logs/": "every decision with hashes of its inputs; what each service wrote",
+    "ledger.sqlite, logs/": "every decision with hashes of its inputs; the log of each service",
     "model/": "the trained model, for transformers or vLLM",
 }
 
@@ -45,16 +45,16 @@ class Dataset:
 
 
 async def run_session(config: Config, given: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
-    """Runs `config` to its end, or until the frontend stops it.
+    """Runs `config` until all steps are done or the frontend stops the run.
 
     Args:
-        config: The run's.
-        given: Addresses of services that run already; the others are started on this host.
-        frontend: Shows the run.
-        data: What `load_data` returned, if it was called before.
+        config: The run's config.
+        given: Addresses of running services; the others are started on this host.
+        frontend: Shows the run's progress.
+        data: The result of `load_data`, if it has been called.
 
     Raises:
-        LockstepError: As the first failure of any part.
+        LockstepError: The first failure of any part.
     """
     require_importable(config.advantage)
     data = data or load_data(config, given)
@@ -70,16 +70,18 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
 
 
 def load_data(config: Config, given: Addresses) -> Dataset | None:
-    """Reads the run's data; None if the model, whose tokenizer it needs, is on the trainer's host only."""
+    """Reads the run's data. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
     return load_early(config, _load, model_is_remote=bool(given.trainer))
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
-    """Prints the held-out numbers before and after, where everything is, and what to do next."""
+    """Prints the held-out metrics before and after, the files of the run and a suggested next step."""
     show(outcome, _FILES, console, number=".3f")
     if outcome.version < outcome.num_steps:
         return
-    next_steps = "Next: plot it with `tensorboard --logdir`, or train your own model on your own data: README.md"
+    next_steps = (
+        "Next: plot the run with `tensorboard --logdir`, or train your own model on your own data (see README.md)"
+    )
     console.print(next_steps, soft_wrap=True, highlight=False)
 
 
@@ -90,11 +92,11 @@ def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
 
 
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
-    """Begins the run at the version that the services hold, once that is found to be the right one."""
+    """Begins the run at the version that the services hold, after checking that it is the expected one."""
     config, trainer, critic = run.config, services.trainer, services.auxiliary.get("critic")
     version = trainer.opened.version
     _require_resumed(version, config)
-    _require_together(version, critic, config)
+    _require_same_step(version, critic, config)
     data = data or load_late(config, trainer.opened.model_card, _load)
     run.record.require_same_data(data.train.digest)
     frontend.say(run.describe_start(version))
@@ -111,17 +113,19 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
 
 
 def _require_resumed(version: int, config: Config) -> None:
-    """A trainer that still has the run open goes on with what it holds."""
+    """Checks that the trainer has the step of `resume`; if it still has the run open, it has kept its own state."""
     if is_path(config.resume) and version != (asked := step_of(config.resume)):
         raise PreconditionFailed(
-            f"resume: {config.resume} has step {asked}, but the trainer still has this run open after step {version}; "
-            "restart the trainer, or leave resume out to go on from there",
+            f"resume: {config.resume} is of step {asked}, but the trainer has this run open after step {version}; "
+            "restart the trainer, or omit resume to continue from there",
             field="resume",
         )
 
 
-def _require_together(version: int, critic: Model | None, config: Config) -> None:
-    """A run that ended between the two updates of a step leaves the critic one ahead; the step is done again."""
+def _require_same_step(version: int, critic: Model | None, config: Config) -> None:
+    """Checks that policy and critic have the same step. The critic may be one step ahead, if the run ended between the
+    two updates of a step; that step is repeated.
+    """
     if critic is None or config.critic is None:
         return
     ahead = critic.opened.version - config.critic.warmup_steps - version

@@ -1,4 +1,4 @@
-"""The parts of a step: sample a batch, compute its advantages, update the models."""
+"""The parts of a step: samples a batch, computes its advantages and updates the models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from services.coordinator.services.clients.trainer import Model, Trainer
 
 @dataclass(frozen=True)
 class LoopContext:
-    """The data, services and clients that the loop works with."""
+    """The data and clients that the training loop uses."""
 
     data: PromptDataset
     eval_data: dict[str, Prompts]
@@ -36,12 +36,12 @@ class LoopContext:
 
     @property
     def trained_models(self) -> Sequence[Model]:
-        """The models that are trained and saved, the policy last."""
+        """Models that are trained and saved; the policy is the last."""
         return (self.critic, self.trainer) if self.critic else (self.trainer,)
 
 
 async def warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
-    """Trains the critic alone on `critic.warmup_steps` batches of the first policy, which are not kept."""
+    """Trains only the critic on `critic.warmup_steps` batches of the initial policy. The batches are not recorded."""
     if not context.critic or not run.config.critic or stamp.version > 0:
         return
     with run.phase(Phase.TRAINING):
@@ -53,9 +53,9 @@ async def warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
 
 
 async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyStamp) -> tuple[int, dict[str, float]]:
-    """One update of the policy, and of the critic if there is one; the new version and both's metrics."""
+    """Updates the policy and, if there is one, the critic. Returns the new version and the metrics of both."""
     batch_id = run.batch_id(stamp)
-    if context.critic:  # saved before the policy, whose turn comes while it still is the version to save
+    if context.critic:  # the save in progress writes the critic, then the policy, which must not change before that
         await run.checkpoints.finish()
     training = [context.trainer.train(batch, batch_id, stamp)]
     if context.critic and run.config.critic:
@@ -65,7 +65,7 @@ async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyS
 
 
 async def collect(run: Run, context: LoopContext, stamp: PolicyStamp) -> pa.Table:
-    """Samples the step's batch and writes it to disk before it is trained on."""
+    """Samples the step's batch and records it on disk before it is trained on."""
     batch, selected = await sample(run, context, stamp, stamp.version)
     settings = run.config.advantage
     kl = kl_record(batch, kl_coef(run, stamp.version), settings.kl) if settings.needs_reference else None
@@ -81,21 +81,23 @@ async def collect(run: Run, context: LoopContext, stamp: PolicyStamp) -> pa.Tabl
 
 
 async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) -> tuple[pa.Table, Selected]:
-    """Samples a batch from `stamp`: scores and selects groups, asks the other models, computes advantages."""
+    """Samples a batch from `stamp`: scores and selects groups, runs the other models, computes advantages."""
     config, rollout = run.config, run.config.rollout
     draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step, config.advantage.needs_baseline)
-    # The steps of a critic's warm-up lie beyond the run's; success rates are those known at its policy's step.
+    # A critic's warm-up has step numbers beyond the run's; its success rates are those known at the policy's version.
     prompts = prompts_to_try(
         context.data, config, step, lambda _, window: run.record.ledger.success_rates(stamp.version, window)
     )
-    selected = await select(
-        config, prompts, lambda index, prompt: context.collector.one(index, prompt, draw), context.forwards.add
-    )
-    batch = to_table(selected.groups, mask_truncated=config.selection.overlong.mask_truncated)
+    async with context.forwards.of_batch() as forwards:
+        selected = await select(
+            config, prompts, lambda index, prompt: context.collector.one(index, prompt, draw), forwards.decide
+        )
+        groups = await forwards.complete(selected.groups)
+    batch = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     return compute_advantages(batch, config.advantage, kl_coef=kl_coef(run, stamp.version)), selected
 
 
 def kl_coef(run: Run, version: int) -> float:
-    """Returns the coefficient of the KL penalty in the reward of the batch drawn from `version`."""
+    """Returns the coefficient of the KL penalty in the reward of the batch sampled from `version`."""
     before = run.record.ledger.last(Kind.COLLECTED, version - 1) or {}
     return coef_after(before.get("kl"), run.config.advantage.kl)

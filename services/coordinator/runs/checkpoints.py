@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run while it goes on, and deletes old ones."""
+"""Saves a run's checkpoints in the background and deletes old ones."""
 
 import asyncio
 import shutil
@@ -32,49 +32,49 @@ class Checkpoints:
         self._saving: asyncio.Task[None] | None = None
 
     async def begin(self, models: Sequence[SavedModel], version: int) -> None:
-        """Starts to save `models`, the policy last, once the checkpoint before is saved.
+        """Waits until the previous checkpoint is saved, then starts to save `models`; the policy must be the last.
 
         Raises:
-            LockstepError: As `finish`.
+            LockstepError: The previous checkpoint could not be saved.
         """
         await self.finish()
         self._saving = asyncio.create_task(self._save(models, version))
 
     async def finish(self) -> None:
-        """Waits for the checkpoint that is being saved, if there is one.
+        """Waits for the save in progress, if there is one.
 
         Raises:
-            LockstepError: It could not be saved.
+            LockstepError: The checkpoint could not be saved.
         """
         if self._saving is not None:
             await self._saving
             self._saving = None
 
     def check(self) -> None:
-        """Raises what `finish` would raise, if that is known already. Does not wait."""
+        """Raises the error of a save that has failed. Does not wait for one in progress."""
         if self._saving is not None and self._saving.done():
             self._saving.result()
 
     def abandon(self) -> None:
-        """Stops waiting for a checkpoint that is being saved; it is not recorded."""
+        """Cancels waiting for the save in progress; its checkpoint is not recorded."""
         if self._saving is not None and not self._saving.cancel() and not self._saving.cancelled():
-            self._saving.exception()  # the error that ended the run matters more
+            self._saving.exception()  # retrieved but not raised: the error that ended the run matters more
 
     async def _save(self, models: Sequence[SavedModel], version: int) -> None:
         for model in models:
             is_critic = model.name == "critic"
             held = version + self._critic_warmup_steps if is_critic else version
             await self._save_one(model, Kind.SAVED_CRITIC if is_critic else Kind.SAVED, version, held)
-        # Not before all are saved: a policy's newest checkpoint needs the critic's of the same step.
+        # Only once all are saved: the policy's newest checkpoint needs the critic's of the same step.
         await self._delete_all_but(self._config.max_critic_ckpts_to_keep, Kind.SAVED_CRITIC)
         await self._delete_all_but(self._config.max_ckpts_to_keep, Kind.SAVED)
 
     async def _save_one(self, model: SavedModel, kind: Kind, step: int, held_version: int) -> None:
         path = str((self._run_dir / _DIRECTORIES[kind] / f"step-{step:06d}").absolute())
         recorded = [row["path"] for row in self._ledger.checkpoints(kind)]
-        if path in recorded and Path(path).exists():  # a resumed run reaches this step again
+        if path in recorded and Path(path).exists():  # a resumed run has reached this step again
             return
-        shutil.rmtree(path, ignore_errors=True)  # saved, but the coordinator ended before it was recorded
+        shutil.rmtree(path, ignore_errors=True)  # left by a coordinator that ended before recording it
         digest = await model.save(path, held_version)
         self._ledger.record(kind, step, path=path, manifest_digest=digest)
 

@@ -1,4 +1,4 @@
-"""Measures where the time of a step goes."""
+"""Measures how long a step spends in each phase."""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new step."""
+        """Starts a new step."""
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._step_began = time.perf_counter()
 
@@ -38,15 +38,15 @@ class StepClock:
             self._seconds[phase] += time.perf_counter() - begin
 
     def take(self, phase: Phase) -> float:
-        """Returns the seconds spent in `phase` and removes them from the step, which began that much later."""
+        """Returns the seconds spent in `phase` and subtracts them from the step's time."""
         seconds, self._seconds[phase] = self._seconds[phase], 0.0
         self._step_began += seconds
         return seconds
 
     def metrics(self) -> dict[str, float]:
-        """Returns `time/<phase>_s` of the phases that took any time, `time/step_s`, and `time/outside_share`.
+        """Returns `time/<phase>_s` of every phase that took any time, `time/step_s` and `time/outside_share`.
 
-        `time/outside_share` is the share of the step that was spent in no phase.
+        `time/outside_share` is the fraction of the step that was spent outside of all phases.
         """
         step_s = time.perf_counter() - self._step_began
         times = {f"time/{phase.value}_s": seconds for phase, seconds in self._seconds.items() if seconds}

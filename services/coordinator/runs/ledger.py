@@ -1,4 +1,4 @@
-"""Every decision of a run with the hashes of its inputs, in the order they were made: SQLite, synced to disk."""
+"""Records every decision of a run, with hashes of its inputs, in a SQLite file that is synced to disk."""
 
 import fcntl
 import json
@@ -14,23 +14,23 @@ from services.common.errors import PreconditionFailed
 
 
 class Kind(StrEnum):
-    """What was decided."""
+    """Kind of a decision."""
 
     OPENED = "opened"  # run id, config and versions, each time a coordinator opens the run
     EPOCH = "epoch"  # weight-group epoch and its number of replicas
-    PUBLISHED = "published"  # stamp that is served
-    SELECTED = "selected"  # which groups of a step are trained on, which were dropped or left over, and why
-    COLLECTED = "collected"  # Parquet file of a step, its SHA-256, the stamp that its samples were drawn from
+    PUBLISHED = "published"  # stamp that the replicas serve
+    SELECTED = "selected"  # which groups a step trains on, which were dropped or left over, and why
+    COLLECTED = "collected"  # Parquet file of a step, its SHA-256, the stamp that its samples were generated from
     FINISHED = "finished"  # metrics of a step
     EVALUATED = "evaluated"  # metrics of an evaluation
     EXPORTED = "exported"  # path of the final policy
     SAVED = "saved"  # checkpoint path and manifest digest
-    SAVED_CRITIC = "saved_critic"  # the same of the critic, before that of the policy
-    DELETED = "deleted"  # path of a checkpoint that is the run's no longer
+    SAVED_CRITIC = "saved_critic"  # the same for the critic, recorded before the policy's
+    DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
 
 
 class Ledger:
-    """Decisions are only appended. One coordinator at a time: a lock file is held while it is open.
+    """An append-only list of decisions. Holds a lock file while open, so only one coordinator can have it open.
 
     Raises:
         PreconditionFailed: Another coordinator has the run open.
@@ -43,7 +43,7 @@ class Ledger:
         except BlockingIOError as error:
             self._lock.close()
             raise PreconditionFailed(
-                f"{path.parent} is open in another coordinator; end that, or use another name"
+                f"{path.parent} is open in another coordinator; stop it, or use another name"
             ) from error
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
@@ -59,19 +59,19 @@ class Ledger:
         )
 
     def record(self, kind: Kind, version: int | None = None, **body: Any) -> int:
-        """Appends a decision and waits for the disk; its sequence number."""
+        """Appends a decision and syncs it to disk. Returns its sequence number."""
         row = (time.time(), kind.value, version, json.dumps(body))
         cursor = self._db.execute("INSERT INTO decisions (time, kind, version, body) VALUES (?, ?, ?, ?)", row)
         assert cursor.lastrowid is not None
         return cursor.lastrowid
 
     def all(self, kind: Kind) -> list[dict[str, Any]]:
-        """Decisions of a kind, oldest first, each with its `version`."""
+        """Returns all decisions of a kind, oldest first, each with its `version`."""
         rows = self._db.execute("SELECT version, body FROM decisions WHERE kind = ? ORDER BY seq", (kind.value,))
         return [{"version": version, **json.loads(body)} for version, body in rows]
 
     def last(self, kind: Kind, version: int | None = None) -> dict[str, Any] | None:
-        """The newest decision of a kind, of a version if one is given."""
+        """Returns the newest decision of a kind, optionally only of one version; None if there is none."""
         row = self._db.execute(
             "SELECT version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2) "
             "ORDER BY seq DESC LIMIT 1",
@@ -80,7 +80,7 @@ class Ledger:
         return {"version": row[0], **json.loads(row[1])} if row else None
 
     def checkpoints(self, kind: Kind) -> list[dict[str, Any]]:
-        """Decisions of a kind of saving, oldest first, each with its `version`, whose `path` was not deleted since."""
+        """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""
         rows = self._db.execute(
             "SELECT version, body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("
             "SELECT 1 FROM decisions AS deleted WHERE kind = ? AND deleted.seq > saved.seq "
@@ -90,8 +90,8 @@ class Ledger:
         return [{"version": version, **json.loads(body)} for version, body in rows]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """All that is written inside is kept, or none of it."""
+    def transaction(self) -> Iterator[None]:
+        """Makes the writes inside the block atomic: either all are kept or none."""
         self._db.execute("BEGIN")
         try:
             yield
@@ -101,15 +101,15 @@ class Ledger:
         self._db.execute("COMMIT")
 
     def keep_outcomes(self, step: int, outcomes: Mapping[str, tuple[int, int]]) -> None:
-        """Keeps (samples, samples that passed) by prompt id, in place of what `step` had before a restart."""
+        """Stores (samples, samples that passed) by prompt id and replaces what `step` had before a restart."""
         self._db.execute("DELETE FROM outcomes WHERE step = ?", (step,))
         rows = [(step, prompt_id, *counts) for prompt_id, counts in outcomes.items()]
         self._db.executemany("INSERT INTO outcomes VALUES (?, ?, ?, ?)", rows)
 
     def success_rates(self, step: int, window: int | None) -> dict[str, float]:
-        """Share of samples that passed, by prompt id, in the `window` steps before `step`, or in all of them.
+        """Returns the fraction of samples that passed, by prompt id, in the last `window` (or all) steps before `step`.
 
-        A resumed run gets the same: what was recorded from `step` on, before it went back, does not count.
+        Outcomes recorded for `step` or later, before a restart, do not count, so a resumed run gets the same rates.
         """
         rows = self._db.execute(
             "SELECT prompt_id, SUM(num_passed), SUM(num_samples) FROM outcomes WHERE step < ?1 AND step >= ?2 "
@@ -119,6 +119,6 @@ class Ledger:
         return {prompt_id: num_passed / num_samples for prompt_id, num_passed, num_samples in rows}
 
     def close(self) -> None:
-        """Closes the file and lets another coordinator open it."""
+        """Closes the file and releases its lock."""
         self._db.close()
         self._lock.close()

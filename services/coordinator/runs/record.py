@@ -1,4 +1,4 @@
-"""The record of a run in its directory: ledger, batches, evaluations, exports."""
+"""Records a run in its directory: ledger, batches, evaluations and exports."""
 
 import hashlib
 import os
@@ -17,16 +17,16 @@ from services.coordinator.runs.reporter import in_order
 
 
 class RunRecord:
-    """Writes what a run decides and samples before it acts on it, and reads it back after a restart."""
+    """Writes a run's decisions and samples before they take effect, and reads them back after a restart."""
 
     def __init__(self, run_dir: Path, ledger: Ledger):
         self.run_dir, self.ledger = run_dir, ledger
         self.batch_is_from_disk = False
-        """Whether the batch of the step in progress was sampled before a restart."""
+        """Whether the current step's batch was sampled before a restart."""
         (run_dir / "batches").mkdir(exist_ok=True)
 
     def next_epoch(self, num_replicas: int) -> int:
-        """Returns a weight-group epoch above all earlier ones."""
+        """Returns a weight-group epoch that is higher than all earlier ones."""
         return self.ledger.record(Kind.EPOCH, num_replicas=num_replicas)
 
     def record_published(self, stamp: PolicyStamp) -> None:
@@ -34,16 +34,16 @@ class RunRecord:
         self.ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest)
 
     def require_same_data(self, dataset_digest: str) -> None:
-        """Checks, before the first step, that the training data is that of the run.
+        """Checks, before the first step, that the training data is the same that the run started with.
 
         Raises:
-            PreconditionFailed: The run was begun with other data.
+            PreconditionFailed: The run was started with other data.
         """
         before = self.ledger.last(Kind.COLLECTED)
         if before and before["dataset"] != dataset_digest:
             raise PreconditionFailed(
-                f"data.train is not what {self.run_dir} was begun with (rows, template or tokenizer differ); "
-                "use that again, or another name"
+                f"data.train differs from what {self.run_dir} was started with (rows, template or tokenizer); "
+                "use the same data, or another name"
             )
 
     def record_batch(
@@ -55,29 +55,29 @@ class RunRecord:
         outcomes: Mapping[str, tuple[int, int]],
         **collected: Any,
     ) -> None:
-        """Writes a step's batch to disk, and records how it was chosen, before it is trained on.
+        """Writes a step's batch to disk and records how it was selected, before it is trained on.
 
         Args:
-            batch: Samples drawn from `stamp`.
-            stamp: The policy stamp that they were drawn from.
+            batch: The step's samples.
+            stamp: The policy stamp that they were generated from.
             decision: How the batch was selected; the ledger keeps it as JSON.
             outcomes: (samples, samples that passed) by prompt id.
-            collected: What else the ledger keeps of the batch: the digest of the dataset, the KL coefficient.
+            collected: Further values for the ledger: the dataset's digest and the KL coefficient.
         """
         path = self._batch_path(stamp.version)
-        partial = path.with_suffix(".partial")  # the final name never belongs to half a file
+        partial = path.with_suffix(".partial")  # a file with the final name is always complete
         with partial.open("wb") as file:
             pq.write_table(batch, file, compression="zstd")
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-        with self.ledger.together():
+        with self.ledger.transaction():
             self.ledger.record(Kind.SELECTED, stamp.version, **decision)
             self.ledger.keep_outcomes(stamp.version, outcomes)
             self.ledger.record(Kind.COLLECTED, stamp.version, digest=stamp.digest, sha256=_sha256(path), **collected)
 
     def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
-        """Returns the batch drawn from exactly `stamp` before a restart; None if there is none or it is damaged."""
+        """Returns the batch that was sampled from exactly `stamp` before a restart; None if missing or damaged."""
         recorded, path = self.ledger.last(Kind.COLLECTED, stamp.version), self._batch_path(stamp.version)
         if not recorded or recorded["digest"] != stamp.digest or not path.is_file():
             return None
@@ -90,11 +90,11 @@ class RunRecord:
         self.batch_is_from_disk = False
 
     def was_evaluated(self, version: int) -> bool:
-        """Whether `version` was evaluated before a restart."""
+        """Returns whether `version` was evaluated before a restart."""
         return self.ledger.last(Kind.EVALUATED, version) is not None
 
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
-        """Writes the samples of an evaluation of the set `name` as Parquet."""
+        """Writes the samples of an evaluation of set `name` as Parquet."""
         directory = self.run_dir / "evaluations"
         directory.mkdir(exist_ok=True)
         pq.write_table(samples, directory / f"{name}-step-{stamp.version:06d}.parquet", compression="zstd")
@@ -105,7 +105,7 @@ class RunRecord:
         return [{"version": metrics["version"], **in_order(metrics)} for metrics in found]
 
     def set_aside_export(self, path: Path, version: int) -> bool:
-        """Returns whether `path` holds the policy of `version`; an export of another version is renamed."""
+        """Returns whether `path` holds the policy of `version`. Renames an export of another version."""
         exported = self.ledger.last(Kind.EXPORTED) or {"version": None}
         if path.exists() and exported["version"] != version:
             path.rename(path.with_name(f"{path.name}-{exported['version'] or 'before'}-{uuid.uuid4().hex[:8]}"))

@@ -1,4 +1,4 @@
-"""What a run left in its directory, for reading only: no lock is kept and no file is made or changed."""
+"""Reads a run's directory without keeping a lock and without creating or changing files."""
 
 import fcntl
 import sqlite3
@@ -11,9 +11,9 @@ from services.coordinator.runs.resume import LEDGER
 
 
 class RecordedLedger(Ledger):
-    """The ledger of a run that has ended, or that another process still writes.
+    """Read-only ledger of a run, which another process may still be writing.
 
-    While it is written SQLite keeps its readers' marks in the shared memory beside it; nothing else changes.
+    While another process writes it, SQLite stores read marks in its shared-memory file; nothing else changes.
 
     Raises:
         NotFound: `run_dir` holds no run.
@@ -25,12 +25,13 @@ class RecordedLedger(Ledger):
             raise NotFound(
                 f"{run_dir} holds no run: there is no {LEDGER}; give the directory of a run", field="run_dir"
             )
-        # To read a file without a write-ahead log SQLite would make one beside it; where there is one it must be read.
+        # Without a write-ahead log, SQLite would create one to read the file; immutable prevents that. An existing log
+        # has to be read.
         unchanging = "" if path.with_name(f"{LEDGER}-wal").exists() else "&immutable=1"
         self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro{unchanging}", uri=True)
 
     def times(self) -> list[tuple[float, Kind]]:
-        """When each decision was made, in seconds since 1970, and its kind, oldest first."""
+        """Returns (seconds since 1970, kind) of each decision, oldest first."""
         rows = self._db.execute("SELECT time, kind FROM decisions ORDER BY seq")
         return [(time_s, Kind(kind)) for time_s, kind in rows]
 
@@ -40,7 +41,7 @@ class RecordedLedger(Ledger):
 
 
 def is_running(run_dir: Path) -> bool:
-    """Whether a coordinator has the run open."""
+    """Returns whether a coordinator has the run open."""
     path = (run_dir / LEDGER).with_suffix(".lock")
     if not path.is_file():
         return False

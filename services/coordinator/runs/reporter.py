@@ -1,4 +1,4 @@
-"""The interface of everything that watches a run: terminal, files, Prometheus, trackers, the daemon."""
+"""Interface for everything that follows a run: terminal, files, Prometheus, trackers and the daemon."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -6,24 +6,24 @@ from typing import Protocol
 
 
 class ReplicaCounts(Protocol):
-    """The state of the rollout replicas, as far as reporters show it."""
+    """The numbers about rollout replicas that reporters show."""
 
     num_redispatched: int
 
     @property
     def num_dead(self) -> int:
-        """Replicas that are gone and have not come back."""
+        """Number of replicas that were lost and have not come back."""
         ...
 
 
 class Reporter:
-    """Is told of every phase, step and evaluation. Each method does nothing by default."""
+    """Is notified of every phase, step and evaluation. Each method does nothing by default."""
 
     def watch(self, rollout: ReplicaCounts) -> None:
-        """Gives access to the run's replicas, which are about to be opened."""
+        """Gives the reporter access to the run's replicas, which are about to be opened."""
 
     def phase(self, name: str, version: int) -> AbstractContextManager[None]:
-        """Returns a context that the run stays in for as long as the phase lasts."""
+        """Returns a context manager that the run stays in during the phase."""
         return nullcontext()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
@@ -33,11 +33,11 @@ class Reporter:
         """Reports an evaluation of the weights of `version`: `eval/<set>/<metric>` and `time/evaluating_s`."""
 
     def close(self) -> None:
-        """Ends the report. The run is over."""
+        """Releases the reporter's resources at the end of the run."""
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the held-out metrics in the order in which they are shown: by set, its reward first, then by name."""
+    """Returns the held-out metrics in display order: by set, with its reward first, then by name."""
 
     def place(name: str) -> tuple[str, bool, str]:
         held_out, _, metric = name.rpartition("/")

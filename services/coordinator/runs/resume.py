@@ -1,4 +1,4 @@
-"""Where a run begins: fresh, at the newest verified checkpoint, or at a given one. Never silently fresh."""
+"""Decides where a run starts: fresh, at the newest verified checkpoint, or at a given one. Never silently fresh."""
 
 import hashlib
 import json
@@ -15,8 +15,8 @@ from services.coordinator.runs.ledger import Kind, Ledger
 LEDGER = "ledger.sqlite"
 CHECKPOINTS = "checkpoints"
 CRITIC_CHECKPOINTS = "critic_checkpoints"
-# May differ from the config that the run began with: what says how long, how often and where, and what does not change
-# results beyond rounding. A run that was short of memory goes on with less of it, one that lost a host on fewer.
+# Keys that may differ from the config that the run was started with: durations, frequencies, places, and settings that
+# do not change results beyond rounding. This lets a run resume with settings that use less memory, or on fewer hosts.
 _MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs"}
 _MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace", "observability"}
 _MAY_CHANGE |= {f"rollout.{key}" for key in ("num_replicas", "tensor_parallel_size", "max_samples")}
@@ -35,7 +35,7 @@ _MAY_CHANGE.add("trainer.max_logprob_gap")
 
 @dataclass(frozen=True)
 class Start:
-    """Identity of the run, its ledger, and the checkpoints to load (empty for the model directory)."""
+    """The run's id, its ledger and the checkpoints to load (empty to start from the model directory)."""
 
     run_id: str
     ledger: Ledger
@@ -44,19 +44,20 @@ class Start:
 
 
 def open_run(config: Config) -> Start:
-    """Opens or makes the run's directory as `config.resume` says.
+    """Opens or creates the run's directory according to `config.resume`.
 
     Raises:
-        InvalidInput: The directory holds a run and `resume` is never.
-        NotFound: `resume` is must or a path and there is nothing to resume from.
-        PreconditionFailed: Another coordinator has the run open, or it was begun with another config.
-        DataLoss: The ledger names a checkpoint that is gone.
+        InvalidInput: The directory holds a run and `resume` is "never".
+        NotFound: `resume` is "must" or a path, and there is nothing to resume from.
+        PreconditionFailed: Another coordinator has the run open, or it was started with another config.
+        DataLoss: The checkpoint named in the ledger is missing or damaged.
     """
     ledger_path = config.run_dir / LEDGER
     exists = ledger_path.exists()
     if exists and config.resume == "never":
         raise InvalidInput(
-            f"resume: {config.run_dir} holds a run already; set resume=auto to go on, or another name", field="resume"
+            f"resume: {config.run_dir} already holds a run; set resume=auto to resume it, or use another name",
+            field="resume",
         )
     checkpoint = ""
     if is_path(config.resume):
@@ -73,31 +74,31 @@ def open_run(config: Config) -> Start:
 
 
 def is_path(resume: str) -> bool:
-    """Whether `config.resume` names a checkpoint."""
+    """Returns whether `config.resume` is a checkpoint's path."""
     return resume not in ("auto", "never", "must")
 
 
 def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
     opened = ledger.last(Kind.OPENED)
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
-    if opened and ledger.last(Kind.PUBLISHED):  # else no service had yet taken the config
+    if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
         _require_same(config, json.loads(opened["config"]), ledger)
     if checkpoint:
-        _leave_later(ledger, checkpoint)
+        _abandon_later(ledger, checkpoint)
     elif config.resume != "never":
         checkpoint = _newest(ledger, config)
-    critic = _critic_beside(checkpoint) if checkpoint and config.critic else ""
+    critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
     written = config.model_dump_json()
     ledger.record(Kind.OPENED, run_id=run_id, config=written, checkpoint=checkpoint, versions=installed())
     return Start(run_id, ledger, checkpoint, critic)
 
 
-def _critic_beside(checkpoint: str) -> str:
-    """The critic's checkpoint of the same step; the trainer verifies it."""
+def _critic_checkpoint(checkpoint: str) -> str:
+    """Returns the critic's checkpoint of the same step. The trainer verifies it."""
     path = Path(checkpoint)
     critic = path.parent.parent / CRITIC_CHECKPOINTS / path.name
     if not (critic / "manifest.json").is_file():
-        raise NotFound(f"resume: {checkpoint} has no critic beside it in {critic}", field="resume")
+        raise NotFound(f"resume: {checkpoint} has no matching critic checkpoint in {critic}", field="resume")
     return str(critic)
 
 
@@ -105,14 +106,14 @@ def _given(path: str) -> str:
     directory = Path(path)
     if not (directory / "manifest.json").is_file():
         raise NotFound(
-            f"resume: {path} is no checkpoint (no manifest.json there); give auto, never, must or a checkpoint's path",
+            f"resume: {path} is not a checkpoint (no manifest.json); give auto, never, must or a checkpoint's path",
             field="resume",
         )
     return str(directory.absolute())
 
 
-def _leave_later(ledger: Ledger, checkpoint: str) -> None:
-    """What was saved after `checkpoint` is of a branch that the run leaves: kept under another name, no longer its."""
+def _abandon_later(ledger: Ledger, checkpoint: str) -> None:
+    """Renames later checkpoints than `checkpoint` and records them as deleted, because the run abandons that branch."""
     rows = [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]
     step = step_of(checkpoint) if rows else 0
     for row in rows:
@@ -124,10 +125,10 @@ def _leave_later(ledger: Ledger, checkpoint: str) -> None:
 
 
 def step_of(checkpoint: str) -> int:
-    """The policy's updates that are in a checkpoint.
+    """Returns the number of policy updates in a checkpoint.
 
     Raises:
-        DataLoss: Its manifest is damaged.
+        DataLoss: The manifest is damaged.
     """
     manifest = Path(checkpoint) / "manifest.json"
     try:
@@ -145,7 +146,7 @@ def _newest(ledger: Ledger, config: Config) -> str:
     newest = saved[-1]
     manifest = Path(newest["path"]) / "manifest.json"
     if not manifest.is_file():
-        raise DataLoss(f"resume: the ledger has checkpoint {newest['path']}, but its manifest.json is gone")
+        raise DataLoss(f"resume: the ledger has checkpoint {newest['path']}, but its manifest.json is missing")
     if hashlib.sha256(manifest.read_bytes()).hexdigest() != newest["manifest_digest"]:
         raise DataLoss(f"resume: {manifest} is not the file that was saved")
     return newest["path"]
@@ -156,10 +157,10 @@ def _require_same(config: Config, before: dict[str, object], ledger: Ledger) -> 
     changed = [key for key in differences(now, before) if not _may_change(key)]
     if changed:
         saved = ledger.checkpoints(Kind.SAVED)
-        from_there = f" with resume={saved[-1]['path']}, which goes on from there" if saved else ""
+        from_there = f" with resume={saved[-1]['path']} to continue from that checkpoint" if saved else ""
         raise PreconditionFailed(
-            f"{config.run_dir} was begun with another {', '.join(changed)} (see its config.json); "
-            f"use that again, or another name{from_there}"
+            f"{config.run_dir} was started with another {', '.join(changed)} (see its config.json); "
+            f"use the same config, or another name{from_there}"
         )
 
 
@@ -169,7 +170,7 @@ def _may_change(key: str) -> bool:
 
 
 def differences(now: object, before: object, at: str = "") -> Iterator[str]:
-    """Dotted keys whose values differ."""
+    """Yields the dotted keys whose values differ."""
     if isinstance(now, dict) and isinstance(before, dict):
         for key in sorted(now.keys() | before.keys()):
             yield from differences(now.get(key), before.get(key), f"{at}.{key}" if at else key)

@@ -17,7 +17,7 @@ from services.coordinator.runs.resume import Start
 
 
 class Run:
-    """Knows what is due, and tells the reporters what happens."""
+    """Decides when checkpoints and evaluations are due, and notifies the reporters."""
 
     def __init__(self, config: Config, start: Start):
         self.config, self.run_id, self.num_steps = config, start.run_id, config.num_steps
@@ -33,7 +33,7 @@ class Run:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Measures what the loop does inside the block and tells the reporters."""
+        """Measures the time of the block as `phase` and notifies the reporters."""
         with ExitStack() as stack:
             stack.enter_context(within(step=self.version))
             for reporter in self.reporters:
@@ -42,26 +42,26 @@ class Run:
             yield
 
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
-        """Starts the loop at `version`, which the services hold. Later steps in the record will be done again."""
+        """Starts the loop at `version`, which the services hold. Later steps in the record will be repeated."""
         self.version, self.reporters = version, (*self.watchers, *reporters)
         self.clock.restart()
 
     def describe_start(self, version: int) -> str:
-        """Says to a person where the run starts, now that the services hold `version`."""
+        """Returns a line for the user that says where the run starts; the services hold `version`."""
         if version:
-            return f"going on after step {version}" + (f", from {self.resume_from}" if self.resume_from else "")
+            return f"resuming after step {version}" + (f", from {self.resume_from}" if self.resume_from else "")
         if self.record.ledger.last(Kind.FINISHED):
-            return "no checkpoint was saved: training again from step 1, on the batches that were recorded"
+            return "no checkpoint was saved: training again from step 1, on the recorded batches"
         return f"training from {self.config.model}"
 
     def batch_id(self, stamp: PolicyStamp) -> str:
-        """Returns the id of the batch drawn from `stamp`; it is the same after a restart."""
+        """Returns the id of the batch sampled from `stamp`; it is the same after a restart."""
         return f"{self.run_id}/{stamp.version}"
 
     async def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
-        """Returns the batch drawn from exactly `stamp` before a restart, if it is on disk.
+        """Returns the batch that was sampled from exactly `stamp` before a restart, if it is on disk.
 
-        Waits for a checkpoint in progress first, because training must not overtake it.
+        Then waits for the save in progress first, because the weights must not change before it.
         """
         batch = self.record.recorded_batch(stamp)
         if batch is not None:
@@ -69,11 +69,11 @@ class Run:
         return batch
 
     def checkpoint_due(self, version: int) -> bool:
-        """Whether `version` is to be saved."""
+        """Returns whether `version` must be saved."""
         return _due(version, self.config.checkpoint.save_freq, self.num_steps)
 
     async def end_checkpoints(self, models: Sequence[SavedModel]) -> None:
-        """Saves a run that was stopped between two checkpoints, and waits until everything is saved.
+        """Saves a final checkpoint if the run was stopped between two, and waits until everything is saved.
 
         Raises:
             LockstepError: A checkpoint could not be saved.
@@ -83,21 +83,21 @@ class Run:
         await self.checkpoints.finish()
 
     def eval_due(self, version: int) -> bool:
-        """Whether `version` is to be evaluated."""
+        """Returns whether `version` must be evaluated."""
         settings = self.config.evaluation
         if version == 0:
             return settings.eval_before_train and bool(self.config.data.eval)
         return _due(version, settings.eval_freq, self.num_steps)
 
     def finish_evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        """Records and reports the metrics of an evaluation. Its time does not count for the next step."""
+        """Records and reports the metrics of an evaluation. Its time is not counted in the next step."""
         self.record.ledger.record(Kind.EVALUATED, version, **metrics)
         seconds = self.clock.take(Phase.EVALUATING)
         for reporter in self.reporters:
             reporter.evaluation(version, metrics | {"time/evaluating_s": seconds})
 
     def finish_step(self, version: int, metrics: dict[str, float]) -> None:
-        """Records and reports the metrics of a step. The next step begins."""
+        """Records and reports the metrics of a step, and starts the next one."""
         self.record.record_step(version, metrics)
         self.version = version
         for reporter in self.reporters:
@@ -105,7 +105,7 @@ class Run:
         self.clock.restart()
 
     def close(self) -> None:
-        """Ends the reporters and closes the ledger; a checkpoint that is being saved is not recorded."""
+        """Closes the reporters and the ledger. A save in progress is not recorded."""
         self.checkpoints.abandon()
         for reporter in self.reporters or self.watchers:
             reporter.close()

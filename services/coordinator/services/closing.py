@@ -1,4 +1,4 @@
-"""Ends a run: exports the policy, and closes the run on services that outlive it."""
+"""Ends a run: exports the policy and closes the run on services that keep running."""
 
 import logging
 from typing import Any
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 async def finish(run: Run, trainer: Trainer) -> Outcome:
-    """Exports the final policy if the run has made all its steps and `checkpoint.export_at_end` is set."""
+    """Exports the final policy if the run has done all its steps and `checkpoint.export_at_end` is set."""
     directory, export_path = run.config.run_dir, None
     if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
         export_path = (directory / "model").absolute()
@@ -39,9 +39,9 @@ async def finish(run: Run, trainer: Trainer) -> Outcome:
 
 
 async def close_run(run: Run, addresses: Addresses) -> None:
-    """Has the services that were given by address free what they hold of `run`, which has come to its end in order.
+    """Tells services that were given by address to free what they hold for `run`, which ended without an error.
 
-    One that does not is named in the log, as nothing is lost: whatever run is opened there next replaces this one.
+    If a service fails to do so, it is only logged: the next run opened there replaces this one, so nothing is lost.
     """
     id_of = {"run_id": run.run_id}
     trainers = {addresses.trainer, addresses.reference, addresses.critic}

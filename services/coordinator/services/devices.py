@@ -1,4 +1,4 @@
-"""Which GPUs of this host each started service gets: the trainer's ranks the first, then replica by replica."""
+"""Assigns this host's GPUs to the services started here: first to the trainers' ranks, then to each replica."""
 
 import os
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ _DEVICES = Path("/dev")
 
 
 def visible_gpus() -> list[str]:
-    """Those that CUDA_VISIBLE_DEVICES leaves to this process, as it names them, else all NVIDIA GPUs of this host.
+    """Returns the GPUs named in CUDA_VISIBLE_DEVICES or, if it is unset, all NVIDIA GPUs of this host.
 
     Loads no driver library.
 
     Raises:
-        InvalidInput: It names a GPU that is not there, or one twice. CUDA would do with fewer, or with none.
+        InvalidInput: It names a GPU that does not exist, or one twice. CUDA would silently use fewer GPUs, or none.
     """
     found = sum(path.name.removeprefix("nvidia").isdecimal() for path in _DEVICES.glob("nvidia*"))
     every = [str(index) for index in range(found)]
@@ -34,10 +34,16 @@ def visible_gpus() -> list[str]:
 def split_gpus(
     ranks: dict[str, int], config: Config, *, available: Sequence[str], start_rollout: bool
 ) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by service name; empty where there is no GPU. `ranks` has the trainers that are started.
+    """Returns CUDA_VISIBLE_DEVICES by service name; empty if the host has no GPU.
+
+    Args:
+        ranks: Number of ranks of each trainer that is started here.
+        config: The run's config.
+        available: This host's GPUs, as `visible_gpus` returns them.
+        start_rollout: Whether the rollout replicas are started here.
 
     Raises:
-        InvalidInput: There are GPUs, but fewer than the services need.
+        InvalidInput: The host has GPUs, but fewer than the services need.
     """
     if not available:
         return {}
@@ -48,7 +54,7 @@ def split_gpus(
     total = sum(wanted.values())
     if total > len(available):
         raise InvalidInput(
-            f"this host has {len(available)} GPUs to use, but the trainers' num_ranks and rollout.num_replicas x "
+            f"this host has {len(available)} usable GPUs, but the trainers' num_ranks and rollout.num_replicas x "
             f"tensor_parallel_size need {total}; lower them, or give the addresses of services on other hosts",
             field="trainer.num_ranks",
         )

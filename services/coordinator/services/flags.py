@@ -1,4 +1,4 @@
-"""Command-line flags of started services that make them observable like the run itself."""
+"""Command-line flags that pass the run's metrics, tracing and log settings to the services it starts."""
 
 import json
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ TARGETS = "prometheus.json"
 
 
 class ServiceFlags:
-    """Command-line flags that have the started services watched like the run."""
+    """Builds these flags for each started service, and lists the metrics pages for Prometheus."""
 
     def __init__(self, config: Config, host: str, ports: ExitStack):
         self._config, self._settings = config, config.observability
@@ -18,7 +18,7 @@ class ServiceFlags:
         self._targets: list[dict[str, object]] = []
 
     def of(self, name: str) -> list[str]:
-        """Those of the service `name`."""
+        """Returns the flags of the service `name`."""
         settings, flags = self._settings, []
         if settings.metrics_address:
             page = f"{self._host}:{hold_free_port(self._host, self._ports)}"
@@ -28,13 +28,13 @@ class ServiceFlags:
         return [*flags, "--log-format", settings.log_format]
 
     def write_targets(self) -> None:
-        """Tells Prometheus where the pages are (file_sd_configs): those of the flags, and the coordinator's."""
+        """Writes the Prometheus target list (file_sd_configs): the services' metrics pages and the coordinator's."""
         if self._settings.metrics_address:
             self._add_target(self._settings.metrics_address, "coordinator")
             (self._config.run_dir / TARGETS).write_text(json.dumps(self._targets, indent=1) + "\n")
 
     def remove_targets(self) -> None:
-        """The pages are gone."""
+        """Deletes the target list once the services have stopped."""
         (self._config.run_dir / TARGETS).unlink(missing_ok=True)
 
     def _add_target(self, page: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Starts the services that were given no address, on this host, and ends all that it started."""
+"""Starts, on this host, the services that have no address, and stops them with the run."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ SERVICES = ("trainer", "reward", "rollout")
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the services are, and how they are reached; what is empty is started here."""
+    """Addresses of the services and how to connect to them. A service with an empty address is started here."""
 
     rollout: tuple[str, ...] = ()
     reward: str = ""
@@ -40,22 +40,22 @@ class Addresses:
     critic: str = ""
     transport: Transport = LOCAL
     started: frozenset[str] = frozenset()
-    """Those of services that were started here, and end with the run."""
+    """Addresses of the services that were started here and stop with the run."""
 
     def of(self, model: str) -> str:
-        """Where the model of a config section is: on a trainer of its own, or on the policy's."""
+        """Returns the address of the trainer of config section `model`: its own if it has one, else the policy's."""
         return getattr(self, model) or self.trainer
 
     def require_own(self, config: Config) -> None:
-        """Raises InvalidInput if a model has an address here but none of its own in `config`."""
+        """Raises InvalidInput if a model has an address here but `config` gives it no trainer of its own."""
         for name in ("reference", "critic"):
             if getattr(self, name) and (name not in config.models or getattr(config, name).deployment != "own"):
-                raise InvalidInput(f"--{name}: set {name}.deployment=own, or leave it out", field=f"--{name}")
+                raise InvalidInput(f"--{name}: set {name}.deployment=own, or omit the option", field=f"--{name}")
 
 
 @dataclass
 class Child:
-    """One started service, leader of a session of its own."""
+    """One started service, the leader of its own process session."""
 
     name: str
     command: Sequence[str]
@@ -63,11 +63,11 @@ class Child:
     restarts_left: int = 0
     gpus: str | None = None
     checkpoints: Path | None = None
-    """Where the run's are, if the same command would go on from the newest of them."""
+    """Directory of the run's checkpoints, if the same command would resume from the newest of them."""
     process: asyncio.subprocess.Process | None = field(default=None)
 
     async def start(self) -> None:
-        """Starts it, its output appended to its log."""
+        """Starts the process and appends its output to its log."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         env = os.environ | ({} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus})
         with self.log_path.open("ab") as output:
@@ -82,29 +82,29 @@ class Child:
         log.info("started %s as process %d", self.name, self.process.pid)
 
     async def watch(self) -> None:
-        """Waits for its end; starts it again while it may be.
+        """Waits until the process exits, and restarts it while `restarts_left` allows.
 
         Raises:
-            Unavailable: SERVICE_DIED, with the end of its log.
+            Unavailable: SERVICE_DIED, with the last lines of its log.
         """
         while True:
             assert self.process is not None
             code = await self.process.wait()
             if self.restarts_left == 0:
                 resumes = self.checkpoints is not None and any(self.checkpoints.glob("*/manifest.json"))
-                then = "; the same command goes on from the newest checkpoint" if resumes else ""
+                then = "; run the same command again to resume from the newest checkpoint" if resumes else ""
                 tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
                 raise Unavailable(
-                    f"{self.name} ended with exit code {code}{then}; the end of {self.log_path}:\n{tail}",
+                    f"{self.name} exited with code {code}{then}; the last lines of {self.log_path}:\n{tail}",
                     reason=Reason.SERVICE_DIED,
                 )
             self.restarts_left -= 1
-            log.warning("%s ended with exit code %d; starting it again", self.name, code)
-            self._signal(signal.SIGKILL)  # what it left in its session
+            log.warning("%s exited with code %d; restarting it", self.name, code)
+            self._signal(signal.SIGKILL)  # processes that it left in its session
             await self.start()
 
     async def end(self) -> None:
-        """Asks it to end, then ends it and all of its session."""
+        """Sends SIGTERM and, after it exits or a grace period passes, SIGKILL to its whole session."""
         if self.process is None:
             return
         if self.process.returncode is None:
@@ -115,18 +115,18 @@ class Child:
         await self.process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # nobody is left in the session
+        with contextlib.suppress(ProcessLookupError):  # no process is left in the session
             os.killpg(self.process.pid, number)
 
 
 class Fleet:
-    """The started services."""
+    """The services that were started here."""
 
     def __init__(self, addresses: Addresses, children: Sequence[Child]):
         self.addresses, self._children = addresses, children
 
     async def watch(self) -> None:
-        """Never returns; raises when a service that the run cannot do without has ended."""
+        """Never returns; raises when a service has exited and has no restarts left."""
         await gather([*(child.watch() for child in self._children), asyncio.Event().wait()])
 
 
@@ -134,10 +134,10 @@ class Fleet:
 async def launch(
     config: Config, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
 ) -> AsyncIterator[Fleet]:
-    """Services for `config`: those of `given`, the rest started here and ended on the way out, however that is.
+    """Yields the services for `config`: those of `given`, and the others, which are started here and always stopped.
 
-    Of the kinds that are not among `services`, as a supervised run has no rollout and no reward, none is started.
-    Trainers divide this host's cores as those of `sharing` do, if it is given: a sum depends on the number of threads.
+    Only kinds in `services` are started; an SFT run, for example, needs no rollout and no reward. If `sharing` is
+    given, each rank gets as many CPU threads as in a run of that config, because sums depend on the number of threads.
     """
     starts_rollout = "rollout" in services and not given.rollout
     ranks = started_ranks(config, given) if "trainer" in services else {}
@@ -173,7 +173,7 @@ async def launch(
                 add(f"rollout-{index}", "-m", "services.rollout", restarts=_MAX_RESTARTS)
                 for index in range(config.rollout.num_replicas if starts_rollout else 0)
             ),
-            started=frozenset(started),  # by now all are
+            started=frozenset(started),  # complete: the calls of add() above have been made
         )
         flags.write_targets()
     try:
@@ -186,12 +186,12 @@ async def launch(
 
 
 def started_ranks(config: Config, given: Addresses) -> dict[str, int]:
-    """Models of `config` whose ranks are started here, and how many."""
+    """Returns the number of ranks of each model in `config` whose trainer is started here."""
     return {name: model.num_ranks for name, model in config.models.items() if _is_started(name, config, given)}
 
 
 def _threads_per_rank(ranks: Mapping[str, int]) -> int:
-    """Trainers that each took all cores would wait for one another's threads: ten times as long, on two cores."""
+    """Divides this host's cores among all ranks: if each used all cores, a step took ten times as long on two cores."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, sum(ranks.values())))
 
 

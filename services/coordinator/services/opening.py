@@ -1,4 +1,4 @@
-"""The services of a run, opened and closed together."""
+"""Opens and closes the services of a run together."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,24 +15,24 @@ from services.coordinator.services.launch import Addresses
 
 @dataclass(frozen=True)
 class Services:
-    """All that samples are made with and trained on."""
+    """The open services of a run."""
 
     trainer: Trainer
     rollout: Rollout
     reward: Reward
     auxiliary: Mapping[str, Model]
-    """The reference and the critic, as far as the run has them, by name."""
+    """The reference and the critic by name, if the run has them."""
 
 
 @asynccontextmanager
 async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Services]:
-    """Opens the trainer, then the others: the replicas with the model card that it answers.
+    """Opens the trainer, then the other services; the replicas need the model card that the trainer returns.
 
-    At the end of a block that did not fail, those that were given by address free what they hold of the run; after a
-    failure they keep it, for the run to go on with.
+    If the block succeeds, services that were given by address free what they hold for the run. After a failure they
+    keep it, so that the run can resume.
 
     Raises:
-        LockstepError: As the first that does not open.
+        LockstepError: The error of the first service that failed to open.
     """
     config, transport = run.config, addresses.transport
     trainer, reward = Trainer(addresses.trainer, config, transport), Reward(addresses.reward, config, transport)

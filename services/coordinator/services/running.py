@@ -1,4 +1,4 @@
-"""Holds a run and its services open for the length of a block."""
+"""Context managers that keep a run and its services open."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
@@ -8,6 +8,7 @@ from rich.console import Console
 
 from services.common.config.run import Config
 from services.common.errors import Unavailable
+from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
 from services.coordinator.observe.watchers import watchers
@@ -15,20 +16,20 @@ from services.coordinator.runs.resume import Start, open_run
 from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import SERVICES, Addresses, Fleet, launch
 
-_LAST_WORDS_S = 5.0
+_EXIT_ERROR_TIMEOUT_S = 5.0
 
 
 @contextmanager
 def recorded_run(config: Config, console: Console | None, start: Start | None = None) -> Iterator[Run]:
-    """Opens the run's record, its log and its watchers; without a `console` the caller has configured logging.
+    """Opens the run's record, its log and its watchers.
 
     Args:
-        config: The run's, which `start` may differ from.
-        console: Warnings are shown here.
-        start: Where the run starts; by default as `open_run` decides.
+        config: The run's config; `start` may be that of another.
+        console: Shows warnings; None if the caller has configured logging.
+        start: Where the run starts; by default what `open_run` returns.
 
     Raises:
-        LockstepError: As `open_run` and `watchers`.
+        LockstepError: See `open_run` and `watchers`.
     """
     with closing(Run(config, start or open_run(config))) as run, within(run=run.run_id):
         if console is not None:
@@ -41,13 +42,13 @@ def recorded_run(config: Config, console: Console | None, start: Start | None = 
 async def running_services(
     run: Run, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
 ) -> AsyncIterator[Addresses]:
-    """Yields the addresses of `services`. Those without an address are started first, and ended with the block.
+    """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 
-    The block is cancelled as soon as a started service dies. `sharing` is that of `launch`.
+    The block is cancelled as soon as a started service dies. See `launch` for `sharing`.
 
     Raises:
-        Unavailable: SERVICE_DIED, with the end of the service's log.
-        LockstepError: As the block raises it.
+        Unavailable: SERVICE_DIED, with the last lines of the service's log.
+        LockstepError: Raised by the block.
     """
     async with launch(run.config, given, services=services, sharing=sharing) as fleet, unless_one_dies(fleet):
         yield fleet.addresses
@@ -55,21 +56,18 @@ async def running_services(
 
 @asynccontextmanager
 async def unless_one_dies(fleet: Fleet) -> AsyncIterator[None]:
-    """Cancels the block as soon as a service of `fleet` dies, and raises why: its callers might wait much longer.
+    """Cancels the block as soon as a service of `fleet` dies, so that its callers do not wait for their timeouts.
 
     Raises:
-        Unavailable: SERVICE_DIED, with the end of the service's log.
+        Unavailable: SERVICE_DIED, with the last lines of the service's log.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(fleet.watch())
-            try:
-                yield
-            except Unavailable:
-                # A call noticed first. The service's own end, with its log, says more.
-                await asyncio.wait({watching}, timeout=_LAST_WORDS_S)
-                raise
-            finally:
-                watching.cancel()
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # the service's death comes before its consequences
+    async with task_group() as group:
+        watching = group.create_task(fleet.watch())
+        try:
+            yield
+        except Unavailable:
+            # A call failed before the exit was noticed. The error of the exit is better: it includes the log.
+            await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
+            raise
+        finally:
+            watching.cancel()

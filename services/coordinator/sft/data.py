@@ -1,4 +1,4 @@
-"""Rows of a supervised run, tokenised once. A step's batch follows from (dataset, seed, step) alone."""
+"""Tokenized rows of an SFT run. A step's batch depends only on (dataset, seed, step)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from services.coordinator.sft.rows import Example, SftFile
 
 
 class SftDataset:
-    """Training rows in the order of their files, cut into the batches of the run's steps."""
+    """Training rows in file order, and the batch of each step."""
 
     def __init__(self, examples: Sequence[Example], order: EpochOrder):
         self.examples, self._order = examples, order
@@ -24,22 +24,22 @@ class SftDataset:
             for part in (example.prompt_tokens, example.tokens, example.loss_mask):
                 digest.update(part.astype(part.dtype.newbyteorder("<")).tobytes())
         self.digest = digest.hexdigest()
-        """128-bit hash, as hex, of rows, order, token ids and masks: all that a run sees of this data."""
+        """128-bit hex digest of all rows, in order: ids, tokens and masks."""
 
     @classmethod
     def load(cls, config: SftDataConfig, tokenizer: Tokenizer, *, seed: int) -> "SftDataset":
-        """Reads, checks and tokenises `config.train`; raises as RowFile.train."""
+        """Reads, checks and tokenizes `config.train`. Raises like RowFile.train."""
         return cls(*SftFile.train(config, tokenizer, seed))
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def num_steps(self, num_epochs: int) -> int:
-        """Batches after which every row was in at least `num_epochs`."""
+        """Returns the number of batches after which every row was used at least `num_epochs` times."""
         return -(-num_epochs * len(self) // self._order.prompts_per_step)
 
     def batch(self, step: int) -> pa.Table:
-        """The batch of `step` (common.batch.SAMPLE_SCHEMA), rows all different; to resume is to ask for the next step.
+        """Returns the batch of `step` (common.batch.SAMPLE_SCHEMA); its rows are distinct. Needs no state to resume.
 
         Raises:
             ValueError: `step` is negative.
@@ -48,8 +48,10 @@ class SftDataset:
 
 
 def to_table(examples: Sequence[Example], *, version: int) -> pa.Table:
-    """Examples as samples, each a group of its own, to train the policy of `version`: it drew none of them, so that
-    there is no digest and the log-probabilities are zero."""
+    """Converts examples to samples, each in a group of its own, for training the policy of `version`.
+
+    The policy did not generate them, so the digest is empty and the log-probabilities are zero.
+    """
     rows = [
         {
             "prompt_id": example.prompt_id,

@@ -1,7 +1,7 @@
-"""The supervised loop: the next rows, train. No rollout and no reward; the trainer, its run and its files are the same.
+"""The SFT loop: takes the next rows and trains on them. It needs no rollout and no reward service.
 
-Order and resumption are exact as in reinforcement learning: a batch names the version that it is for, and the trainer
-applies it once, to that version.
+Order and resumption are as exact as in RL: a batch names the version that it is for, and the trainer applies it once,
+to that version.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,17 +22,17 @@ from services.coordinator.sft.data import Example, SftDataset, to_table
 
 @dataclass(frozen=True)
 class SftData:
-    """Rows to train on, and held-out rows by name."""
+    """Rows to train on, and held-out rows by set name."""
 
     train: SftDataset
     held_out: Mapping[str, Sequence[Example]]
 
 
 class SftTrainer(Trainer):
-    """The trainer, for batches that nothing was sampled for."""
+    """The trainer's client for batches that were not sampled from the policy; uses temperature 1."""
 
     async def nll(self, batch: pa.Table) -> tuple[float, int]:
-        """Negative log-likelihood in nats, summed over the tokens of `batch` that loss_mask leaves, and their count."""
+        """Returns the negative log-likelihood in nats, summed over the unmasked tokens of `batch`, and their number."""
         logprobs = pc.list_flatten(await self.forward(batch)).filter(pc.list_flatten(batch["loss_mask"]))
         return -pc.sum(logprobs.cast(pa.float64())).as_py(), len(logprobs)
 
@@ -42,10 +42,10 @@ class SftTrainer(Trainer):
 
 
 def use_rows(run: Run, data: SftDataset) -> None:
-    """Records the training rows before the first step, and sets the number of steps, which may follow from them.
+    """Records the training rows before the first step and sets `run.num_steps`, which may depend on their number.
 
     Raises:
-        PreconditionFailed: The run was begun with other rows.
+        PreconditionFailed: The run was started with other rows.
     """
     run.record.require_same_data(data.digest)
     run.record.ledger.record(Kind.COLLECTED, dataset=data.digest, rows=len(data))
@@ -53,7 +53,7 @@ def use_rows(run: Run, data: SftDataset) -> None:
 
 
 def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
-    """Returns the metrics of the step in progress: of its batch, its update (`trained`) and its time."""
+    """Returns the metrics of the current step: of its batch, its update (`trained`) and its timing."""
     times = run.clock.metrics()
     num_tokens = sum(pc.sum(pc.list_value_length(batch[name])).as_py() for name in ("prompt_tokens", "tokens"))
     return {
@@ -67,7 +67,7 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
 
 
 async def train(run: Run, data: SftData, trainer: SftTrainer, version: int) -> None:
-    """Trains from the `version` that the trainer holds to `run.num_steps`, or until a stop is asked for."""
+    """Trains from `version`, which the trainer holds, to `run.num_steps` or until the run is stopped."""
     if run.eval_due(version) and not run.record.was_evaluated(version):
         await evaluate(run, data.held_out, trainer, version)
 
@@ -81,13 +81,13 @@ async def train(run: Run, data: SftData, trainer: SftTrainer, version: int) -> N
         if run.eval_due(version):
             await evaluate(run, data.held_out, trainer, version)
         with run.phase(Phase.CHECKPOINTING):
-            await run.checkpoints.finish()  # or the next batch might be there before the save has begun
+            await run.checkpoints.finish()  # otherwise the next update could come before the save starts
     with run.phase(Phase.CHECKPOINTING):
         await run.end_checkpoints([trainer])
 
 
 async def evaluate(run: Run, held_out: Mapping[str, Sequence[Example]], trainer: SftTrainer, version: int) -> None:
-    """Mean loss of every held-out token, `eval/<set>/nll`, and its exponential, `eval/<set>/perplexity`."""
+    """Computes the mean loss per held-out token, `eval/<set>/nll`, and its exponential, `eval/<set>/perplexity`."""
     metrics: dict[str, float] = {}
     with run.phase(Phase.EVALUATING):
         for name, rows in held_out.items():
@@ -98,7 +98,7 @@ async def evaluate(run: Run, held_out: Mapping[str, Sequence[Example]], trainer:
 
 
 def _parts(run: Run, rows: Sequence[Example], version: int) -> Iterator[pa.Table]:
-    """Held-out rows, as many at once as are trained on; rows without loss make up the numbers for all ranks."""
+    """Yields batches of `samples_per_step` held-out rows, padded with masked rows so that every rank has one."""
     size, at_once = run.config.data.samples_per_step, samples_at_once(run.config.trainer)
     for begin in range(0, len(rows), size):
         part = rows[begin : begin + size]

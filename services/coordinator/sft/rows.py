@@ -1,4 +1,4 @@
-"""Files of prompts and responses, or of whole conversations, of which the assistant's turns are trained on."""
+"""Reads files of prompts and responses, or of conversations, whose assistant turns are trained on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from services.coordinator.data.prefix_stable import check_prefix_stable
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row. The loss is on the tokens of the assistant's answers, the end token of each included.
+    """One tokenized row. The loss covers the tokens of the assistant's answers, including the end token of each.
 
     Example: for the conversation "2+2=", "4", "And 3+3=", "6": prompt_tokens are those of "2+2=", tokens those of
     "4<end>And 3+3=6<end>", and loss_mask is false on "And 3+3=".
@@ -25,20 +25,20 @@ class Example:
 
     prompt_id: str
     prompt_tokens: np.ndarray
-    """uint32: up to the first answer that is trained on."""
+    """uint32, all tokens before the first answer that is trained on."""
     tokens: np.ndarray
-    """uint32: from there to the end of the last."""
+    """uint32, the tokens from there to the end of the last answer that is trained on."""
     loss_mask: np.ndarray
-    """bool, one for each of `tokens`."""
+    """bool, one per token of `tokens`."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all of it."""
+        """Length of prompt and answers together."""
         return len(self.prompt_tokens) + len(self.tokens)
 
 
 class SftFile(RowFile[Example]):
-    """Columns of prompts and of responses, or one of conversations."""
+    """A file with a prompt and a response column, or with one column of conversations."""
 
     noun, per_step, max_tokens, max_eval = "rows", "samples_per_step", "max_tokens", "max_eval_rows"
 
@@ -51,7 +51,7 @@ class SftFile(RowFile[Example]):
 
     def _check_template(self) -> None:
         super()._check_template()
-        self._end = [] if self.is_templated else [self._end_token()]  # a template writes its own
+        self._end = [] if self.is_templated else [self._end_token()]  # a chat template adds the end token itself
 
     def _checked(self, name: str, is_right: Callable[[pa.DataType], bool], problem: str) -> pa.DataType:
         column, key = getattr(self.config, name), f"data.{name}"
@@ -70,14 +70,14 @@ class SftFile(RowFile[Example]):
             messages = [*as_messages(prompt), {"role": "assistant", "content": response}]
         try:
             pieces = self._pieces(messages) if self.is_templated else [message["content"] for message in messages]
-        except TemplateRefusal:  # a bad row; all else that is wrong with a template is wrong with it for any row
+        except TemplateRefusal:  # only this row is bad; any other error of the template affects all rows
             raise
         except InvalidInput as error:
             raise InvalidInput(f"{where}: {error.message}", **error.metadata) from error
         return Row(where, number, hash_of(content), tuple(pieces))
 
     def _pieces(self, messages: Sequence[Message]) -> list[str]:
-        """Texts of a conversation, which ends with the assistant's turn; every second one is trained on."""
+        """Splits a conversation that ends with an assistant's turn; texts 1, 3, ... are trained on."""
         messages = self._with_system(messages)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.config.train_on == "last" or not self.config.messages_column:
@@ -97,7 +97,7 @@ class SftFile(RowFile[Example]):
         return pieces
 
     def _example(self, row: Row, pieces: list[list[int]]) -> Example:
-        """What follows an end token in an answer's piece is the template's, which no model writes."""
+        """Builds the example. Text after an answer's end token comes from the template, so it is not trained on."""
         pieces[-1] = pieces[-1] + self._end
         tokens: list[int] = []
         mask: list[bool] = []
@@ -109,20 +109,24 @@ class SftFile(RowFile[Example]):
                 continue
             ends = [place for place, token in enumerate(piece) if token in self.tokenizer.eos_token_ids]
             if len(ends) != 1:
-                problem = f"holds {len(ends)} end tokens" if ends else "is not followed by an end token of the model"
-                raise BadRow(f"answer {index // 2} {problem}, where one ends it")
+                problem = f"has {len(ends)} end tokens" if ends else "is not followed by an end token of the model"
+                raise BadRow(f"answer {index // 2} {problem}; it must have exactly one")
             first, num_trained = len(tokens) - len(piece), len(tokens) - len(piece) + ends[0] + 1
             mask[first:num_trained] = [True] * (num_trained - first)
         arrays = (pieces[0], np.uint32), (tokens[:num_trained], np.uint32), (mask[:num_trained], np.bool_)
         return Example(row.prompt_id, *(np.array(values, dtype) for values, dtype in arrays))
 
     def _end_token(self) -> int:
-        """What ends a response that is not templated."""
+        """Returns the token that ends a response without a chat template."""
         text = self.config.end_token
         known = {self.tokenizer.decode([i], skip_special_tokens=False): i for i in self.tokenizer.eos_token_ids}
         if text is None and len(known) == 1:
             return next(iter(known.values()))
         if text in known:
             return known[text]
-        problem = "is not set and the model has several end tokens" if text is None else f"{text!r} ends no sample"
+        problem = (
+            "is not set and the model has several end tokens"
+            if text is None
+            else f"{text!r} is not an end token of the model"
+        )
         raise InvalidInput(f"data.end_token {problem}: set it to one of {', '.join(known)}", field="data.end_token")

@@ -1,4 +1,4 @@
-"""Makes a supervised run from its config, for `lockstep sft`. The trainer is the only service."""
+"""Runs an SFT config for `lockstep sft`. The trainer is the only service."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,17 +21,17 @@ from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
 from services.coordinator.sft.rows import SftFile
 
 _FILES = {
-    "metrics.jsonl, tensorboard/": "numbers of every step",
-    "ledger.sqlite, logs/": "every decision; what the trainer wrote",
-    "model/": "the trained model: the `model` of a run, or for vLLM",
+    "metrics.jsonl, tensorboard/": "metrics of every step",
+    "ledger.sqlite, logs/": "every decision; the trainer's log",
+    "model/": "the trained model, for `model` of an RL run or for vLLM",
 }
 
 
 async def run_session(config: SftConfig, given: Addresses, console: Console) -> Outcome:
-    """Runs `config` to its end, or to a stop after Ctrl-C.
+    """Runs `config` until all steps are done or Ctrl-C stops it.
 
     Raises:
-        LockstepError: As the first failure of any part.
+        LockstepError: The first failure of any part.
     """
     data = load_early(config, _load, model_is_remote=bool(given.trainer))
     with recorded_run(config, console) as run:
@@ -62,12 +62,12 @@ async def _open_trainer(run: Run, addresses: Addresses) -> AsyncIterator[SftTrai
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
-    """Prints the held-out loss before and after, and where everything is."""
+    """Prints the held-out loss before and after, and the files of the run."""
     show(outcome, _FILES, console, number=".4g")
 
 
 class Lines(Reporter):
-    """A line in the terminal for every step and evaluation."""
+    """Prints a line for every step and evaluation."""
 
     def __init__(self, console: Console, num_steps: int):
         self._console, self._num_steps = console, num_steps

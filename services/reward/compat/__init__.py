@@ -1,1 +1,1 @@
-"""Holds what the reward service uses inside math-verify and sympy; see services.common.compat."""
+"""Holds the reward service's uses of math-verify and sympy internals; see services.common.compat."""

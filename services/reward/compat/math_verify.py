@@ -1,7 +1,7 @@
 """Keeps math-verify and sympy from evaluating text as Python.
 
-Reason: both read numbers and plain arithmetic by `eval`, and here the text is a model's. Seen with math-verify 0.9.0,
-latex2sympy2_extended 1.11.0, which it pins, and sympy 1.14.0.
+Reason: both parse numbers and plain arithmetic with `eval`, and here a model wrote the text. Seen with math-verify
+0.9.0, latex2sympy2_extended 1.11.0, which it pins, and sympy 1.14.0.
 """
 
 import ast
@@ -10,7 +10,7 @@ import re
 
 import math_verify.parser
 
-# sympy imports these lazily, and their import itself parses names; so they come before refuse_eval().
+# sympy imports these lazily. Importing them parses names, so it must happen before refuse_eval().
 import sympy.calculus.util
 import sympy.physics.units
 import sympy.solvers
@@ -32,25 +32,25 @@ _OPERATORS = {
 
 
 def refuse_eval() -> None:
-    """Replaces the only two ways in which math-verify and what it stands on evaluate text as Python.
+    """Replaces the only two functions with which math-verify and its dependencies evaluate text as Python.
 
-    sympify() of a string imports parse_expr at each call, so this covers all of sympy; what sympy still compiles is its
-    own polynomial code, written from variable counts.
+    sympify() of a string imports parse_expr at each call, so this covers all of sympy. sympy still compiles polynomial
+    code, but generates it itself from the number of variables.
     """
     sympy_parser.parse_expr = _parse_number
     math_verify.parser.parse_expr_cached = _parse_arithmetic
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
 
 def _parse_number(text: str, *_: object, **__: object) -> sympy.Number:
-    """Stands in for sympy's parse_expr, which evals: latex2sympy reads every number with it, by sympy.Number(text)."""
+    """Replaces sympy's parse_expr, which uses eval. latex2sympy parses every number with it, by sympy.Number(text)."""
     if not _NUMBER.fullmatch(text):
         raise sympy.SympifyError(text)
     return sympy.Float(text) if "." in text else sympy.Integer(int(text))
 
 
 def _parse_arithmetic(text: str) -> sympy.Expr:
-    """Stands in for math-verify's parse of plain arithmetic such as 3*(4+1)/2, which evals. Nothing is computed."""
+    """Replaces math-verify's parser of arithmetic such as 3*(4+1)/2, which uses eval. Does not compute the result."""
     source = text.strip().rstrip(".").replace("×", "*").replace("÷", "/")
     return _to_sympy(ast.parse(source, mode="eval").body)
 

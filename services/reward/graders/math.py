@@ -1,7 +1,7 @@
-"""math-verify on model text, with nothing evaluated as Python and every input bounded.
+"""Grades mathematical answers with math-verify; evaluates nothing as Python and limits the size of every input.
 
-Runs only in a worker process: a short answer such as 5^{5^{5^5}} can keep sympy busy for ever, and the worker's time
-limit is what ends it. math-verify's own limits (SIGALRM) are off, since they cannot interrupt big-integer arithmetic.
+Runs only in a worker process: a short answer such as 5^{5^{5^5}} can keep sympy busy forever, until the worker's time
+limit ends it. math-verify's own time limits (SIGALRM) are off, because they cannot interrupt big-integer arithmetic.
 """
 
 import re
@@ -16,8 +16,8 @@ from services.reward.scorers.base import FailureReason, ScoringError
 refuse_eval()
 
 MAX_ANSWER_CHARS = 2048
-"""A longer boxed answer is wrong, and without a box only this much of the end is searched: the parser and the search
-patterns are quadratic or worse."""
+"""Maximum length of an answer, because the parser and the search patterns take quadratic time or more. A longer boxed
+answer is wrong; without a box, only this much of the end of a completion is searched."""
 
 _BOXED = (LatexExtractionConfig(boxed_match_priority=0),)
 _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
@@ -26,14 +26,14 @@ _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 
 
 def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> float:
-    """1.0 if the completion's answer equals `answer`, else 0.0.
+    """Returns 1.0 if the completion's answer equals `answer`, else 0.0.
 
-    Its answer is the content of the last closed \\boxed{}, and only that; without one, and unless `require_boxed`, the
-    last formula or number near the end. An answer that cannot be read is wrong.
+    The completion's answer is the content of the last closed \\boxed{}. If there is none, it is the last formula or
+    number near the end, unless `require_boxed`. An answer that cannot be parsed is wrong.
 
     Raises:
-        ScoringError: INVALID_ANSWER, if `answer` cannot be read or compared even with itself.
-        Exception: Whatever sympy raised while comparing; it is then unknown whether they are equal.
+        ScoringError: INVALID_ANSWER, if `answer` cannot be parsed or does not equal itself.
+        Exception: Any exception that sympy raises while comparing, after which equality is unknown.
     """
     text, gold = _parse_gold(answer)
     boxed = last_boxed(completion)
@@ -45,7 +45,7 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the \\boxed{} that closes last, braces balanced, in one pass; None if there is none."""
+    """Returns the content of the \\boxed{} that closes last, with balanced braces; None if there is none."""
     content, opened = None, []
     for token in _BRACES.finditer(text):
         if token[0] == "}":
@@ -60,7 +60,7 @@ def last_boxed(text: str) -> str | None:
 def _parse_gold(answer: str) -> tuple[str, tuple[Any, ...]]:
     boxed = last_boxed(answer)
     text = (answer if boxed is None else boxed).strip()
-    # Wrapping only holds if the braces of the answer balance.
+    # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if last_boxed(f"\\boxed{{{text}}}") == text else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
     try:
@@ -76,14 +76,14 @@ def _parse_end(completion: str) -> tuple[Any, ...]:
 
 
 def _parse_answer(text: str) -> tuple[Any, ...]:
-    """The sympy expression of `text` and the normalised text; fewer of them, or none, if it cannot be read."""
+    """Returns the sympy expression and the normalized text of `text`; one or none of them if it cannot be parsed."""
     if len(text) > MAX_ANSWER_CHARS:
         return ()
     return tuple(parse(f"\\boxed{{{text}}}", _BOXED, parsing_timeout=None))
 
 
 def _compare_texts(gold: str, predicted: str) -> bool | None:
-    """Whether they are equal where no parser is needed to see it: the same text, or two integers."""
+    """Compares equal texts and two integers without a parser; returns None for all others."""
     if gold == predicted:
         return True
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(predicted):
@@ -92,8 +92,8 @@ def _compare_texts(gold: str, predicted: str) -> bool | None:
 
 
 def _equal(gold: Any, predicted: Any) -> bool:
-    # Texts come last in what parse() gives and first here: where they are equal, sympy has nothing to do.
+    # parse() returns texts last. Compare them first, because sympy has nothing to do if they are equal.
     return verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True)
 
 
-_parse_gold(r"\frac{1}{2}")  # the first parse builds the grammar's tables
+_parse_gold(r"\frac{1}{2}")  # the first parse builds the tables of the grammar

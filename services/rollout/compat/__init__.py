@@ -1,1 +1,1 @@
-"""Holds what the rollout service uses inside vLLM and torch; see services.common.compat."""
+"""Holds the rollout service's uses of vLLM and torch internals; see services.common.compat."""

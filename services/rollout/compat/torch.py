@@ -15,12 +15,12 @@ require_version("torch")
 class OperatorWatch(TorchDispatchMode):
     """Inside its `with` block, calls `see` after every operator.
 
-    Reason: the class that sees operators below autograd, with views and copies apart, is in a private module, as is the
-    walk through an operator's nested arguments.
+    Reason: the class that sees operators below autograd, where views and copies can be told apart, is in a private
+    module, and so is the function that flattens an operator's nested arguments.
     """
 
     def see(self, func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Gets the operator and its tensors; subclasses define it."""
+        """Receives an operator with its input and output tensors. Subclasses must define it."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,9 +30,9 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def writes_input(func: Any) -> bool:
-    """Returns whether the operator changes one of its inputs.
+    """Whether the operator writes to one of its inputs.
 
-    Reason: only its private schema says so.
+    Reason: only the operator's private schema says so.
     """
     return func._schema.is_mutable
 

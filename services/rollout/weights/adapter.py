@@ -1,4 +1,4 @@
-"""A received adapter into vLLM, which reads adapters from directories only."""
+"""Loads a received adapter into vLLM, which reads adapters from directories only."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from vllm.lora.request import LoRARequest
 
 
 def adapter_request(path: str, *, load_inplace: bool = False) -> LoRARequest:
-    """The policy's only adapter; `path` matters when it is loaded, not when it is used."""
+    """Returns vLLM's request for the policy's only adapter. `path` matters only for loading it."""
     return LoRARequest("policy", 1, path, load_inplace=load_inplace)
 
 
 def load_adapter(
     add_lora: Callable[[LoRARequest], bool], config_json: str, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Replaces the adapter by `tensors`, in PEFT's names, through the worker's `add_lora`."""
+    """Replaces the adapter with `tensors`, by their PEFT names, through the worker's `add_lora`."""
     with tempfile.TemporaryDirectory(prefix="lockstep-adapter-") as directory:
         save_file(dict(tensors), Path(directory) / "adapter_model.safetensors")
         (Path(directory) / "adapter_config.json").write_text(config_json)

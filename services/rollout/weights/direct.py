@@ -1,9 +1,10 @@
-"""Received weights straight to where the engine reads them, once it is known where that is.
+"""Copies received weights directly to the memory that the engine reads them from.
 
-vLLM's layerwise reload costs some 0.1 s of Python whatever the model's size. It is watched once: every copy from the
-received bytes into an engine's tensor is written down (`Recorder`). If nothing but copies happened, the next reload is
-checked against them byte by byte, and from then on they alone are done (`DirectMap`). An engine that processes weights
-after loading (quantization, packing, absorbed projections) leaves no such map and keeps the reload.
+vLLM's layerwise reload takes about 0.1 s of Python, regardless of the model's size. During the first reload, every copy
+from received bytes to a tensor of the engine is recorded (`Recorder`). If the reload did nothing but copy, the next one
+is compared with the recorded copies byte by byte. From the third publication on, only these copies are made
+(`DirectMap`). If an engine processes weights after loading (quantization, packing, absorbed projections), it keeps
+using the reload.
 """
 
 import math
@@ -22,7 +23,7 @@ from services.rollout.compat.torch import OperatorWatch, writes_input
 
 
 class Place(NamedTuple):
-    """A strided part of a storage, in elements."""
+    """Describes a strided part of a storage, in elements."""
 
     offset: int
     size: tuple[int, ...]
@@ -31,7 +32,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of bucket number `bucket`, in elements of `dtype` from the bucket's begin."""
+    """Describes a part of bucket number `bucket`, in elements of `dtype` from the bucket's start."""
 
     bucket: int
     dtype: torch.dtype
@@ -40,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Copy:
-    """`piece` goes into the tensor that begins `offset` elements into `storage`."""
+    """Describes a copy of `piece` to the tensor that starts at element `offset` of `storage`."""
 
     piece: Piece
     storage: torch.UntypedStorage
@@ -48,35 +49,35 @@ class Copy:
     stride: tuple[int, ...]
 
     def target(self) -> torch.Tensor:
-        """The engine's memory."""
+        """Returns the engine's tensor to copy to."""
         empty = torch.empty(0, dtype=self.piece.dtype, device=self.storage.device)
         return empty.set_(self.storage, self.offset, self.piece.place.size, self.stride)
 
 
 class Recorder(OperatorWatch):
-    """Watches a reload; `copies` is then what a `DirectMap` needs, None if there was more to it than copies.
+    """Records a reload. Afterwards `copies` is what a `DirectMap` needs, or None if the reload did more than copy.
 
-    Storages are known by their addresses: an operator that returns new memory makes what was known of it void.
-    `engine` has the tensors that the engine reads.
+    Storages are identified by their addresses, so an operator that returns new memory invalidates what was recorded for
+    that address. `engine` has the tensors that the engine reads.
     """
 
     def __init__(self, engine: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._engine = set(map(_address, engine))
-        self._buckets: dict[int, int] = {}  # address of received bytes -> number of the bucket
-        # Address of a tensor being loaded -> what its parts got; None: a constant, such as padding.
+        self._buckets: dict[int, int] = {}  # address of received bytes -> index of the bucket
+        # Address of a tensor being loaded -> its parts and where they came from; None is a constant, such as padding.
         self._between: dict[int, dict[Place, Copy | None]] = defaultdict(dict)
-        self._done: set[int] = set()  # addresses of loaded tensors, the engine's among them
+        self._done: set[int] = set()  # addresses of loaded tensors, including the engine's
         self._copies: list[Copy] = []
         self.problem = ""
 
     def add_bucket(self, index: int, flat: torch.Tensor) -> None:
-        """`flat` holds what was received as bucket `index`."""
+        """Registers `flat` as the received bytes of bucket `index`."""
         self._buckets[_address(flat)] = index
 
     @property
     def copies(self) -> list[Copy] | None:
-        """All copies from received bytes to the engine's tensors."""
+        """Returns all copies from received bytes to the engine's tensors; None if the reload did more than copy."""
         if any(map(self._is_loading, self._between)):
             self._refuse("a weight was loaded but not into the engine")
         return None if self.problem else self._copies
@@ -101,13 +102,13 @@ class Recorder(OperatorWatch):
     def _see_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         address, source_address = _address(target), _address(source)
         if address == source_address and _place(target) == _place(source) and address not in self._engine:
-            return  # onto itself, before it comes to the engine, as vLLM does with experts
+            return  # a copy onto itself before the weight reaches the engine, which vLLM makes for experts
         if source_address in self._buckets:
             if target.dtype != source.dtype or target.shape != source.shape:
                 self._refuse(f"{tuple(source.shape)} {source.dtype} is converted when loaded")
             piece = Piece(self._buckets[source_address], source.dtype, _place(source))
             copy = Copy(piece, target.untyped_storage(), target.storage_offset(), target.stride())
-            # The same place again counts once: vLLM loads a bias twice.
+            # A second copy to the same place replaces the first, because vLLM loads a bias twice.
             self._between[address][_place(target)] = copy
         elif self._is_loading(source_address):
             self._move(target, source)
@@ -115,7 +116,7 @@ class Recorder(OperatorWatch):
             self._refuse("a loaded weight is written or read again")
 
     def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A loaded weight is copied, whole, to the tensor that kernels read."""
+        """Records that a whole loaded weight is copied to the tensor that kernels read."""
         parts = self._between.pop(_address(source))
         num_known = sum(math.prod(place.size) for place in parts)
         if target.stride() != source.stride() or target.dtype != source.dtype or num_known != source.numel():
@@ -132,10 +133,10 @@ class Recorder(OperatorWatch):
         return address in self._buckets or address in self._done or self._is_loading(address)
 
     def _forget(self, address: int) -> None:
-        """What was here is freed, and the memory is used for something else."""
+        """Drops what was recorded for an address whose memory was freed and is now used for something else."""
         self._buckets.pop(address, None)
         self._done.discard(address)
-        self._between.pop(address, None)  # nothing but constants: a copy keeps its storage
+        self._between.pop(address, None)  # can only have constants, because a Copy keeps its storage alive
 
     def _refuse(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -150,7 +151,7 @@ def _place(tensor: torch.Tensor) -> Place:
 
 
 class DirectMap:
-    """All copies of one publication, made ready: bucket i comes in buffer i % depth."""
+    """Holds all copies of a publication, ready to run. Bucket i is received in buffer i % len(buffers)."""
 
     def __init__(self, copies: Sequence[Copy], num_buckets: int, buffers: Sequence[torch.Tensor]):
         self.buffers = buffers
@@ -163,17 +164,17 @@ class DirectMap:
             self._targets[piece.bucket].append(copy.target())
 
     def load(self, index: int) -> None:
-        """From bucket `index`'s buffer into the engine."""
+        """Copies bucket `index` from its buffer into the engine."""
         if self._targets[index]:
             copy_all(self._targets[index], self._sources[index], non_blocking=True)
 
     def digest_received(self, digest: WeightDigest, index: int, flat: torch.Tensor, start: int) -> None:
-        """Adds what the map takes of a bucket."""
+        """Adds the parts of a received bucket that the map would copy."""
         self.buffers[index % len(self.buffers)][: flat.numel()].copy_(flat)
         _add(digest, self._sources[index], start)
 
     def digest_loaded(self, digest: WeightDigest, index: int, start: int) -> None:
-        """Adds what is in the engine where the map would put a bucket."""
+        """Adds the contents of the engine's memory that the map would copy a bucket to."""
         _add(digest, self._targets[index], start)
 
 

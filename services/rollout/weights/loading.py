@@ -1,4 +1,4 @@
-"""How received buckets get into the engine: watched, then checked, then directly."""
+"""Loads received buckets into the engine: first by a recorded reload, then by a checked one, then by direct copies."""
 
 import logging
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from services.rollout.weights.direct import DirectMap, Recorder
 
 log = logging.getLogger(__name__)
 
-# Buckets at once: two on their way and one that is being loaded.
+# Buckets in memory at the same time: two being received and one being loaded.
 NUM_BUFFERS = 3
 
-# (number of the bucket, bucket, its bytes), as they arrive.
+# (index of the bucket, bucket, its bytes), in the order of arrival.
 Arrivals = Iterator[tuple[int, Bucket, torch.Tensor]]
 
 
 class Loading:
-    """The state of one engine worker under one plan. `load` is called once for every publication."""
+    """Loads publications of one plan into one engine worker. Call `load` once for every publication."""
 
     def __init__(self, model: nn.Module, model_config: Any, plan: Plan, device: torch.device):
         self._model, self._model_config, self._device = model, model_config, device
@@ -33,7 +33,7 @@ class Loading:
 
     @property
     def buffers(self) -> list[torch.Tensor] | None:
-        """Where bucket i is to be received: buffer i modulo their number; None: each bucket needs memory of its own."""
+        """Returns the buffers to receive into (bucket i into buffer i % n), or None if each bucket needs new memory."""
         return self._map.buffers if self._map and self._is_checked else None
 
     def load(self, arrivals: Arrivals) -> None:
@@ -51,7 +51,7 @@ class Loading:
             torch.accelerator.synchronize()
 
     def abort(self) -> None:
-        """Leaves the engine reloadable after a publication that broke off."""
+        """Makes the engine reloadable again after an incomplete publication."""
         if not self._is_checked:
             abort_reload(self._model)
             self._map = None
@@ -90,8 +90,8 @@ class Loading:
             direct.digest_loaded(loaded, index, bucket.start)
         self._is_checked = loaded.hexdigest() == received.hexdigest()
         if not self._is_checked:
-            self._give_up("what was loaded is not what the copies would load")
+            self._give_up("the reload wrote other bytes than the recorded copies would")
 
     def _give_up(self, problem: str) -> None:
         self._problem, self._map = problem, None
-        log.info("publications go through vLLM's reload: %s", problem)
+        log.info("publications use vLLM's slower reload: %s", problem)

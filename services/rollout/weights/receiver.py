@@ -1,7 +1,7 @@
-"""The engine-worker end of a publication: a mixin that vLLM adds to its Worker class (worker_extension_cls).
+"""Receives publications in an engine worker: a mixin that vLLM adds to its Worker class (worker_extension_cls).
 
-vLLM refuses a mixin whose attributes collide with the Worker's, hence the prefix. Everything here runs inside the
-engine's processes; the calls arrive through `collective_rpc` with plain values only.
+All attributes have the prefix `lockstep`, because vLLM refuses a mixin whose attributes collide with the Worker's. The
+code runs inside the engine's processes; calls arrive through `collective_rpc`, with plain values only.
 """
 
 import itertools
@@ -20,15 +20,18 @@ from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loadin
 from services.rollout.weights.adapter import load_adapter
 from services.rollout.weights.loading import NUM_BUFFERS, Arrivals, Loading
 
-# Broadcasts posted ahead of the one that is being loaded.
+# Number of broadcasts in progress while a bucket is being loaded.
 _DEPTH = NUM_BUFFERS - 1
 
 
 class WeightReceiver:
-    """Joins an epoch, receives, loads and hashes. vLLM's Worker brings model_runner, vllm_config, device and rank."""
+    """Joins an epoch, and receives, loads and hashes weights.
+
+    vLLM's Worker has the attributes model_runner, vllm_config, device and rank.
+    """
 
     def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> dict[str, Any]:
-        """Enters the epoch; answers with the plan's digest as built here, or with the error."""
+        """Joins the epoch; returns the plan's digest as computed here, or the error."""
         self.lockstep_leave()
         try:
             self._lockstep_set_plan(plan)
@@ -40,9 +43,9 @@ class WeightReceiver:
         return {"plan_digest": self._lockstep_plan.digest}
 
     def lockstep_receive(self, version: int) -> dict[str, Any]:
-        """Receives one publication into the live model; answers with its digest, or with the error.
+        """Receives one publication into the live model; returns its digest, or the error.
 
-        An error is a value, not an exception: vLLM would report the first failing worker only.
+        Errors are returned, not raised, because vLLM would report the first failing worker only.
         """
         loading, group, begin = self._lockstep_loading, self._lockstep_group, time.perf_counter()
         plan, timing, cost = self._lockstep_plan, {"wait_s": 0.0}, Cost(self.device)
@@ -51,14 +54,14 @@ class WeightReceiver:
             digest = WeightDigest(plan.digest, self.device, self._lockstep_base_sums if skips_base else (0, 0))
             arrivals = self._lockstep_arrivals(plan.first_bucket(skips_base=skips_base), digest, timing, cost)
             if not skips_base:
-                self._lockstep_base_sums = (0, 0)  # torn from here on
+                self._lockstep_base_sums = (0, 0)  # from here on the base may be partly overwritten
                 self._lockstep_load_base(itertools.islice(arrivals, plan.num_base_buckets))
             if plan.has_adapter:
                 self._lockstep_base_sums = digest.sums()
                 self._lockstep_load_adapter(arrivals)
             content = digest.hexdigest()
             group.acknowledge(version, content)
-        except Exception as error:  # noqa: BLE001 whatever it was, the engine must stay reloadable
+        except Exception as error:  # noqa: BLE001 the engine must stay reloadable after any error
             loading.abort()
             group.kill()
             self.lockstep_leave()
@@ -67,21 +70,21 @@ class WeightReceiver:
         return {"digest": content, "num_bytes": num_bytes, "duration_s": duration_s, **timing, **cost.measured()}
 
     def lockstep_leave(self) -> None:
-        """Leaves the epoch, if any."""
+        """Leaves the epoch, if one was joined."""
         group = getattr(self, "_lockstep_group", None)
         self._lockstep_group = None
         if group is not None:
             group.abort()
 
     def _lockstep_set_plan(self, message: bytes) -> None:
-        """What was learnt about the engine's memory holds as long as the plan is the same."""
+        """Sets the plan. What was learned about the engine's memory is kept as long as the plan is the same."""
         if getattr(self, "_lockstep_plan_message", None) != message:
             self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
             self._lockstep_loading = Loading(model_of(self), self.model_config, self._lockstep_plan, self.device)
             self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
 
     def _lockstep_skips_base(self) -> bool:
-        """As the sender decides it: whether all members hold the same base."""
+        """Whether all members have the same base, so that it is not sent again; the senders decide in the same way."""
         if not self._lockstep_plan.has_adapter:
             return False
         agrees = self._lockstep_group.agrees(self._lockstep_base_sums)
@@ -95,7 +98,7 @@ class WeightReceiver:
 
     def _lockstep_load_adapter(self, arrivals: Arrivals) -> None:
         tensors = {
-            name: tensor.to("cpu", copy=True)  # the bucket's memory may be used again
+            name: tensor.to("cpu", copy=True)  # the bucket's memory may be reused
             for _, bucket, flat in arrivals
             for name, tensor in unpack(bucket, flat)
         }
@@ -106,7 +109,7 @@ class WeightReceiver:
 
         def post(index: int) -> tuple[torch.Tensor, Transfer]:
             size, sender = buckets[index].num_bytes, buckets[index].sender
-            # Without buffers a new one each time: vLLM keeps views of it until the layer is complete.
+            # Without fixed buffers, allocate a new one each time: vLLM keeps views of it until the layer is complete.
             flat = (
                 buffers[index % NUM_BUFFERS][:size]
                 if buffers

@@ -22,7 +22,7 @@ async def test_a_service_that_serves_is_healthy_and_one_that_ended_is_not() -> N
 
 async def test_a_service_that_wants_certificates_says_so(tmp_path: Path) -> None:
     server, address = await serve(Certificates(tmp_path).of(Role.REWARD))
-    with pytest.raises(Unauthenticated, match="the service wants mTLS: pass --tls"):
+    with pytest.raises(Unauthenticated, match="the service requires mTLS: pass --tls"):
         await require_serving(address, LOCAL, timeout_s=5)
     await server.grpc.stop(None)
 

@@ -127,7 +127,7 @@ async def test_a_service_that_is_not_there_is_waited_for(certificates) -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_a_client_sends_no_plaintext_to_another_host(certificates, host) -> None:
     address = f"{host}:50051"
-    with pytest.raises(InvalidInput, match="plaintext does not leave it; pass --tls"):
+    with pytest.raises(InvalidInput, match="plaintext is only used on loopback; pass --tls"):
         Client(address, reward_pb2_grpc.RewardServiceStub)
     with pytest.raises(InvalidInput, match=r"--reward: .*--insecure"):
         require_secure(address, Transport(), field="--reward")
@@ -161,7 +161,7 @@ def test_the_command_refuses_before_anything_is_started(command, certificates, c
     assert "no-such.yaml" in refusal(*off, "--insecure")
     assert "no-such.yaml" in refusal(*off, "--tls", certificates.of(Role.COORDINATOR))
     assert "exclude each other" in refusal("--insecure", "--tls", certificates.of(Role.COORDINATOR))
-    assert "certificate is of the role trainer" in refusal("--tls", certificates.of(Role.TRAINER))
+    assert "certificate is for the role trainer" in refusal("--tls", certificates.of(Role.TRAINER))
     assert "ca.pem" in refusal("--tls", certificates.root / "none")
     certificates.of(Role.COORDINATOR, name="torn").joinpath("key.pem").write_text("-----BEGIN")
     assert "PEM" in refusal("--tls", certificates.root / "torn")
@@ -177,7 +177,9 @@ def test_a_service_refuses_a_certificate_that_is_not_its_own(certificates) -> No
             serve_from_command_line("reward", _never, list(map(str, arguments)))
         return str(caught.value)
 
-    assert "of the role trainer, here it must be reward or coordinator" in start("--tls", certificates.of(Role.TRAINER))
+    assert "for the role trainer, but must be for reward or coordinator here" in start(
+        "--tls", certificates.of(Role.TRAINER)
+    )
     expired = certificates.of(Role.REWARD, name="expired", valid_s=-60)
     assert re.search(f"expired on .*`lockstep certs renew {expired}`", start("--tls", expired))
     assert start("--tls", expired, "--insecure") == "2"

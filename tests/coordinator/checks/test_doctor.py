@@ -1,4 +1,4 @@
-"""`lockstep doctor`: every check says ok here, and sees what it is for."""
+"""Tests `lockstep doctor`: every check passes on this host and fails on the problem that it looks for."""
 
 import shutil
 import socket
@@ -61,7 +61,7 @@ def test_python() -> None:
 def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "cpu.txt"
     lock.write_text("# all\nnumpy==0.0.1 \\\n    --hash=sha256:1\nnot-installed==1.0\n")
-    assert_fails(host.check_packages([lock]), WARN, "numpy", "what cpu.txt names")
+    assert_fails(host.check_packages([lock]), WARN, "numpy", "tested versions from cpu.txt")
     lock.write_text("not-installed==1.0\n")
     assert host.check_packages([lock]).verdict is OK
     for name in ("rollout-cuda.txt", "trainer-cuda.txt"):  # one of them is installed
@@ -95,7 +95,7 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     findings = {finding.check: finding for finding in host.examine_host(None, Addresses(reward="a:1"))}
     assert_fails(findings["GPUs"], FAIL, "unknown", "CUDA_VISIBLE_DEVICES=0,1: this host has 1 GPUs")
-    assert "torch" not in findings  # what it should find there is not known
+    assert "torch" not in findings  # the expected findings depend on the host
     assert "disk" in findings
 
 
@@ -167,7 +167,7 @@ def test_model_and_data(tmp_path: Path) -> None:
     assert_fails(model, FAIL, "/nope does not exist", "directory")
     assert_fails(found, WARN, "not read", "above")
     (model,) = examine_inputs(elsewhere, Addresses(trainer="a:1"))
-    assert (model.verdict, "trainer's host" in model.found) == (OK, True)
+    assert (model.verdict, "not on this host" in model.found) == (OK, True)
     megatron = {"strategy": "megatron", "num_ranks": 64, "megatron": {"tensor_model_parallel_size": 64}}
     model, _ = examine_inputs(config_with(data=data, trainer=megatron), Addresses())
     assert_fails(model, FAIL, "tensor_model_parallel_size 64", "strategy")
@@ -175,7 +175,7 @@ def test_model_and_data(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def reward() -> AsyncIterator[str]:
-    """Address of a real reward service."""
+    """Yields the address of a real reward service."""
     server, servicer = Server(), RewardServicer()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     port = await server.start("127.0.0.1:0", [NAME])
@@ -189,15 +189,15 @@ async def test_services(reward: str) -> None:
     assert "idle" in answered.found and "no run" in answered.found
     nobody = f"127.0.0.1:{free_port()}"
     wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
-    assert_fails(wrong, FAIL, f"{reward} is not the address of a trainer service", "swapped")
-    assert_fails(lost, FAIL, nobody, "start it")
+    assert_fails(wrong, FAIL, f"{reward} is not a trainer service", "swapped")
+    assert_fails(lost, FAIL, nobody, "start the service")
     assert_fails(untried, WARN, f"not tried: no answer from trainer {reward}, rollout {nobody}", "above")
 
 
 async def test_service_that_wants_certificates(tmp_path: Path) -> None:
     server, address = await serve(Certificates(tmp_path).of(Role.REWARD))
     (finding,) = await examine_services(Addresses(reward=address))
-    assert_fails(finding, FAIL, "the service wants mTLS: pass --tls", "certificates")
+    assert_fails(finding, FAIL, "the service requires mTLS: pass --tls", "certificates")
     await server.grpc.stop(None)
 
 
@@ -205,7 +205,7 @@ def test_answers_clocks_and_versions() -> None:
     info = ServiceInfo(state="open", run_id="r", version="1", time_ns=1)
     assert_fails(check_answer("trainer a:1", Unavailable("gone")), FAIL, "gone", "firewall")
     assert check_answer("trainer a:1", Answer(info, 0.001, 0)).verdict is OK
-    assert_fails(check_answer("trainer a:1", Answer(info, 0.2, 0)), WARN, "200.0 ms", "nearer host")
+    assert_fails(check_answer("trainer a:1", Answer(info, 0.2, 0)), WARN, "200.0 ms", "lower latency")
     for ahead_s, verdict in ((0.1, OK), (-2, WARN), (3600, FAIL)):
         finding = check_clock("trainer a:1", Answer(info, 0.001, ahead_s))
         assert (finding.verdict, bool(finding.fix)) == (verdict, verdict is not OK)
@@ -216,10 +216,10 @@ def test_answers_clocks_and_versions() -> None:
         "rollout b:1": ServiceInfo(version="1", libraries={"torch": "2.12", "nccl": "2.28.9"}),
     }
     found = {finding.check: finding for finding in check_agreement(infos)}
-    assert found["lockstep-rl of all"].verdict is OK
-    assert_fails(found["nccl of all"], FAIL, "2.27.3 in trainer a:1; 2.28.9 in rollout b:1", "same nccl")
-    assert_fails(found["torch of all"], WARN, "2.12 in rollout b:1", "same torch")
-    assert "cuda of all" not in found
+    assert found["lockstep-rl versions"].verdict is OK
+    assert_fails(found["nccl versions"], FAIL, "2.27.3 in trainer a:1; 2.28.9 in rollout b:1", "same nccl")
+    assert_fails(found["torch versions"], WARN, "2.12 in rollout b:1", "same torch")
+    assert "cuda versions" not in found
 
 
 async def test_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:

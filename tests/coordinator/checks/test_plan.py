@@ -1,4 +1,4 @@
-"""`lockstep plan`: figures against sums by hand, the tables as a person sees them, and refusals before any start."""
+"""Tests `lockstep plan`: numbers against sums done by hand, the printed tables, and errors before anything starts."""
 
 import io
 import json
@@ -31,7 +31,7 @@ SHAPE = {
 DENSE = {"model_type": "qwen3", "intermediate_size": 128, **SHAPE}
 MOE = {
     "model_type": "qwen3_moe",
-    "intermediate_size": 128,  # of dense layers, of which it has none
+    "intermediate_size": 128,  # the size of dense layers, of which it has none
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -42,7 +42,7 @@ MOE = {
 ATTENTION = 64 * 256 + 128 * 64
 AWARE = {"use_precision_aware_optimizer": True}
 HYBRID = AWARE | {"optimizer_cpu_offload": True}
-# Two norms of the layer, those of q and of k.
+# The layer's two norms, and those of q and k.
 NORMS = 2 * 64 + 2 * 32
 
 
@@ -93,7 +93,7 @@ def shown(config: Config, width: int = 80) -> str:
 
 
 def test_dense_memory(dense: Path) -> None:
-    """TP 2 x PP 2 x CP 2 x DP 2. The tied embedding is on both stages, for the last has the output layer."""
+    """Checks TP 2 x PP 2 x CP 2 x DP 2. Both stages have the tied embedding, because the last has the output layer."""
     config, model = make(dense, num_ranks=16, megatron=sizes(tp=2, pp=2, cp=2, grad_offload=True))
     layer = ATTENTION // 2 + 3 * 64 * 128 // 2 + NORMS
     embedding, tokens = 256 * 64 // 2, 16384 // 2
@@ -117,7 +117,7 @@ def test_tied_embedding_of_one_stage_is_held_once(dense: Path) -> None:
 
 
 def test_moe_memory(moe: Path) -> None:
-    """TP 2 x DP 4, and over the same 8 ranks ETP 1 x EP 4 x 2 copies: two experts of each layer on a rank."""
+    """Checks TP 2 x DP 4 and, on the same 8 ranks, ETP 1 x EP 4 x 2 copies: each rank has two experts of each layer."""
     config, model = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=1), gradient_checkpointing=True)
     router = 8 * 64
     dense = 8 * (ATTENTION // 2 + NORMS + router) + 2 * 256 * 64 // 2 + 64
@@ -125,12 +125,12 @@ def test_moe_memory(moe: Path) -> None:
     memory = stage_memory(config, model, 0)
     assert memory.parameters == dense + experts
     assert memory.optimizer == 12 * dense // 4 + 12 * experts // 2
-    assert memory.activations == 8 * 16384 * 2 * 64 // 2  # layer inputs, cut by sequence parallelism
+    assert memory.activations == 8 * 16384 * 2 * 64 // 2  # layer inputs, sharded by sequence parallelism
     config, _ = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=1))
     expert = 2 * (3 * 32 + 2 * 64)
     whole = 2 * (4 * 64 + 2 * 128 + 2 * 64 + expert) // 2
     assert stage_memory(config, model, 0).activations == 8 * 16384 * whole
-    # With ETP 2 both ranks of an expert are sent its tokens, and each computes half of its width.
+    # With ETP 2, both ranks of an expert receive its tokens, and each computes half of its width.
     config, _ = make(moe, num_ranks=8, megatron=sizes(tp=2, ep=4, etp=2))
     assert stage_memory(config, model, 0).activations == 8 * 16384 * (whole + 2 * 2 * 2 * 64 // 2)
 
@@ -168,7 +168,7 @@ def test_keys_that_change_memory(dense: Path) -> None:
     [
         ({"ddp_config": {"grad_reduce_in_fp32": False}}, 2, 12),
         ({"optimizer_config_kwargs": {"use_precision_aware_optimizer": True}}, 4, 12),
-        ({"optimizer_config_kwargs": {"exp_avg_dtype": "bf16"}}, 4, 12),  # Megatron takes no notice without the former
+        ({"optimizer_config_kwargs": {"exp_avg_dtype": "bf16"}}, 4, 12),  # Megatron ignores it without the former
         ({"optimizer_config_kwargs": AWARE | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "BF16"}}, 4, 8),
         ({"optimizer_config_kwargs": AWARE, "fully_reshardable": False}, 4, 10),
         ({"optimizer_config_kwargs": AWARE | {"main_params_dtype": "fp16"}}, 4, 10),
@@ -192,7 +192,7 @@ def test_unknown_dtype_of_optimizer_state_is_named(dense: Path) -> None:
 
 
 def test_micro_batches_in_flight_of_an_interleaved_pipeline(dense: Path) -> None:
-    """arXiv 2205.05198: stage 0 holds 1 + (PP - 1) / (PP x VPP) times the activations of the whole model."""
+    """Checks arXiv 2205.05198: stage 0 holds 1 + (PP - 1) / (PP x VPP) times the activations of the whole model."""
     megatron = sizes(pp=4, virtual_pipeline_model_parallel_size=2)
     config, model = make(dense, num_ranks=4, megatron=megatron)
     assert stage_memory(config, model, 0).in_flight == 4 * (1 + 3 / 8)
@@ -203,11 +203,11 @@ def test_adapters_are_all_that_is_trained(dense: Path) -> None:
     lora = {"rank": 4, "target_modules": ["linear_qkv", "linear_proj"], "publish": "adapter"}
     config, model = make(dense, num_ranks=2, megatron=sizes(tp=2), lora=lora)
     memory = stage_memory(config, model, 0)
-    # q, k, v share the first matrix, whole on each rank; of o the second is.
+    # q, k and v share the first matrix, which is whole on each rank; for o the second matrix is whole.
     adapters = 8 * 4 * ((64 + 256 // 2) + (128 // 2 + 64))
     assert memory.gradients == 4 * adapters and memory.optimizer == 12 * adapters
     assert memory.weights == 2 * (memory.parameters + adapters)
-    # Published as an engine reads it: two matrices each for q, k, v and o.
+    # Published in the engine's layout: two matrices each for q, k, v and o.
     sent, buckets = publication(config, model)
     assert sent == 2 * 8 * 4 * ((64 + 128) + (64 + 64) + (64 + 64) + (128 + 64))
     assert buckets == 1
@@ -253,7 +253,7 @@ def test_plan_fits_the_terminal(moe: Path, width: int) -> None:
     assert any(line[:2] == ["pp", "1"] and "x1.5" in line for line in lines)
     flat = " ".join(text.split())
     assert "16 ranks = TP 2 x PP 2 x CP 1 x DP 4, VPP 2 experts: ETP 1 x EP 4 x PP 2 x 2 copies" in flat
-    assert "in host memory between phases (idle): params" in flat
+    assert "offloaded to host memory between phases (idle): params" in flat
     assert "batch: 64 samples per mini-batch, 16 on each of 4 data-parallel ranks" in flat
     assert "bf16 weights 2, grads 4, optimizer: master 4 + Adam moments 8" in flat
     assert "arXiv 2205.05198" in flat
@@ -301,7 +301,7 @@ def test_command(dense: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        # Known from the config, and from the model.
+        # The first follows from the config, the second from the model.
         ("trainer.megatron.context_parallel_size=3", ["trainer.num_ranks 4", "nearest legal: 3 or 6"]),
         ("trainer.megatron.tensor_model_parallel_size=4", ["TP", "num_key_value_heads 3", "nearest legal: 3"]),
     ],

@@ -1,4 +1,4 @@
-"""`lockstep certs`: what it makes, and what it says when it does not."""
+"""Tests `lockstep certs`: the files that it creates and its error messages."""
 
 import datetime
 import stat
@@ -21,7 +21,7 @@ Command = Callable[..., str]
 
 @pytest.fixture
 def certs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs `lockstep certs` in an empty directory; what it says."""
+    """Runs `lockstep certs` in an empty directory and returns its output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object, code: int = 0) -> str:
@@ -75,7 +75,7 @@ def test_who_serves_and_who_only_calls(certs) -> None:
         uses = load(Path(role) / "cert.pem").extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         assert (ExtendedKeyUsageOID.SERVER_AUTH in uses) is (role is not Role.OPERATOR)
         assert ExtendedKeyUsageOID.CLIENT_AUTH in uses
-    # The services that `lockstep run` starts are called at this address, with the coordinator's certificate.
+    # `lockstep run` calls the services that it starts at this address, with the coordinator's certificate.
     assert read_identity(Path("coordinator")).hosts == {"h", "127.0.0.1"}
     assert read_identity(Path("operator")).hosts == set()
 
@@ -85,11 +85,11 @@ def test_nothing_is_overwritten(certs) -> None:
     options = ("issue", "reward", "--host", "h", "--ca", "ca", "--out", "r")
     certs(*options)
     before = {path: path.read_bytes() for path in Path().rglob("*.pem")}
-    assert "ca/ca.pem exists and is not overwritten" in certs("init", "ca", code=2)
+    assert "ca/ca.pem already exists" in certs("init", "ca", code=2)
     assert "lockstep certs renew" in certs(*options, code=2)
     Path("half").mkdir()
     (Path("half") / "key.pem").write_text("mine")
-    assert "half/key.pem exists" in certs(*options[:-1], "half", code=2)
+    assert "half/key.pem already exists" in certs(*options[:-1], "half", code=2)
     assert before == {path: path.read_bytes() for path in before}
 
 
@@ -105,12 +105,12 @@ def test_renewal_keeps_role_and_names_and_changes_key_and_date(certs) -> None:
     assert days(load(Path("r/cert.pem"))) == 90
     assert stat.S_IMODE(Path("r/key.pem").stat().st_mode) == 0o600
     assert sorted(path.name for path in Path("r").iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
-    # A renewal that was killed left its files.
+    # Files of a renewal that was killed.
     Path("r/key.pem.new").write_text("half")
     certs("renew", "r")
     read_identity(Path("r"))
     certs("init", "other")
-    assert "r/ca.pem is not of the authority in other" in certs("renew", "r", "--ca", "other", code=2)
+    assert "r/ca.pem does not belong to the authority in other" in certs("renew", "r", "--ca", "other", code=2)
 
 
 def test_no_certificate_outlives_its_authority(certs) -> None:
@@ -125,12 +125,12 @@ def test_no_certificate_outlives_its_authority(certs) -> None:
     ("arguments", "words"),
     [
         (["issue", "boss", "--host", "h", "--out", "x"], ["unknown role 'boss'", "coordinator, rollout, trainer"]),
-        (["issue", "reward", "--out", "x"], ["--host", "the reward service is called"]),
-        (["issue", "reward", "--host", "h:50051", "--out", "x"], ["'h:50051'", "without port"]),
+        (["issue", "reward", "--out", "x"], ["--host", "to reach the reward service"]),
+        (["issue", "reward", "--host", "h:50051", "--out", "x"], ["'h:50051'", "omit the scheme and the port"]),
         (["issue", "reward", "--host", "https://h", "--out", "x"], ["'https://h'", "scheme"]),
         (["issue", "reward", "--host", "", "--out", "x"], ["''", "DNS name"]),
         (["issue", "reward", "--host", "h", "--out", "x", "--ca", "none"], ["--ca none", "lockstep certs init"]),
-        (["issue", "reward", "--host", "h", "--out", "file/x"], ["file/x", "cannot be written"]),
+        (["issue", "reward", "--host", "h", "--out", "file/x"], ["file/x", "cannot write"]),
         (["renew", "none"], ["none/ca.pem", "No such file"]),
         (["renew", "torn"], ["key.pem is not the key of cert.pem"]),
     ],

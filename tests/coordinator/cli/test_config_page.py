@@ -1,4 +1,4 @@
-"""docs/configuration.md, and the keys as `lockstep config` shows them."""
+"""Tests docs/configuration.md and the output of `lockstep config`."""
 
 import io
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from services.common.config.load import keys
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.cli.config_list import below, show_keys
+from services.coordinator.cli.config_list import keys_with_prefix, show_keys
 from services.coordinator.cli.config_page import config_page
 from tests.support import ROOT
 
@@ -42,7 +42,7 @@ def test_a_pipe_has_a_line_for_each_key() -> None:
 
 @pytest.mark.parametrize("prefix", ["trainer.megatron", "trainer.megatron.moe."])
 def test_keys_of_a_section(prefix: str) -> None:
-    found = {key.path for key in below(prefix, KEYS)}
+    found = {key.path for key in keys_with_prefix(prefix, KEYS)}
     assert "trainer.megatron.moe.freeze_router" in found and len(found) < len(KEYS)
     assert all(path.startswith(prefix) for path in found)
 
@@ -57,4 +57,4 @@ def test_keys_of_a_section(prefix: str) -> None:
 )
 def test_a_section_that_is_not_there(prefix: str, advice: str) -> None:
     with pytest.raises(InvalidInput, match=advice):
-        below(prefix, KEYS)
+        keys_with_prefix(prefix, KEYS)

@@ -1,4 +1,4 @@
-"""A coordinator daemon in this process, over fake services that train nothing, at once or when the test lets them."""
+"""A coordinator daemon in this process, with fake services that train nothing, immediately or when the test allows."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ NUM_STEPS = 3
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Counts; `error` is raised by Train. Each batch waits for a permit of `permits`."""
+    """A trainer that only counts. Train raises `error`; each batch waits for a permit of `permits`."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -46,11 +46,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.closed: list[str] = []
 
     def hold_after(self, num_steps: int) -> None:
-        """Lets no more than so many batches through."""
+        """Lets only `num_steps` batches through."""
         self.permits = asyncio.Semaphore(num_steps)
 
     def let_go(self) -> None:
-        """Lets the held batches through, and all to come."""
+        """Lets the held batches and all later ones through."""
         for _ in range(1000):
             self.permits.release()
 
@@ -97,7 +97,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 @dataclass
 class Fakes:
-    """The services of one run."""
+    """The fake services of one run."""
 
     trainer: FakeTrainer = field(default_factory=FakeTrainer)
     replica: FakeReplica = field(default_factory=FakeReplica)
@@ -129,7 +129,7 @@ async def fake_services() -> AsyncIterator[Fakes]:
 
 
 def run_settings(directory: Path, **changes: Any) -> dict[str, Any]:
-    """A run of NUM_STEPS, with its data in `directory`."""
+    """Returns the settings of a run of NUM_STEPS, with its data in `directory`."""
     if not (directory / "train.parquet").exists():  # a run may be reading it
         rows = {"prompt": [f"{index}+1=" for index in range(8)], "answer": [str(index + 1) for index in range(8)]}
         pq.write_table(pa.table(rows), directory / "train.parquet")
@@ -147,7 +147,7 @@ def run_settings(directory: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Daemon:
-    """Serves `runs` on one port, also after a break."""
+    """Serves `runs` on one port, which stays the same after a restart."""
 
     def __init__(self, directory: Path):
         self.directory, self.runs = directory, Runs(directory / "runs")
@@ -162,7 +162,7 @@ class Daemon:
         self.coordinator = await Coordinator(self.address).__aenter__()
 
     async def break_off(self) -> None:
-        """All calls fail."""
+        """Makes all calls fail."""
         assert self._server
         await self._server.grpc.stop(0)
 
@@ -175,12 +175,12 @@ class Daemon:
         await self.break_off()
 
     async def run(self, fakes: Fakes, **changes: Any) -> pb.Run:
-        """Starts a run on `fakes`."""
+        """Starts a run with `fakes`."""
         config = Config(**run_settings(self.directory, **changes))
         return await self.coordinator.start(config, fakes.given)
 
     async def watched(self, name: str = "run") -> list[pb.WatchRunResponse]:
-        """All that a watcher hears to the end of the run."""
+        """Returns all events that a watcher gets until the run ends."""
         async with asyncio.timeout(30):
             return [answer async for answer in self.coordinator.watch(name)]
 

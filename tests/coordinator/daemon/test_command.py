@@ -1,4 +1,4 @@
-"""`lockstep` against a daemon that is a process of its own: detach, come back, stop the daemon, go on with another."""
+"""Tests `lockstep` with a daemon in its own process: detach, reattach, stop the daemon, resume with another."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ _TIMEOUT_S = 120.0
 
 
 class Command:
-    """`lockstep` in `directory`, its output kept."""
+    """A running `lockstep` command in `directory`, with its output."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: Path):
         self.process, self._output = process, output
@@ -41,7 +41,7 @@ class Command:
         return self._output.read_text()
 
     async def end(self) -> tuple[int, str]:
-        """Exit code and output."""
+        """Waits for the end of the command. Returns its exit code and output."""
         async with asyncio.timeout(_TIMEOUT_S):
             return await self.process.wait(), self.output
 
@@ -54,7 +54,7 @@ class Command:
 
 @contextlib.asynccontextmanager
 async def served(directory: Path, address: str) -> AsyncIterator[Command]:
-    """A daemon that answers; killed if the test has not ended it."""
+    """Yields a daemon that is ready; kills it afterwards if it still runs."""
     daemon = await Command.start(directory, "coordinator", "serve", "--listen", address)
     client = Client(address, coordinator_pb2_grpc.CoordinatorServiceStub)
     try:
@@ -104,7 +104,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             for command, said in ((watch, "run run was stopped"), (log, "opening trainer")):
                 code, output = await command.end()
                 assert code == 0 and said in output, output
-        assert "Stopped: 2 of 3 steps done. The same command goes on." in watch.output
+        assert "Stopped: 2 of 3 steps done. Run the same command again to resume." in watch.output
         fakes.trainer.let_go()
         async with served(tmp_path, at[1]):
             code, output = await (await run(tmp_path, at, fakes)).end()

@@ -1,4 +1,4 @@
-"""The coordinator as a daemon: several runs, any number of watchers, failures and stops that stay where they are."""
+"""Tests the coordinator daemon: several runs, many watchers, and failures and stops that affect only their own run."""
 
 import asyncio
 import io
@@ -116,7 +116,7 @@ async def test_what_cannot_be_started_is_refused_with_the_reason(here: Daemon, f
         with pytest.raises(NotFound, match=r"there is no run \.\./runs/run"):
             await getattr(here.coordinator, method)("../runs/run", **({"now": False} if method == "stop" else {}))
     assert [run.name for run in await here.coordinator.all()] == ["run"]
-    # Two runs cannot both be given the GPUs of this host.
+    # Two runs cannot both use this host's GPUs.
     monkeypatch.setattr(runs_module, "visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(here.runs.running["run"], "given", Addresses(rollout=("h:1",)))
     with pytest.raises(PreconditionFailed, match="run run has started services on the GPUs of this host"):
@@ -164,7 +164,7 @@ async def test_a_stop_that_does_not_wait(here: Daemon, fakes: Fakes):
     await here.coordinator.stop("run", now=True)
     answers = await here.watched()
     assert (steps(answers), answers[-1].run.state) == ([1], pb.RUN_STATE_STOPPED)
-    # One whose services never come is ended without being asked twice.
+    # A run that waits for its services stops at the first request.
     nowhere = Config(**run_settings(here.directory, name="waiting"))
     await here.coordinator.start(nowhere, Addresses(("127.0.0.1:9",), reward="127.0.0.1:9", trainer="127.0.0.1:9"))
     await here.coordinator.stop("waiting", now=False)
@@ -179,7 +179,7 @@ async def test_a_slow_watcher_holds_nobody_and_misses_no_step(here: Daemon, fake
     assert steps(await here.watched()) == list(range(1, 21))
     rest = [answer async for answer in slow]
     assert steps(rest) == list(range(1, 21))
-    assert len(rest) <= 21  # of the phases between, none is told
+    assert len(rest) <= 21  # phases in between are not reported
     assert (first.run.state, rest[-1].run.state) == (STARTING, FINISHED)
 
 
@@ -234,5 +234,5 @@ async def test_logs_of_one_service_as_they_are_written(here: Daemon, fakes: Fake
     whole = [data async for data in here.coordinator.read_log("run", "", follow=False)]
     assert b"".join(whole) == (logs / "coordinator.log").read_bytes() != b""
     for service in ("../../other/logs/trainer", "/etc/hostname", "passwords", "reward"):
-        with pytest.raises(NotFound, match=r"has no log of .*; there are: coordinator, trainer"):
+        with pytest.raises(NotFound, match=r"has no log of .*; it has coordinator, trainer"):
             _ = [data async for data in here.coordinator.read_log("run", service, follow=True)]

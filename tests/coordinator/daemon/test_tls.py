@@ -1,4 +1,4 @@
-"""`lockstep coordinator serve` with certificates: an operator may start, see and stop runs, and nobody else may."""
+"""Tests `lockstep coordinator serve` with certificates: only an operator may start, see and stop runs."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,7 +38,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest_asyncio.fixture(scope="module")
 async def address(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    """Of a daemon that is a process of its own."""
+    """Yields the address of a daemon in its own process."""
     address, directory = f"{HOST}:{free_port()}", tmp_path_factory.mktemp("daemon")
     options = ["--listen", address, "--tls", str(certificates.of(Role.COORDINATOR))]
     daemon = await Command.start(directory, "coordinator", "serve", *options)
@@ -51,7 +51,7 @@ async def address(certificates: Certificates, tmp_path_factory: pytest.TempPathF
 
 
 async def codes(to: grpc.aio.Channel) -> dict[str, grpc.StatusCode]:
-    """What every method ends with."""
+    """Calls every method and returns the status of each."""
     stub, found = coordinator_pb2_grpc.CoordinatorServiceStub(to), {}
     for method, request in REQUESTS.items():
         calling = getattr(stub, method)(request, timeout=10)
@@ -81,7 +81,7 @@ async def test_an_operator_starts_watches_and_stops_a_run(certificates, address,
         watching = coordinator.watch("run")
         assert (await anext(watching)).run.run_id == started.run_id
         assert [run.name for run in await coordinator.all()] == ["run"]
-        # Whoever may not stop it does not.
+        # Callers without permission do not stop it.
         for role in (Role.ROLLOUT, Role.TRAINER, Role.REWARD):
             async with channel(address, certificates.of(role)) as to:
                 assert set((await codes(to)).values()) == {DENIED}
@@ -107,6 +107,6 @@ async def test_without_a_certificate_of_the_authority_nothing_is_answered(certif
 async def test_the_wrong_role_is_named_with_the_method(certificates, address):
     as_rollout = Coordinator(address, Transport(Credentials(certificates.of(Role.ROLLOUT))))
     async with as_rollout as coordinator:
-        with pytest.raises(PermissionDenied, match=r"of rollout, and .*/StopRun may be called by") as refused:
+        with pytest.raises(PermissionDenied, match=r"for rollout, but .*/StopRun may only be called by") as refused:
             await coordinator.stop("run", now=True)
     assert refused.value.reason is Reason.WRONG_ROLE

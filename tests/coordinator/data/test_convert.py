@@ -1,4 +1,4 @@
-"""Published datasets in the forms that they are published in, through the command line."""
+"""Tests the conversion of datasets, in the formats in which they are published, through the command line."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ DEEPSCALER_ROWS = [
 
 @pytest.fixture
 def run():
-    """Runs `lockstep data ...` as it is mounted; errors rise."""
+    """Runs `lockstep data ...` with the given arguments. Errors are raised."""
     root = typer.Typer()
     root.add_typer(cli.app(), name="data")
 
@@ -76,7 +76,7 @@ def write_deepscaler(path: Path, rows: list) -> Path:
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_gsm8k(run, tmp_path, form):
     source = write_gsm8k(tmp_path / "gsm8k", form)
-    # The socratic configuration lies beside main, and is another dataset.
+    # The socratic configuration is in the same repository as main, but is another dataset.
     (source / "socratic").mkdir()
     pq.write_table(
         pa.table({"question": ["no"], "answer": ["no"]}), source / "socratic" / "train-00000-of-00001.parquet"
@@ -179,7 +179,7 @@ def test_bad_rows(run, tmp_path):
     assert message.startswith(f"{source} has 8 of 9 rows that are bad: {source} line 2: not JSON")
     assert f"{source} line 3: answer does not end with #### and the result" in message
     assert f"{source} line 5: question is null, not text" in message
-    assert message.endswith("; and 3 more. Mend them, or drop them with --bad-rows drop")
+    assert message.endswith("; and 3 more. Fix them, or drop them with --bad-rows drop")
     assert not (tmp_path / "out").exists()
 
     output = run("gsm8k", *options, "--bad-rows", "drop")
@@ -207,7 +207,7 @@ def test_bad_files(tmp_path, name, content, message):
 
 
 def test_missing_sources(tmp_path):
-    with pytest.raises(NotFound, match="none/x/y does not exist, and is not the id of a dataset on the hub"):
+    with pytest.raises(NotFound, match="none/x/y does not exist and is not the id of a dataset on the Hub"):
         convert(GSM8K, str(tmp_path / "none" / "x" / "y"), tmp_path, ConversionOptions())
     (tmp_path / "readme.md").touch()
     with pytest.raises(NotFound, match=r"has no file main/train-\*\.parquet or .* for gsm8k; it holds readme\.md"):
@@ -215,7 +215,7 @@ def test_missing_sources(tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_files(tmp_path):
-    """The second file cannot be written: the first is not replaced either, and nothing is left lying about."""
+    """If the second file cannot be written, the first is not replaced either and no temporary file remains."""
     old = pa.table({"prompt": ["old"]})
     parquet.write_tables({tmp_path / "train.parquet": old, tmp_path / "test.parquet": old})
     (tmp_path / "blocked").touch()
@@ -240,7 +240,7 @@ def test_arithmetic(run, tmp_path):
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub's HTTP interface as a download of one dataset takes."""
+    """Serves the part of the Hugging Face Hub's HTTP API that a download of one dataset needs."""
 
     files: dict[str, bytes] = {}  # noqa: RUF012
     sha = "0123456789abcdef0123456789abcdef01234567"
@@ -266,7 +266,7 @@ class _Hub(BaseHTTPRequestHandler):
     def _answer(self, content: bytes | None) -> None:
         if content is None:
             self.send_response(404)
-            # What the hub says of a repository that does not exist or that is not yours to see.
+            # The Hub's response for a repository that does not exist or is private.
             self.send_header("X-Error-Code", "RepoNotFound")
             content = b""
         else:
@@ -297,7 +297,7 @@ def hub(tmp_path):
 
 
 def convert_from_hub(endpoint: str, source: str, tmp_path: Path) -> subprocess.CompletedProcess:
-    """In a process of its own: the hub client reads its settings once, when it is imported."""
+    """Converts in a new process, because the Hub client reads its settings only when it is imported."""
     code = (
         "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
         "from services.coordinator.data.prepare.convert import ConversionOptions, convert\n"
@@ -318,10 +318,11 @@ def test_from_the_hub(hub, tmp_path):
 
 def test_no_such_dataset_on_the_hub(hub, tmp_path):
     out = convert_from_hub(hub, "openai/gsm9k", tmp_path).stdout
-    assert out == "NotFound openai/gsm9k is no path here and no dataset that the Hugging Face hub shows you\n"
+    missing = "openai/gsm9k does not exist here, and you cannot see a dataset of this id on the Hugging Face Hub"
+    assert out == f"NotFound {missing}\n"
 
 
 def test_hub_out_of_reach(tmp_path):
     out = convert_from_hub("http://127.0.0.1:9", "openai/gsm8k", tmp_path).stdout
-    assert out.startswith("Unavailable openai/gsm8k is no path here, and the Hugging Face hub cannot be reached (")
+    assert out.startswith("Unavailable openai/gsm8k does not exist here, and the Hugging Face Hub is unreachable (")
     assert out.endswith("): give --source a local copy\n") and out.count("\n") == 1

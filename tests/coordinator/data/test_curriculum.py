@@ -1,4 +1,4 @@
-"""The order in which a step tries prompts follows from dataset, seed, step and recorded outcomes alone."""
+"""Tests that the order of prompts in a step depends only on the dataset, seed, step and recorded outcomes."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ def test_every_prompt_once_and_the_batch_of_the_step_first(num_prompts: int, see
 
 
 def test_refills_differ_by_step_and_seed_and_not_by_what_was_taken():
-    # 46! orders: that two of twenty are equal by chance does not happen.
+    # There are 46! orders, so two of twenty are never equal by chance.
     def refills(seed: int, step: int) -> tuple[str, ...]:
         prompts = plain_order(dataset(50, config_of()), seed=seed, step=step)
         return tuple(prompt.prompt_id for prompt in islice(prompts, 4, None))
@@ -78,7 +78,7 @@ def test_success_rates_are_of_the_steps_before(tmp_path: Path):
     assert ledger.success_rates(1, None) == {"a": 0.25, "b": 1.0}
     assert ledger.success_rates(3, None) == {"a": 1 / 6, "b": 0.5, "c": 0.5}
     assert ledger.success_rates(3, 2) == {"a": 0.0, "b": 0.0, "c": 0.5}
-    with pytest.raises(ZeroDivisionError), ledger.together():
+    with pytest.raises(ZeroDivisionError), ledger.transaction():
         ledger.keep_outcomes(2, {"c": (1, 1)})
         raise ZeroDivisionError
     ledger.close()
@@ -88,7 +88,7 @@ def test_success_rates_are_of_the_steps_before(tmp_path: Path):
 
 
 def rule(prompt_id: str, token: int) -> float:
-    """A third of the prompts is always right, a third never, the rest by chance."""
+    """Rewards a third of the prompts always, a third never, and the rest at random."""
     return [1.0, 0.0, float(token % 2)][int(prompt_id[1:]) % 3]
 
 
@@ -135,7 +135,7 @@ async def test_a_killed_coordinator_goes_on_with_the_same_batches(tmp_path: Path
         if lost is not None:
             (killed.run_dir / "batches" / f"step-{lost:06d}.parquet").unlink()
         num_answered = len(given.replica.answered)
-        resumed = await given.live(2, 5)  # from a checkpoint of version 2: what was recorded beyond it is taken again
+        resumed = await given.live(2, 5)  # from a checkpoint of version 2: batches recorded after it are used again
         assert (len(given.replica.answered) == num_answered) == (lost is None)
         resumed |= await given.live(5, 6)
     assert all(resumed[version].equals(expected[version]) for version in range(2, 6))

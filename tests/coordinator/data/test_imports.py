@@ -1,4 +1,4 @@
-"""The coordinator runs where no model library is installed."""
+"""Tests that the coordinator runs without any model library installed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The batches of a run: every prompt once per epoch, none twice in a batch, and nothing but arguments decides."""
+"""Tests a run's batches: every prompt once per epoch, none twice in a batch, and determined only by the arguments."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from services.coordinator.data.order import EpochOrder
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, int]:
-    """Number of prompts and of prompts per step; often nearly equal, where epochs meet in most batches."""
+    """Draws numbers of prompts and of prompts per step, often nearly equal, so that most batches span two epochs."""
     num_prompts = draw(st.integers(1, 60))
     return num_prompts, draw(st.integers(1, num_prompts))
 
@@ -44,7 +44,7 @@ def test_a_caller_cannot_change_later_batches():
 
 
 def test_order_changes_with_epoch_and_seed():
-    # 50! orders: that two of a hundred are equal by chance does not happen.
+    # There are 50! orders, so two of a hundred are never equal by chance.
     orders = [EpochOrder(50, 50, seed=seed, shuffle=True).indices(step) for seed in range(10) for step in range(10)]
     assert len({tuple(order.tolist()) for order in orders}) == 100
 
@@ -63,7 +63,7 @@ def test_without_shuffle_the_order_is_that_of_the_file():
 
 
 def test_the_order_is_the_same_in_every_release():
-    """A resumed run must go on in the order in which it began, on any machine and with any numpy."""
+    """A resumed run must continue in the same order on any machine and with any version of numpy."""
     order = EpochOrder(10, 4, seed=7, shuffle=True)
     assert [order.indices(step).tolist() for step in range(6)] == [
         [1, 8, 6, 5],

@@ -1,4 +1,4 @@
-"""Templates that leave earlier turns alone pass; those that rewrite them are refused with the first difference."""
+"""Tests that templates which keep earlier turns pass, and others are rejected with the first difference."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from services.coordinator.data.chat_template import ChatTemplate, TemplateRefusa
 from services.coordinator.data.prefix_stable import check_prefix_stable
 from tests.coordinator.conftest import CHATML
 
-# As Qwen3: thinking is a part of the content; only turns after the last question keep it, and the last always has it.
+# Like Qwen3: thinking is part of the content; only turns after the last question keep it, and the last always has it.
 STRIPS_THINKING = """{%- set ns = namespace(last=0) %}
 {%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for message in messages %}
@@ -39,14 +39,14 @@ LLAMA3 = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# As Mistral: no header for the assistant, the turn ends with EOS, roles must alternate.
+# Like Mistral: no header for the assistant, the turn ends with EOS, roles must alternate.
 MISTRAL = """{{- bos_token }}
 {%- for message in messages %}
     {%- if (message.role == 'user') == loop.index0 % 2 %}{{- raise_exception('roles must alternate') }}{%- endif %}
     {{- '[INST] ' + message.content + '[/INST]' if message.role == 'user' else ' ' + message.content + eos_token }}
 {%- endfor %}"""
 
-# As early templates do: the end of a turn is written only once another begins, and the prompt has a space too many.
+# Like early templates: the end of a turn is written only when another begins, and the prompt has an extra space.
 LATE_END = """{%- for message in messages %}
     {{- message.role + ': ' + message.content + ('</s>' if loop.last else '\\n') }}
 {%- endfor %}
@@ -99,42 +99,42 @@ def test_a_tokenizer_will_do(tokenizer):
 
 def test_stripped_thinking_is_found():
     message = refused(STRIPS_THINKING, THINKING)
-    assert "message 1 is written otherwise once messages follow: after " in message
-    assert r"<|im_start|>assistant\n' comes first '<think>\nEasy." in message
-    assert "then 'Paris<|im_end|>" in message
+    assert "message 1 changes when messages follow: after " in message
+    assert r"<|im_start|>assistant\n', expected '<think>\nEasy." in message
+    assert "but got 'Paris<|im_end|>" in message
     assert "data.chat_template" in message
-    # Even where nothing was thought: the turn had an empty block while it was the last.
+    # Even without any thinking: the turn had an empty block while it was the last.
     message = refused(STRIPS_THINKING, PLAIN)
-    assert r"comes first '<think>\n\n</think>\n\n 2\n" in message
-    assert "message 1 is written otherwise" in message
+    assert r"expected '<think>\n\n</think>\n\n 2\n" in message
+    assert "message 1 changes when messages follow" in message
 
 
 def test_one_answer_with_thinking_is_stable():
     for messages in (THINKING[:2], [SYSTEM, *THINKING[2:]]):
         check(STRIPS_THINKING, messages)
-        # The result of a tool is no question: the thinking before it stays.
+        # A tool's result is not a question, so the thinking before it stays.
         check(STRIPS_THINKING, [*messages, {"role": "tool", "content": "ok"}, {"role": "assistant", "content": "Done"}])
 
 
 def test_a_prompt_without_thinking_begins_only_such_an_answer():
     check(STRIPS_THINKING, PLAIN[:2], enable_thinking=False)
     message = refused(STRIPS_THINKING, THINKING[:2], enable_thinking=False)
-    assert "the prompt for message 1 is not how that message begins" in message
-    assert r"comes first '\n</think>\n\n', then 'Easy." in message
+    assert "message 1 does not begin with its prompt" in message
+    assert r"expected '\n</think>\n\n' but got 'Easy." in message
     assert "data.chat_template_kwargs" in message
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (LATE_END, ["the prompt for message 1 is", "comes first '</s>assistant:', then '\\nassistant:  2"]),
-        (WRONG_HEADER, ["the prompt for message 3 is", "comes first ' ', then '3\\n'"]),
-        # One that counts: the beginning depends on how many messages there are.
-        ("{{ messages | length }}" + LLAMA3, ["the prompt for message 1 is", "after '' comes first '1<s>"]),
-        # The header is that of the last message: right for one turn, wrong for those before it.
+        (LATE_END, ["message 1 does not begin with its prompt", "expected '</s>assistant:' but got '\\nassistant:  2"]),
+        (WRONG_HEADER, ["message 3 does not begin with its prompt", "expected ' ' but got '3\\n'"]),
+        # A template whose beginning depends on the number of messages.
+        ("{{ messages | length }}" + LLAMA3, ["message 1 does not begin with its prompt", "after '', expected '1<s>"]),
+        # Every header is that of the last message: right for the last turn, wrong for earlier ones.
         (
             CHATML.replace("message['role']", "messages[-1]['role']"),
-            ["the prompt for message 1 is", "'user", "'assist"],
+            ["message 1 does not begin with its prompt", "'user", "'assist"],
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Prompt files to prompts: what is right comes through whole, what is wrong is named."""
+"""Tests the loading of prompt files: valid rows are kept unchanged, errors name the file and the row."""
 
 import json
 import logging
@@ -162,7 +162,7 @@ class TestBadInput:
         assert caught.value.message == (
             f"data.train has 7 of 9 rows that are bad: {path} row 1: the prompt is null; {path} row 2: the prompt is "
             f"empty; {path} row 3: the prompt is empty; {path} row 4: the answer is null; {path} row 5: the answer is "
-            "empty; and 2 more. Mend them, or set data.bad_rows=drop"
+            "empty; and 2 more. Fix them, or set data.bad_rows=drop"
         )
         assert caught.value.metadata == {"field": "data.train", "bad_rows": "7"}
 
@@ -195,7 +195,7 @@ class TestBadInput:
         tokenizer = Tokenizer.load(make_model(template + "{{ messages[0].content }}"))
         chats = [*MESSAGES, [{"role": "tool", "content": "x"}]]
         path = write_parquet(prompt=pa.array(chats, CHAT), answer=list("02461"))
-        with pytest.raises(InvalidInput, match="row 4: the chat template refuses these messages: start with user"):
+        with pytest.raises(InvalidInput, match="row 4: the chat template rejects these messages: start with user"):
             PromptDataset.load(config(path), tokenizer, seed=0)
 
     def test_nan_is_not_json(self, load, write_parquet):
@@ -211,7 +211,7 @@ class TestBadInput:
             load(path, max_prompt_tokens=length - 1)
         assert caught.value.message == (
             f"data.train has 1 of 3 rows that are above data.max_prompt_tokens {length - 1}: {path} row 1: "
-            f"{length} tokens. Raise it, or set data.overlong=drop"
+            f"{length} tokens. Increase it, or set data.overlong=drop"
         )
         assert caught.value.metadata["field"] == "data.max_prompt_tokens"
         with caplog.at_level(logging.WARNING):
@@ -290,7 +290,7 @@ class TestBadInput:
     def test_a_missing_date_is_no_bad_row(self, make_model, write_parquet):
         tokenizer = Tokenizer.load(make_model("{{ strftime_now('%Y') }}"))
         path = write_parquet(prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
-        with pytest.raises(InvalidInput, match=r"^the chat template writes today's date"):
+        with pytest.raises(InvalidInput, match=r"^the chat template needs today's date"):
             PromptDataset.load(config(path, bad_rows="drop"), tokenizer, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer gives what transformers gives, and says what is wrong with a model directory."""
+"""Tests that the tokenizer gives the same results as transformers and reports problems of a model directory."""
 
 import datetime
 import json
@@ -13,7 +13,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.chat_template import ChatTemplate, TemplateRefusal
 from services.coordinator.data.tokenizer import Tokenizer
 
-# What templates of well-known models use: macros, dates, tojson, break, generation marks and refusals.
+# Features that templates of well-known models use: macros, dates, tojson, break, generation marks and refusals.
 EVERYTHING = """{{- bos_token }}
 {%- macro header(role) -%}<|im_start|>{{ role }}
 {% endmacro -%}
@@ -186,7 +186,7 @@ def test_where_the_template_comes_from(make_model, tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     directory = make_model(None, tokenizer_config=config | {"chat_template": named})
     assert Tokenizer.load(directory).render(chat) == "default"
-    with pytest.raises(InvalidInput, match=r"chat templates \['tool_use'\] and no default"):
+    with pytest.raises(InvalidInput, match=r"chat templates \['tool_use'\] but no default"):
         Tokenizer.load(make_model(None, tokenizer_config=config | {"chat_template": named[:1]}))
     assert Tokenizer.load(make_model("file", tokenizer_config=config)).render(chat) == "file"
     (tmp_path / "own.jinja").write_text("own")

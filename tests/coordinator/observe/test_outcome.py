@@ -1,4 +1,4 @@
-"""What the terminal says of a run that has ended."""
+"""Tests the summary of a run in the terminal."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`lockstep report`: everything of a run is in one page, and text of a model stays text."""
+"""Tests `lockstep report`: the page shows everything about a run, and text from a model is never parsed as HTML."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def numbers(step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of three steps and an evaluation would have left."""
+    """Writes the files of a run of three steps and an evaluation."""
     base = tmp_path_factory.mktemp("report")
     write_tokenizer(base / "model")
     directory = base / "runs" / "run"
@@ -105,18 +105,18 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (directory / "logs" / "coordinator.log").write_text(
         f"{begin} W services.coordinator.services.clients.reward: prompt p1: scorer code: TIMEOUT: 5 s (zero)\n"
-        '{"time": "2026-11-21T15:56:18.408+00:00", "message": "replica 127.0.0.1:5 is out: gone"}\n{"torn'
+        '{"time": "2026-11-21T15:56:18.408+00:00", "message": "lost replica 127.0.0.1:5: gone"}\n{"torn'
     )
     return directory
 
 
 def files(directory: Path) -> dict[Path, bytes]:
-    """Every file, but for SQLite's shared memory, in which readers of a file that is written have their marks."""
+    """Returns the content of every file except SQLite's shared memory, in which readers leave marks."""
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.suffix != ".sqlite-shm"}
 
 
 class Tags(HTMLParser):
-    """The elements of a page, and the content of its scripts."""
+    """Collects the elements of a page and the content of its scripts."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -243,7 +243,7 @@ def test_a_directory_without_a_run_and_a_damaged_one(run_dir: Path, tmp_path: Pa
     moved = tmp_path / "run"
     shutil.copytree(run_dir, moved)
     with (moved / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "rew')  # the coordinator is just writing it
+        file.write('{"step": 4, "rew')  # the coordinator is still writing it
     assert curves.read_metrics(moved / "metrics.jsonl")[-1]["step"] == 3
     with (moved / "metrics.jsonl").open("a") as file:
         file.write("\n")

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run, at the widths that terminals have."""
+"""Tests the table of a run in terminals of various widths."""
 
 import contextlib
 import io
@@ -34,8 +34,8 @@ def make_console(width: int, height: int, *, is_terminal: bool) -> Console:
     return Console(file=io.StringIO(), width=width, height=height, force_terminal=is_terminal, color_system=None)
 
 
-def told(console: Console) -> Terminal:
-    """A terminal at the end of a run of two held-out sets."""
+def finished_terminal(console: Console) -> Terminal:
+    """Returns a terminal after a run with two held-out sets."""
     terminal = Terminal(console, NUM_STEPS)
     for version in range(1, NUM_STEPS + 1):
         terminal.step(version, STEP)
@@ -50,7 +50,7 @@ def told(console: Console) -> Terminal:
     [(40, 10, 4, 4), (80, 24, 7, 12), (100, 30, 9, 12), (120, 16, 11, 10)],
 )
 def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_columns: int, num_rows: int):
-    table = told(make_console(width, height, is_terminal=True))._table()
+    table = finished_terminal(make_console(width, height, is_terminal=True))._table()
     console = make_console(width, height, is_terminal=False)
     console.print(table)
     lines = console.file.getvalue().splitlines()
@@ -65,7 +65,7 @@ def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_column
 
 def test_a_file_gets_a_line_for_each_step():
     console = make_console(40, 10, is_terminal=False)
-    told(console)
+    finished_terminal(console)
     head, *lines = console.file.getvalue().splitlines()
     assert head.split()[-6:] == ["generate", "s", "train", "s", "publish", "s"]
     steps = [line for line in lines if not line.startswith("held-out")]
@@ -102,7 +102,7 @@ def test_a_name_wider_than_the_terminal_is_folded():
 def logging_to(console: Console, directory: Path) -> Iterator[None]:
     root = logging.getLogger()
     before = root.level, root.handlers[:]
-    root.handlers.clear()  # or they would be closed
+    root.handlers.clear()  # otherwise they would be closed
     try:
         log_to(make_config(runs_dir=directory), console)
         yield
@@ -113,7 +113,7 @@ def logging_to(console: Console, directory: Path) -> Iterator[None]:
 
 
 def test_a_warning_is_one_line_where_there_is_no_terminal(tmp_path: Path):
-    message = "replica 127.0.0.1:5 is out: " + "gone " * 40 + "[for good]"
+    message = "lost replica 127.0.0.1:5: " + "gone " * 40 + "[for good]"
     lines = {}
     for is_terminal in (False, True):
         console = make_console(80, 24, is_terminal=is_terminal)

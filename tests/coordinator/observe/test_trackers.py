@@ -1,6 +1,6 @@
-"""Trackers, with stand-ins for their packages that keep what they are called with.
+"""Tests the trackers with fakes of their packages that record all calls.
 
-The stand-ins have what wandb 0.31 and mlflow-skinny 3.17 have, with which the same calls were tried by hand.
+The fakes have the functions of wandb 0.31 and mlflow-skinny 3.17; the same calls were tried by hand with both.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def report(run: Run, *versions: int) -> None:
 
 
 class FakeWandb(ModuleType):
-    """One run at a time."""
+    """Fake of the wandb package, with one run at a time."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -96,7 +96,7 @@ class Param(NamedTuple):
 
 
 class FakeMlflow:
-    """A tracking server, and its client."""
+    """Fake of an MLflow tracking server and its client."""
 
     def __init__(self) -> None:
         self.uris: list[str | None] = []
@@ -171,11 +171,11 @@ def test_mlflow_hears_of_every_step_and_goes_on_with_its_run(tmp_path: Path, mlf
 def test_the_loop_does_not_wait_for_mlflow(
     tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mlflow_tracker, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(mlflow_tracker, "_CLOSE_TIMEOUT_S", 0.1)
     with opened(tmp_path, {"kind": "mlflow"}) as run:
         mlflow.gate.clear()
-        report(run, 1, 2)  # returns, though the server does not
-    assert "MLflow does not answer for 0.1 s" in caplog.text
+        report(run, 1, 2)  # returns although the server hangs
+    assert "MLflow did not answer for 0.1 s" in caplog.text
     mlflow.gate.set()
 
 

@@ -1,4 +1,4 @@
-"""A run as a collector and Prometheus see it: the coordinator's loop here, the reward service in its own process."""
+"""Tests traces and Prometheus metrics of a run, with the loop in this process and the reward service in another."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ async def collecting(
 
 
 async def steps(run: Run, collector: Collector, rollout: Rollout, num_steps: int) -> None:
-    """Steps of the loop, less training."""
+    """Runs steps of the loop without training."""
     for version in range(num_steps):
         stamp = PolicyStamp(version=version, digest=f"digest {version}")
         with run.phase(Phase.PUBLISHING):
@@ -76,7 +76,7 @@ async def test_a_step_is_one_trace_over_all_processes(tmp_path: Path) -> None:
         with opened(tmp_path, otel_endpoint=url) as run:
             async with replicas(1) as fakes, collecting(run, fakes, address) as (collects, rollout):
                 await steps(run, collects, rollout, 2)
-        service.end()  # it sends what is left
+        service.end()  # it sends the remaining spans
     spans = {span.id: span for span in collector.spans}
 
     def path(span: Span) -> list[str]:
@@ -118,7 +118,7 @@ def test_a_collector_that_is_not_there_does_not_hold_up_the_end() -> None:
         pass
     begin = time.monotonic()
     otel.close()
-    assert time.monotonic() - begin < 9  # a service is killed 10 s after it is asked to end
+    assert time.monotonic() - begin < 9  # a service is killed 10 s after SIGTERM
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4317", "grpc://host:4317", "http://"])
@@ -152,7 +152,7 @@ async def test_prometheus_reads_how_a_run_goes(tmp_path: Path) -> None:
     assert value(metrics, "lockstep_coordinator_phase_seconds_sum", phase="publishing") > 0
     assert value(metrics, "lockstep_coordinator_step_seconds") > 0
     assert value(metrics, "lockstep_coordinator_batch_tokens_total") == 2 * 3 * 2 * 2  # steps, groups, samples, tokens
-    assert value(metrics, "lockstep_coordinator_reward_mean") == 0  # nothing that the replicas say is right
+    assert value(metrics, "lockstep_coordinator_reward_mean") == 0  # all numbers from the replicas are wrong
     assert value(metrics, "lockstep_coordinator_number", name="batch/samples") == 6
     assert value(metrics, "lockstep_coordinator_number", name="eval/test/reward") == 0.75
     assert value(metrics, "lockstep_coordinator_dead_replicas") == 1

@@ -1,4 +1,4 @@
-"""Prompts in, scored groups out: always in the same order, with the failures of scorers as the config says."""
+"""Tests the collector: groups keep the order of the prompts, and scorer failures are handled as configured."""
 
 import asyncio
 import random

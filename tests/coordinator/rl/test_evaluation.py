@@ -1,4 +1,4 @@
-"""Numbers of held-out sets, worked out in other ways; what an evaluation asks of the services and leaves behind."""
+"""Tests the metrics of held-out sets against other computations, and an evaluation's requests and files."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, 
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
 EVAL = {"easy": "easy.parquet", "hard": "hard.parquet", "plain": "plain.parquet"}
-# By prompt: the rewards of its samples in order, the number of their tokens, and how many were cut off.
+# By prompt: the rewards of its samples in order, their numbers of tokens, and how many were truncated.
 REWARDS = {"p0": [1.0, 0.0, 0.5, 1.0], "p1": [0.0, 0.0, 0.0, 0.0], "p2": [1.0, 1.0, 1.0, 0.5]}
 
 
@@ -44,12 +44,12 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass():
                 draws = list(itertools.combinations(passes, k))
                 share = sum(map(any, draws)) / len(draws)
                 assert pass_at_k(num_samples, num_passed, k) == pytest.approx(share, abs=1e-15)
-    # Where factorials leave float64: 1 - (1 - 5/1000)(1 - 5/999)...
+    # Factorials would overflow float64: 1 - (1 - 5/1000)(1 - 5/999)...
     assert pass_at_k(1000, 5, 100) == pytest.approx(1 - (900 * 899 * 898 * 897 * 896) / (1000 * 999 * 998 * 997 * 996))
 
 
 class Replica(FakeReplica):
-    """The n-th sample of a prompt has n + 2 tokens, the last of four is cut off; notes how samples were asked for."""
+    """Gives the n-th sample of a prompt n + 2 tokens, truncates the last of four, and records the requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Replica(FakeReplica):
 
 
 class Scorer(FakeReward):
-    """Scores as in REWARDS; none of the samples in `failing`, which are named as p1/3."""
+    """Gives the scores in REWARDS, and a failure for the samples in `failing`, named like p1/3."""
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         rewards = REWARDS[request.prompt_id][: len(request.candidates)]
@@ -130,7 +130,7 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
     ordered = ["reward", "math", "pass@1", "pass@2", "pass@4", "tokens_mean", "truncated"]
     assert list(shown)[:8] == ["version", *(f"eval/easy/{metric}" for metric in ordered)]
 
-    # One set after the other; the prompts of a set arrive in any order.
+    # Sets are evaluated one after another; the prompts of a set arrive in any order.
     assert sorted(replica.asked[:3]) == [(f"p{index}", 4, 0.6, 33) for index in range(3)]
     assert sorted(replica.asked[3:5]) == [(p, 1, 0.0, 22) for p in ("p0", "p1")]
     assert sorted(replica.asked[5:]) == [(p, 1, 0.0, 22) for p in ("p0", "p1", "p2")]
@@ -164,7 +164,7 @@ def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tm
 
 @pytest.fixture
 def evaluate_failing(tmp_path: Path) -> Callable[[str, set[str]], Awaitable[dict[str, float]]]:
-    """Evaluates p0, p1 and p2, four samples of each, under a policy and with failing samples."""
+    """Evaluates p0, p1 and p2 with four samples each, for a given policy and failing samples."""
 
     async def evaluates(on_failure: str, failing: set[str]) -> dict[str, float]:
         config = make_config(
@@ -260,7 +260,7 @@ def test_what_a_set_leaves_open_is_the_sections(run_yaml: str):
 
 
 class TestEvalConfig:
-    """What `lockstep eval` makes of a run's config and a path."""
+    """Returns the config that `lockstep eval` derives from a run's config and a path."""
 
     @pytest.fixture
     def config(self, run_yaml: str) -> Config:
@@ -268,7 +268,7 @@ class TestEvalConfig:
 
     @pytest.fixture
     def run_dir(self, tmp_path: Path) -> Iterator[Path]:
-        """A whole run with a checkpoint and an exported model."""
+        """Creates a run's directory with a checkpoint and an exported model."""
         directory = tmp_path / "run"
         (directory / "checkpoints" / "step-000002").mkdir(parents=True)
         (directory / "model").mkdir()
@@ -291,7 +291,7 @@ class TestEvalConfig:
     def test_results_of_a_checkpoint_are_with_its_run(self, config: Config, run_dir: Path):
         checkpoint = run_dir / "checkpoints" / "step-000002"
         other = config.model_copy(update={"name": "of-the-yaml"})
-        assert eval_config(other, checkpoint, None).run_dir.parent == other.run_dir  # of no run: there is no ledger
+        assert eval_config(other, checkpoint, None).run_dir.parent == other.run_dir  # not a run: no ledger
         (run_dir / "ledger.sqlite").touch()
         assert eval_config(other, checkpoint, None).run_dir.parent == run_dir
         assert eval_config(other, run_dir / "model", None).run_dir.parent == other.run_dir
@@ -305,14 +305,14 @@ class TestEvalConfig:
         assert start.checkpoint == ""
 
     def test_refusals(self, config: Config, run_dir: Path, tmp_path: Path):
-        with pytest.raises(InvalidInput, match=r"is a whole run: .* it has checkpoints/step-000002"):
+        with pytest.raises(InvalidInput, match=r"is a run's directory: .* it has checkpoints/step-000002"):
             eval_config(config, run_dir, None)
         with pytest.raises(NotFound, match=r"has neither manifest\.json nor config\.json"):
             eval_config(config, run_dir / "checkpoints", None)
-        with pytest.raises(NotFound, match="nowhere is no directory"):
+        with pytest.raises(NotFound, match="nowhere is not a directory"):
             eval_config(config, tmp_path / "nowhere", None)
         with pytest.raises(InvalidInput, match=r"--out: .*run exists and is not an empty directory"):
             eval_config(config, run_dir / "model", run_dir)
         nothing = config.model_copy(update={"data": config.data.model_copy(update={"eval": {}})})
-        with pytest.raises(InvalidInput, match=r"data\.eval names no file"):
+        with pytest.raises(InvalidInput, match=r"data\.eval is empty"):
             eval_config(nothing, run_dir / "model", None)

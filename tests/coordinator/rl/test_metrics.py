@@ -1,4 +1,4 @@
-"""Metrics of a batch against values worked out by hand."""
+"""Tests the metrics of a batch against values computed by hand."""
 
 import math
 
@@ -44,7 +44,7 @@ def per_token(rows: list[dict]) -> dict[str, float]:
 
 def test_numbers_of_trained_tokens():
     rows = [
-        # The masked token's numbers count nowhere.
+        # The masked token's numbers are ignored.
         row(1, 3, loss_mask=[True, False, True], advantages=[1, 99, 3], logprobs=[-1, -9, -1], ref_logprobs=[-2, 0, -4])
         | {"values": [0, 99, 1], "returns": [1, -99, 2]},
         row(0, 1, loss_mask=[True], advantages=[-4], ref_logprobs=[-0.5], values=[1], returns=[0]),
@@ -70,7 +70,7 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_critic():
     constant = [r | {"values": [0.3, 0.3]} for r in rows]
     assert per_token(perfect)["value/explained_variance"] == 1
     assert per_token(constant)["value/explained_variance"] == pytest.approx(0, abs=1e-6)  # 0.3 is rounded to float32
-    alike = [r | {"values": [0, 1], "returns": [1, 1]} for r in rows]  # there is nothing to explain
+    alike = [r | {"values": [0, 1], "returns": [1, 1]} for r in rows]  # the returns have no variance to explain
     assert per_token(alike) == {"value/mean": 0.5}
 
 
@@ -78,7 +78,7 @@ def test_numbers_of_a_batch_without_a_trained_token_are_left_out():
     assert per_token([row(1, 2, loss_mask=[False, False], advantages=[0, 0])]) == {}
 
 
-def test_metrics_of_credited_samples():
+def test_metrics_of_samples_with_advantages():
     rows = [row(reward, values=[0.5], ref_logprobs=[-1]) for reward in (1, 0)]
     metrics = batch_metrics(
         compute_advantages(table(rows), AdvantageConfig(kind="gae", whiten="none", kl={"coef": 0.1}))

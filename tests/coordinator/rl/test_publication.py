@@ -1,4 +1,4 @@
-"""Publication over replicas that fail in each of its phases."""
+"""Tests publication with replicas that fail in each of its phases."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ DEAD, STALE, SERVING = ReplicaState.DEAD, ReplicaState.STALE, ReplicaState.SERVI
 
 @dataclass
 class FakeTrainer:
-    """Sends at once, from two ranks; what it sends has the digest `digest`."""
+    """Sends immediately, from two ranks, weights with the digest `digest`."""
 
     opened: OpenRunResponse = field(
         default_factory=lambda: OpenRunResponse(store_host="h", weight_backend="gloo", plan=WeightPlan(num_senders=2))
@@ -39,7 +39,7 @@ class FakeTrainer:
 
 
 class FakeRun(SimpleNamespace):
-    """The run and its record in one."""
+    """Fakes both the run and its record."""
 
     @property
     def record(self) -> "FakeRun":
@@ -130,7 +130,7 @@ async def test_one_that_came_back_between_two_publications_is_a_new_member(parts
     await parts.fakes[0].start()
     await parts.until(STALE, SERVING)
     await parts.publisher.publish(1)
-    # Formed anew before anything is sent: its new process never joined the first epoch.
+    # The group is formed again before anything is sent, because the new process never joined the first epoch.
     assert parts.run.epochs == [2, 2]
     assert parts.states == [SERVING, SERVING]
 

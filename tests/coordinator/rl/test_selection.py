@@ -1,4 +1,4 @@
-"""Which groups a step trains on: always the same ones, each decision in the ledger."""
+"""Tests the selection of groups: it is deterministic, and every decision is in the ledger."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def config_of(prompts_per_step: int = 4, **sections: Any) -> Config:
 
 
 def group_of(index: int, prompt: Prompt, rewards: list[float], lengths: str = "ss") -> ScoredGroup:
-    """A group with these rewards; `lengths` has l for a truncated sample and s for one that stopped."""
+    """Returns a group with these rewards; `lengths` has l for a truncated sample and s for one that stopped."""
     reasons = {"s": FINISH_REASON_STOP, "l": FINISH_REASON_LENGTH}
     completions = [Completion(tokens=[4], logprobs=[-1], finish_reason=reasons[letter]) for letter in lengths]
     return ScoredGroup(index, prompt, completions, stamp_of(0), [Score(reward=r) for r in rewards], "fake")
@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[[int, Prompt], ScoredGroup | None]] = {
 
 
 async def select_of(config: Config, kinds: list[str], seed: int) -> Selected:
-    """Selects among groups of these kinds, which take a random number of turns of the event loop to be ready."""
+    """Selects among groups of these kinds, which become ready after a random number of event-loop iterations."""
     chance = random.Random(seed)
 
     async def draw(index: int, prompt: Prompt) -> ScoredGroup | None:
@@ -85,7 +85,7 @@ CONFIGS = {
 def test_the_batch_is_the_first_useful_groups_whatever_the_timing(kinds: list[str], factor: float, seed: int):
     config = CONFIGS[factor]
     useful = [index for index, kind in enumerate(kinds[:20]) if kind == "mixed"]
-    if len(useful) < 2:  # not one group for each mini-batch
+    if len(useful) < 2:  # fewer than one group per mini-batch
         with pytest.raises(LockstepError, match="too few"):
             asyncio.run(select_of(config, kinds, seed))
         return
@@ -98,7 +98,7 @@ def test_the_batch_is_the_first_useful_groups_whatever_the_timing(kinds: list[st
     assert selected.decision["dropped"] == dropped
     assert selected.decision["num_prompts"] == num_prompts
     assert selected.decision["metrics"]["sampling/rounds"] == num_prompts / 4
-    if factor == 1:  # not one prompt more than the batch needs
+    if factor == 1:  # no more prompts than the batch needs
         assert selected.decision["metrics"]["sampling/aborted"] == 0
         assert selected.decision["metrics"]["sampling/discarded"] == len(useful[:4]) - len(wanted)
 
@@ -142,7 +142,7 @@ async def test_a_budget_that_is_used_up(on_budget: str, kept: list[int] | None):
         return
     selected = await select_of(config, kinds, 0)
     assert [group.index for group in selected.groups] == kept
-    assert selected.decision["discarded"] == ["p7"]  # a multiple of the mini-batches is left
+    assert selected.decision["discarded"] == ["p7"]  # a multiple of the number of mini-batches is kept
 
 
 async def test_too_few_samples_for_the_ranks_is_an_error():
@@ -205,7 +205,7 @@ def test_a_config_that_cannot_work(sections: dict[str, Any], message: str):
 
 
 def rule(prompt_id: str, token: int) -> float | None:
-    """By prompt id modulo 4: always right, mixed, never right, mixed with a failure in between."""
+    """Gives rewards by prompt id modulo 4: always 1, mixed, always 0, mixed with a failure."""
     kind = int(prompt_id[1:]) % 4
     if kind == 3 and token % 7 == 0:
         return None
@@ -265,11 +265,11 @@ async def test_over_sampling_aborts_in_the_engine_and_replicas_go_on(tmp_path: P
         batch = (await given.live(0, 1))[0]
         assert not set(batch["prompt_id"].to_pylist()) & slow
         async with asyncio.timeout(10):
-            while given.replica.in_flight:  # the calls end in the engine, not only here
+            while given.replica.in_flight:  # the calls are cancelled in the engine too
                 await asyncio.sleep(0.005)
         replica = given.collector._rollout.replicas[0]
         assert replica.state is ReplicaState.SERVING and replica.samples_in_flight == 0
-        # A coordinator that comes back takes the recorded batch, though the others would be faster now.
+        # A restarted coordinator uses the recorded batch, although other groups would be faster now.
         slow.clear()
         slow.update(batch["prompt_id"].to_pylist())
         assert (await given.live(0, 1))[0].equals(batch)
@@ -290,7 +290,7 @@ async def test_more_prompts_at_once_than_there_are(tmp_path: Path):
 
 @pytest.fixture
 async def truncated(tmp_path: Path) -> AsyncIterator[tuple[Config, pa.Table]]:
-    """A batch of 4 groups of 6 samples whose even first tokens are truncated."""
+    """Collects a batch of 4 groups of 6 samples; samples with an even first token are truncated."""
     selection = {"overlong": {"mask_truncated": True}, "dynamic": {"enabled": True}}
     config = config_of(runs_dir=tmp_path, selection=selection, rollout={"completions_per_prompt": 6})
     async with steps(config, 20, lambda prompt_id, token: float(token % 4 < 2)) as given:
@@ -317,7 +317,7 @@ async def test_truncated_samples_are_masked_but_count_in_their_group(truncated: 
 
 @pytest.mark.parametrize("num_tokens", [0, 16383, 16384, 16385, 18432, 20479, 20480, 20481, 30000])
 async def test_the_length_scorer_is_dapos_soft_overlong_punishment(num_tokens: int):
-    """arXiv 2503.14476, eq. 13, with the paper's numbers: L_max 20480 and L_cache 4096 (section 4.1)."""
+    """Checks arXiv 2503.14476, eq. 13, with the paper's numbers: L_max 20480 and L_cache 4096 (section 4.1)."""
     longest, cache = 20480, 4096
     reward = RewardConfig(scorers=[{"kind": "length", "target_tokens": longest - cache, "max_tokens": longest}])
     score = await LengthScorer(reward.scorers[0], reward).score(Item("", "", {}, "", num_tokens, "stop"))

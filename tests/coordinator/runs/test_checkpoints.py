@@ -1,4 +1,4 @@
-"""Checkpoints are saved while the run goes on, one at a time, and recorded when they are whole."""
+"""Tests that checkpoints are saved in the background, one at a time, and recorded once complete."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ DIRECTORIES = ("critic_checkpoints", "checkpoints")
 
 
 class FakeTrainer:
-    """Ends a save, or lets it fail, when the test says so."""
+    """Completes or fails a save when the test says so."""
 
     def __init__(self, name: str = "trainer") -> None:
         self.name = name
@@ -43,7 +43,7 @@ class FakeTrainer:
 
 @pytest.fixture
 def open_again(tmp_path: Path) -> Iterator[Callable[[], Run]]:
-    """Opens the run, also after it was closed."""
+    """Opens the run; can be called again after it was closed."""
     config = make_config(name="run", runs_dir=tmp_path, checkpoint={"save_freq": 1, "max_ckpts_to_keep": 2})
     runs: list[Run] = []
 
@@ -61,7 +61,7 @@ def recorded(run: Run, kind: Kind) -> list[str]:
 
 async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
-    await run.checkpoints.begin([trainer], 1)  # returns, though the save does not
+    await run.checkpoints.begin([trainer], 1)  # returns although the save hangs
     second = asyncio.create_task(run.checkpoints.begin([trainer], 2))
     await asyncio.sleep(0)
     run.checkpoints.check()
@@ -72,7 +72,7 @@ async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callabl
     trainer.ends.put_nowait(None)
     trainer.ends.put_nowait(None)
     await run.checkpoints.begin([trainer], 3)
-    assert recorded(run, Kind.DELETED) == []  # the third is not whole yet
+    assert recorded(run, Kind.DELETED) == []  # the third is not complete yet
     await run.checkpoints.finish()
     assert recorded(run, Kind.SAVED) == ["step-000001", "step-000002", "step-000003"]
     assert recorded(run, Kind.DELETED) == ["step-000001"]
@@ -150,7 +150,7 @@ async def test_other_training_data_is_refused(open_again: Callable[[], Run]) -> 
     run.record.require_same_data("digest")
     run.record.ledger.record(Kind.COLLECTED, 0, dataset="digest")
     run.record.require_same_data("digest")
-    with pytest.raises(PreconditionFailed, match=r"data\.train is not what"):
+    with pytest.raises(PreconditionFailed, match=r"data\.train differs from what"):
         run.record.require_same_data("other")
 
 
@@ -170,7 +170,7 @@ async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again:
     await run.checkpoints.begin([trainer], 1)
     await asyncio.sleep(0)
     run.close()
-    # The trainer goes on: the checkpoint is whole, but the ledger does not know it.
+    # The trainer continues: the checkpoint is complete, but the ledger does not have it.
     path = run.config.run_dir / "checkpoints" / "step-000001"
     path.mkdir(parents=True)
     again, trainer = open_again(), FakeTrainer()

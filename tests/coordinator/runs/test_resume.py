@@ -1,4 +1,4 @@
-"""The ledger keeps every decision for one coordinator at a time; a run never begins anew without being asked to."""
+"""Tests that the ledger keeps all decisions of one coordinator at a time, and that a run never restarts silently."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def test_the_ledger_keeps_order_and_survives_closing(tmp_path: Path):
     assert ledger.last(Kind.COLLECTED, 3) == {"version": 3, "sha256": "b"}
     assert ledger.last(Kind.COLLECTED)["version"] == 4
     assert ledger.last(Kind.SAVED) is None
-    assert ledger.record(Kind.EPOCH, num_replicas=1) > third  # epochs only grow, also over restarts
+    assert ledger.record(Kind.EPOCH, num_replicas=1) > third  # epochs only increase, also across restarts
     ledger.close()
 
 
@@ -39,14 +39,14 @@ def test_one_coordinator_at_a_time(tmp_path: Path):
 
 
 def begin(tmp_path: Path, resume: str = "auto", **sections: object) -> Start:
-    """Opens and closes, as a coordinator that comes and goes."""
+    """Opens and closes the run, like a coordinator that starts and ends."""
     start = open_run(make_config(runs_dir=tmp_path, resume=resume, **sections))
     start.ledger.close()
     return start
 
 
 def save(tmp_path: Path, version: int) -> Path:
-    """A checkpoint as the ledger knows it."""
+    """Writes a checkpoint and records it in the ledger."""
     path = tmp_path / "run" / "checkpoints" / f"step-{version:06d}"
     path.mkdir(parents=True)
     content = json.dumps({"state": {"version": version}}).encode()
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_was_deleted_and_saved_again_is_there(tmp_path: Path):
 
 def test_never_does_not_touch_what_is_there(tmp_path: Path):
     begin(tmp_path)
-    with pytest.raises(InvalidInput, match="holds a run already"):
+    with pytest.raises(InvalidInput, match="already holds a run"):
         begin(tmp_path, "never")
 
 
@@ -116,7 +116,7 @@ def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):
     older = save(tmp_path, 2)
     save(tmp_path, 4)
     assert begin(tmp_path, str(older)).checkpoint == str(older)
-    # What was saved on the branch that is left is not what the run goes on from, but it is there.
+    # The checkpoint of the abandoned branch still exists, but the run does not resume from it.
     assert begin(tmp_path).checkpoint == str(older)
     (left,) = (tmp_path / "run" / "checkpoints").glob("left-*-step-000004")
     assert (left / "manifest.json").is_file()
@@ -135,7 +135,7 @@ def test_a_lost_or_changed_checkpoint_is_never_a_fresh_start(tmp_path: Path, res
     with pytest.raises(DataLoss, match="not the file that was saved"):
         begin(tmp_path, resume)
     manifest.unlink()
-    with pytest.raises(DataLoss, match="is gone"):
+    with pytest.raises(DataLoss, match="is missing"):
         begin(tmp_path, resume)
 
 
@@ -149,14 +149,14 @@ def test_a_lost_or_changed_checkpoint_is_never_a_fresh_start(tmp_path: Path, res
     ],
 )
 def test_a_changed_config_is_named(tmp_path: Path, sections: dict, key: str):
-    begin(tmp_path, **sections)  # nothing was published: no service had taken the config
+    begin(tmp_path, **sections)  # nothing was published, so no service had used the config
     begin(tmp_path)
     publish(tmp_path)
     path = save(tmp_path, 2)
-    with pytest.raises(PreconditionFailed, match=f"another {key} .* another name with resume={path}, ") as raised:
+    with pytest.raises(PreconditionFailed, match=f"another {key} .* another name with resume={path} to") as raised:
         begin(tmp_path, **sections)
     assert isinstance(raised.value, LockstepError)
-    begin(tmp_path)  # the refusal left nothing locked or recorded
+    begin(tmp_path)  # the error left nothing locked or recorded
 
 
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Services that were given by address are told when a run is over, unless it failed."""
+"""Tests that services given by address are told when a run ends, unless it failed."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator

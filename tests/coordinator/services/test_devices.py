@@ -1,4 +1,4 @@
-"""Which GPUs the started services get."""
+"""Tests the assignment of GPUs to started services."""
 
 from pathlib import Path
 
@@ -47,5 +47,5 @@ def test_split() -> None:
     assert split_gpus({"trainer": 2}, config, available=["4", "5", "6", "7"], start_rollout=True) == expected
     assert split_gpus({"trainer": 2}, config, available=["4", "5"], start_rollout=False) == {"trainer": "4,5"}
     assert split_gpus({"trainer": 2}, config, available=[], start_rollout=True) == {}
-    with pytest.raises(InvalidInput, match=r"3 GPUs to use, .* need 4"):
+    with pytest.raises(InvalidInput, match=r"3 usable GPUs, .* need 4"):
         split_gpus({"trainer": 2}, config, available=["0", "1", "2"], start_rollout=True)

@@ -1,4 +1,4 @@
-"""The services that a run starts, when one of them dies."""
+"""Tests what a run does when a service that it started dies."""
 
 import os
 import signal
@@ -26,10 +26,10 @@ async def test_the_error_says_whether_the_same_command_goes_on(
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
         (reward,) = fleet._children
         os.kill(reward.process.pid, signal.SIGKILL)
-        with pytest.raises(Unavailable, match="reward ended with exit code -9") as caught:
+        with pytest.raises(Unavailable, match="reward exited with code -9") as caught:
             await fleet.watch()
     assert caught.value.reason is Reason.SERVICE_DIED
-    assert ("the same command goes on from the newest checkpoint" in caught.value.message) is goes_on
+    assert ("run the same command again to resume from the newest checkpoint" in caught.value.message) is goes_on
     assert str(config.run_dir / "logs" / "reward.log") in caught.value.message
 
 
@@ -47,6 +47,6 @@ async def test_trainers_that_are_started_together_share_the_cores(
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), reward="127.0.0.1:1")):
         assert threads == {"trainer": "2", "critic": "2"}
     threads.clear()
-    alone = config.model_copy(update={"critic": None, "advantage": make_config().advantage})  # as a replay may leave it
+    alone = config.model_copy(update={"critic": None, "advantage": make_config().advantage})  # like a replay's config
     async with launch(alone, Addresses(), services=["trainer"], sharing=config):
         assert threads == {"trainer": "2"}

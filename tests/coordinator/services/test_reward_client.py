@@ -1,4 +1,4 @@
-"""The coordinator's client of the reward service, on real services: whose scores it takes."""
+"""Tests, with real services, that the reward client accepts scores only from the scorers that the run opened."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +22,7 @@ GROUP = SampledGroup(0, make_prompt(7), [Completion(tokens=[7], finish_reason=FI
 
 @contextlib.asynccontextmanager
 async def serving(address: str = "127.0.0.1:0") -> AsyncIterator[str]:
-    """A reward service and its address."""
+    """Starts a reward service and yields its address."""
     server, servicer = Server(), RewardServicer()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     port = await server.start(address, ["lockstep.reward.v1.RewardService"])
@@ -35,7 +35,7 @@ async def serving(address: str = "127.0.0.1:0") -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def running() -> AsyncIterator[Callable[..., Reward]]:
-    """Makes clients."""
+    """Yields a function that creates clients, which are closed afterwards."""
     async with contextlib.AsyncExitStack() as stack:
 
         def make(address: str, *scorers: dict[str, Any]) -> Reward:
@@ -51,7 +51,7 @@ async def rewards(reward: Reward) -> list[float]:
 
 
 async def test_a_run_never_takes_the_scores_of_another():
-    """Not even if only the scorers' settings differ."""
+    """Scores are rejected even if only the scorers' settings differ."""
     lengths = [{"kind": "length", "target_tokens": 0, "max_tokens": most} for most in (2, 4)]
     async with serving() as address, running() as make:
         ours, theirs = (make(address, length) for length in lengths)
@@ -73,5 +73,5 @@ async def test_a_service_may_come_back_with_the_same_scorers_only(monkeypatch: p
             assert await rewards(reward) == [1.0]
         monkeypatch.setattr(ExactScorer, "version", "2")
         async with serving(address):
-            with pytest.raises(PreconditionFailed, match="scores by exact 2 x 1, but this run opened exact 1 x 1"):
+            with pytest.raises(PreconditionFailed, match="has scorers exact 2 x 1, but this run opened exact 1 x 1"):
                 await rewards(reward)

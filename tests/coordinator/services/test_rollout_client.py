@@ -1,4 +1,4 @@
-"""Dispatch over replicas that are slow, wrong, dead and back again."""
+"""Tests dispatch to replicas that are slow, serve wrong weights, die and come back."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ SAMPLING = SamplingParams(temperature=1, max_tokens=10)
 
 @contextlib.asynccontextmanager
 async def serving(fakes: Sequence[FakeReplica]) -> AsyncIterator[Rollout]:
-    """A fleet whose replicas have all committed STAMP."""
+    """Yields a client whose replicas have all committed STAMP."""
     rollout = Rollout([fake.address for fake in fakes], make_config())
     try:
         await rollout.open("run", ModelCard())
@@ -65,7 +65,7 @@ async def test_a_group_goes_where_the_fewest_tokens_are_in_flight():
             await until(lambda: (first.in_flight + second.in_flight) == 2 * len(tasks))
         gate.set()
         await asyncio.gather(*tasks)
-        # The second takes 40s until it has 240; the eighth group goes to the first again.
+        # The second gets groups of 40 until it has 240; the eighth group goes to the first again.
         assert sorted(first.answered) == ["p0", "p7"]
         assert sorted(second.answered) == [f"p{index}" for index in range(1, 7)]
         assert [replica.tokens_in_flight for replica in rollout.replicas] == [0, 0]
@@ -78,7 +78,7 @@ async def test_no_replica_gets_more_than_it_runs_at_once_and_as_many_to_follow()
             fake.before_answer = lambda prompt: asyncio.sleep(0.01)
         await asyncio.gather(*(generate(rollout, index) for index in range(20)))
         assert [fake.peak for fake in fakes] == [10, 10]
-        # One that is larger than the limit goes alone.
+        # A group that is larger than the limit is sent alone.
         await asyncio.gather(*(generate(rollout, index, num_samples=11) for index in range(4)))
         assert [fake.peak for fake in fakes] == [11, 11]
 
@@ -100,7 +100,7 @@ async def test_a_dead_replicas_groups_go_to_another():
         await until(lambda: rollout.replicas[0].state is ReplicaState.STALE)
         mortal.answered.clear()
         await asyncio.gather(*(generate(rollout, index) for index in range(6)))
-        assert mortal.answered == []  # it holds no weights yet
+        assert mortal.answered == []  # it has no weights yet
         await rollout.replicas[0].commit(STAMP)
         await asyncio.gather(*(generate(rollout, index) for index in range(6)))
         assert mortal.answered
@@ -166,7 +166,7 @@ async def test_a_replica_that_refuses_the_run_is_asked_once(kind: type[LockstepE
         async with asyncio.timeout(10):
             await asyncio.gather(*rollout._reviving.values())
         assert strict.failures_left == 99
-        assert f"replica {strict.address} stays out: no" in caplog.text
+        assert f"cannot reopen replica {strict.address}: no" in caplog.text
         assert (await generate(rollout, 0)).index == 0
 
 
@@ -176,7 +176,7 @@ async def test_a_group_whose_replica_takes_too_long_goes_to_another():
         assert (await generate(rollout, 0)).index == 0
         assert (other.answered, rollout.num_redispatched) == (["p0"], 1)
         other.error["Generate"] = slow.error["Generate"]
-        with pytest.raises(Unavailable, match=f"replica {other.address} is out: no answer in 3600 s") as raised:
+        with pytest.raises(Unavailable, match=f"lost replica {other.address}: no answer in 3600 s") as raised:
             await generate(rollout, 1)
         assert raised.value.reason is Reason.NO_REPLICA
 

@@ -1,4 +1,4 @@
-"""Rows of a supervised run: which tokens are trained on, which rows are refused, and batches that can be had again."""
+"""Tests SFT rows: which tokens are trained on, which rows are rejected, and that batches are reproducible."""
 
 import json
 import logging
@@ -28,10 +28,10 @@ TEMPLATE = """
 {{ '=' + m.content + '<eos> ' if m.role == 'assistant' else m.content }}
 {%- endfor -%}
 {{ '=' if add_generation_prompt }}"""
-# Writes the last answer in full, and of those before only the first digit: as templates that strip the thinking.
+# Writes the last answer in full but only the first digit of earlier ones, like templates that strip the thinking.
 FORGETFUL = TEMPLATE.replace("m.content + '<eos> '", "(m.content if loop.last else m.content[0]) + '<eos> '")
 
-# ChatML with a space where it has a line break.
+# ChatML with spaces instead of line breaks.
 SPACED = """
 {%- for m in messages -%}
 <|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{{ '\\n' }}
@@ -63,7 +63,7 @@ def characters(tmp_path: Path) -> Callable[..., Tokenizer]:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., SftDataset]:
-    """A dataset of `rows`, from a file."""
+    """Writes `rows` to a file and loads them as a dataset."""
 
     def load(tokenizer: Tokenizer, rows: list[dict[str, Any]], **config: Any) -> SftDataset:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -115,7 +115,7 @@ def test_what_nobody_answers_is_left_out(characters: Callable, load: Callable) -
 
 
 def test_a_prompt_is_tokenised_as_it_is_for_an_answer(make_model: Callable, load: Callable) -> None:
-    """Also where a byte-level BPE has a token that runs across its end: here " clips"."""
+    """Holds even if a byte-level BPE has a token that would span the prompt's end, here " clips"."""
     tokenizer = Tokenizer.load(make_model(SPACED))
     messages = [user("How many?"), assistant("clips"), user("And then?"), assistant("half as many")]
     (example,) = load(tokenizer, [{"messages": messages}], messages_column="messages").examples
@@ -142,13 +142,13 @@ BAD_ROWS = {
     "null response": ({"prompt": "1", "response": None}, "the response is null"),
     "empty response": ({"prompt": "1", "response": " "}, "the response is empty"),
     "empty prompt": ({"prompt": "", "response": "1"}, "the prompt is empty"),
-    "end token": ({"prompt": "1", "response": "1<eos>2"}, "answer 0 holds 2 end tokens"),
+    "end token": ({"prompt": "1", "response": "1<eos>2"}, "answer 0 has 2 end tokens"),
     "null conversation": ({"m": None}, "the conversation is null"),
     "no messages": ({"m": []}, "the conversation is empty"),
-    "no answer": ({"m": [user("1")]}, "no message is the assistant's"),
-    "no question": ({"m": TWO_TURNS[1:]}, "it begins with the assistant's message"),
+    "no answer": ({"m": [user("1")]}, "it has no message of the assistant"),
+    "no question": ({"m": TWO_TURNS[1:]}, "it begins with a message of the assistant"),
     "no content": ({"m": [user("1"), {"role": "assistant", "content": None}]}, "message 1 has no content"),
-    "empty answer": ({"m": [user("1"), assistant(" ")]}, "message 1, the assistant's, is empty"),
+    "empty answer": ({"m": [user("1"), assistant(" ")]}, "the assistant's message 1 is empty"),
 }
 
 
@@ -171,7 +171,7 @@ def test_bad_rows(characters: Callable, load: Callable, caplog: Any, name: str) 
 def test_what_the_template_refuses_is_a_bad_row(characters: Callable, load: Callable) -> None:
     tokenizer = characters("{{ raise_exception('no tools') if messages[0].role == 'tool' }}" + TEMPLATE)
     rows = [{"m": TWO_TURNS}, {"m": [{"role": "tool", "content": "1"}, *TWO_TURNS]}]
-    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad: .*row 1: the chat template refuses .*no tools"):
+    with pytest.raises(InvalidInput, match=r"1 of 2 rows that are bad: .*row 1: the chat template rejects .*no tools"):
         load(tokenizer, rows, messages_column="m")
     assert len(load(tokenizer, rows, messages_column="m", bad_rows="drop")) == 1
 
@@ -198,10 +198,10 @@ def test_several_end_tokens(tmp_path: Path, characters: Callable, load: Callable
     rows = [{"prompt": "2+2=", "response": "4"}]
     with pytest.raises(InvalidInput, match=r"data.end_token is not set .* one of <pad>, <eos>"):
         load(characters(), rows)
-    with pytest.raises(InvalidInput, match=r"data.end_token '4' ends no sample"):
+    with pytest.raises(InvalidInput, match=r"data.end_token '4' is not an end token"):
         load(characters(), rows, end_token="4")
     assert parts(load(characters(), rows, end_token="<pad>"))[1] == [6, 0]
-    # A template says itself which one it is.
+    # A template writes its end token itself.
     assert parts(load(characters(TEMPLATE), [{"m": TWO_TURNS[:2]}], messages_column="m"))[1] == [6, EOS]
 
 

@@ -1,4 +1,4 @@
-"""A supervised run between its data and the trainer: which data it goes on with, and how held-out rows are scored."""
+"""Tests an SFT run between its data and the trainer: the data it resumes with and the scoring of held-out rows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from services.coordinator.sft.loop import evaluate, use_rows
 
 
 def example(index: int, num_tokens: int = 3) -> Example:
-    """The first of `num_tokens` is not trained on."""
+    """Returns an example of `num_tokens` tokens, of which the first is not trained on."""
     tokens = np.full(num_tokens, index, np.uint32)
     return Example(f"{index}", np.array([7], np.uint32), tokens, np.arange(num_tokens) > 0)
 
@@ -29,7 +29,7 @@ def dataset(*indices: int) -> SftDataset:
 
 @pytest.fixture
 def open_again(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Opens the run, also after it was closed."""
+    """Opens the run; can be called again after it was closed."""
     runs: list[Run] = []
 
     def opening(**changes: object) -> Run:
@@ -59,14 +59,14 @@ def test_its_length_is_given_in_epochs_or_steps(open_again: Callable[..., Run]) 
 def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., Run]) -> None:
     use_rows(open_again(num_steps=7), dataset(1, 2, 3, 4))
     run = open_again(num_steps=9)
-    with pytest.raises(PreconditionFailed, match=r"data\.train is not what .*run was begun with"):
+    with pytest.raises(PreconditionFailed, match=r"data\.train differs from what .*run was started with"):
         use_rows(run, dataset(1, 2, 4, 3))
     use_rows(run, dataset(1, 2, 3, 4))
     assert run.num_steps == 9
 
 
 class FakeTrainer:
-    """Says that the loss of every token is its id."""
+    """A trainer for which the loss of every token is its id."""
 
     def __init__(self) -> None:
         self.batches: list[pa.Table] = []

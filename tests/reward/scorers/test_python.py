@@ -44,7 +44,7 @@ async def test_weights_names_and_versions(open_run, make_item):
         ("exits", FailureReason.CRASHED, "exit code 3"),
         ("exits_while_answering", FailureReason.CRASHED, "exit code 3"),
         ("answers_nonsense", FailureReason.CRASHED, "not JSON"),
-        ("answers_for_ever", FailureReason.CRASHED, "above 16777216 bytes"),
+        ("answers_for_ever", FailureReason.CRASHED, "more than 16777216 bytes"),
         ("takes_memory", FailureReason.CRASHED, "exit code 1"),
         ("hangs", FailureReason.TIMEOUT, "within 0.5 s"),
     ],

@@ -202,7 +202,7 @@ def test_a_wrong_map_is_found_out(end: str, number: int, monkeypatch: pytest.Mon
     for seed in (2, 3, 4):
         worker.publish(seed)
         assert worker.loading.buffers is None
-        assert "not what the copies would load" in worker.loading._problem
+        assert "wrote other bytes than the recorded copies would" in worker.loading._problem
         assert_exact(worker.model, seed)
 
 

@@ -65,15 +65,16 @@ class RemoteConfig(BaseScorerConfig):
     """File on the reward service's host with an API key, which is sent as a bearer token: over https, or over http to
     loopback only."""
     timeout_s: float | None = Field(default=None, gt=0, le=3600)
-    """Time limit in seconds for one score including retries, counted from when its first request may be sent; null uses
-    reward.timeout_s."""
+    """Time limit in seconds for one score (kind http: one prompt group) including retries, counted from when its first
+    request may be sent; null uses reward.timeout_s."""
     max_retries: int = Field(default=4, ge=0, le=20)
     """Maximum number of retries after a temporary failure, with exponential backoff from 0.5 s to 30 s."""
     requests_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Maximum number of requests per second, including retries; null is no limit. Each reward replica has its own
     limit."""
     max_concurrent: int = Field(default=16, ge=1, le=1024)
-    """Maximum number of scores in progress. Others wait, and their timeout_s starts only when the wait ends."""
+    """Maximum number of scores (kind http: prompt groups) in progress. Others wait, and their timeout_s starts only
+    when the wait ends."""
 
     @model_validator(mode="after")
     def _key_is_not_sent_in_clear(self) -> Self:

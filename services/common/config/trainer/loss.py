@@ -68,18 +68,18 @@ class ClipCovConfig(Strict):
     """Says which tokens kind clip_cov drops. All others are clipped by clip_low and clip_high as in kind grpo."""
 
     min_covariance: float = Field(default=5.0, ge=0)
-    """Tokens whose covariance (log-probability - mean) * (advantage - mean) is at least this get no gradient. The paper
-    instead draws 0.02 % of all tokens at random, from those with a covariance of 1 to 5. The default is meant for
-    advantages with standard deviation 1."""
+    """Tokens whose covariance (log-probability - mean) * (advantage - mean), with means over the mini-batch, is at
+    least this get no gradient. The paper instead draws 0.02 % of all tokens at random, from those with a covariance of
+    1 to 5. The default is meant for advantages with standard deviation 1."""
 
 
 class KlCovConfig(Strict):
     """Says which tokens kind kl_cov penalizes for moving away from the policy before the batch, and how strongly."""
 
     min_covariance: float = Field(default=2.0, ge=0)
-    """Tokens whose covariance (log-probability - mean) * (advantage - mean) is at least this are penalized: about the
-    0.2 % of tokens that the paper selects for its 7B models. The default is meant for advantages with standard
-    deviation 1."""
+    """Tokens whose covariance (log-probability - mean) * (advantage - mean), with means over the mini-batch, is at
+    least this are penalized: about the 0.2 % of tokens that the paper selects for its 7B models. The default is meant
+    for advantages with standard deviation 1."""
     coef: float = Field(default=1.0, gt=0)
     """Coefficient of the penalty |log-probability - old log-probability|."""
 
@@ -111,7 +111,8 @@ class CorrectionConfig(Strict):
     weight_cap: float = Field(default=2.0, ge=1)
     """Upper bound of the importance weight."""
     token_mask: tuple[float, float] | None = None
-    """Drop tokens whose ratio is outside [low, high]. For IcePop, set [0.5, 5] with weight: token and weight_cap: 5."""
+    """Drop tokens whose ratio, as in `weight`, is outside [low, high]. For IcePop, set [0.5, 5] with weight: token and
+    weight_cap: 5."""
     geometric_mask: tuple[float, float] | None = None
     """Drop sequences whose geometric mean of token ratios is outside [low, high], such as [0.99, 1.01]. The mean over
     many tokens is close to 1, so long sequences need narrow bounds."""
@@ -149,7 +150,8 @@ class LossConfig(MeanConfig):
     """Configures the policy loss: the loss of its kind, importance weights, a KL penalty and an entropy bonus."""
 
     kind: LossKind = "grpo"
-    """Policy loss. grpo and ppo are the same clipped surrogate; docs/algorithms.md has the formula of each kind."""
+    """Policy loss. grpo and ppo are the same clipped surrogate; docs/algorithms.md has the formula of each kind.
+    "Ratio" below means exp(log-probability - old log-probability) of a token; see old_logprobs."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Lower clip: a token with a negative advantage gets no gradient if its ratio is below 1 - clip_low; 1 is no bound.
     Read by kinds grpo, ppo and clip_cov (verl clip_ratio_low)."""

@@ -65,7 +65,7 @@ class MegatronConfig(Strict):
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
     param_offload: bool = False
-    """Offload weights to host memory whenever they are not being computed with or published."""
+    """Offload weights to host memory except while they are used to compute or are being published."""
     grad_offload: bool = False
     """Free the gradient buffers on the device except during an update."""
     optimizer_offload: bool = False

@@ -131,8 +131,8 @@ class ProfilerConfig(Strict):
     ranks: tuple[int, ...] = ()
     """Ranks to profile; empty profiles none."""
     first_step: int = Field(default=1, ge=0)
-    """First training step to profile, counted from 0 since the run was opened. Step 0 is unrepresentative: it compiles
-    and allocates."""
+    """First training step to profile, counted from 0 since the run was opened. Step 0 is not representative, because it
+    also compiles and allocates."""
     num_steps: int = Field(default=1, ge=1)
     """Number of training steps to profile; each rank writes them to one Chrome trace."""
     record_shapes: bool = False
@@ -162,7 +162,8 @@ class TrainerConfig(Strict):
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass instead of storing them."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
-    """Maximum number of tokens in one micro-batch of packed sequences on one rank."""
+    """Maximum number of tokens in one micro-batch of packed sequences on one rank. It must be at least the length of
+    the longest possible sequence."""
     num_minibatches: int = Field(default=1, ge=1)
     """Number of optimizer updates per batch. Each update uses an equal share of the prompt groups, and each sample is
     used once."""

@@ -20,13 +20,13 @@ from services.coordinator.services.launch import Addresses
 
 _TIMEOUT_S = 20.0
 # Longer than the services' own limit: see take_part in services/common/weights/trial.py.
-_CALL_S = 150.0
+_CALL_TIMEOUT_S = 150.0
 _REFUSALS = (PreconditionFailed, PermissionDenied)
-_SETTLE = "stop the run, or use a certificate with role coordinator, and try again"
+_FIX_BUSY = "stop the run, or use a certificate with role coordinator, and try again"
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _BroadcastResult:
     """Result of one broadcast: at the trainer (`sent`) and at each replica (`received`, by address)."""
 
     group: WeightGroup
@@ -51,24 +51,24 @@ async def check_publication(
     if silent := [name for name in named if name not in infos]:
         return [Finding("broadcast", f"not tried: no answer from {', '.join(silent)}", Verdict.WARN, "see above")]
     if busy := [f"{name} has run {infos[name].run_id} open" for name in named if infos[name].run_id]:
-        return [Finding("broadcast", f"not tried: {'; '.join(busy)}", Verdict.WARN, _SETTLE)]
+        return [Finding("broadcast", f"not tried: {'; '.join(busy)}", Verdict.WARN, _FIX_BUSY)]
     try:
-        tried = await _try(given, given.rollout, timeout_s)
+        tried = await _broadcast_to(given, given.rollout, timeout_s)
         if refused := [error for error in tried.errors if isinstance(error, _REFUSALS)]:
             raise refused[0]
         if not tried.errors or len(given.rollout) == 1:
             return [_finding(tried, address) for address in given.rollout]
-        found = [_finding(await _try(given, [address], timeout_s), address) for address in given.rollout]
+        found = [_finding(await _broadcast_to(given, [address], timeout_s), address) for address in given.rollout]
     except LockstepError as error:
         verdict = Verdict.WARN if isinstance(error, _REFUSALS) else Verdict.FAIL
-        return [Finding("broadcast", f"not tried: {error.message}", verdict, _SETTLE)]
+        return [Finding("broadcast", f"not tried: {error.message}", verdict, _FIX_BUSY)]
     if all(one.verdict is Verdict.OK for one in found):
         fix = f"each replica receives it alone; open all TCP ports between {', '.join(given.rollout)}"
         found.append(Finding("broadcast to all at once", _messages(tried.errors), Verdict.FAIL, fix))
     return found
 
 
-async def _try(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _Tried:
+async def _broadcast_to(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _BroadcastResult:
     """Broadcasts once to `rollouts`.
 
     Raises:
@@ -80,7 +80,7 @@ async def _try(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _
     async with AsyncExitStack() as stack:
         trainer = Client(given.trainer, trainer_pb2_grpc.TrainerServiceStub, given.transport)
         stack.push_async_callback(trainer.close)
-        stream = trainer.stream(TrainerService.SendTestBroadcast, request, timeout_s=_CALL_S)
+        stream = trainer.stream(TrainerService.SendTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S)
         answers = await stack.enter_async_context(aclosing(stream))
         group = (await anext(answers)).group
         receiving = [_receive(address, given, group, rank) for rank, address in enumerate(rollouts, 1)]
@@ -88,7 +88,7 @@ async def _try(given: Addresses, rollouts: Sequence[str], timeout_s: float) -> _
     if unexpected := [end for end in ends if not isinstance(end, LockstepError | TestBroadcast)]:
         raise unexpected[0]
     *received, sent = ends
-    return _Tried(group, sent, dict(zip(rollouts, received, strict=True)))
+    return _BroadcastResult(group, sent, dict(zip(rollouts, received, strict=True)))
 
 
 async def _sent(answers: Any) -> TestBroadcast:
@@ -99,12 +99,12 @@ async def _receive(address: str, given: Addresses, group: WeightGroup, rank: int
     client = Client(address, rollout_pb2_grpc.RolloutServiceStub, given.transport)
     request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=rank)
     try:
-        return (await client.call(RolloutService.ReceiveTestBroadcast, request, timeout_s=_CALL_S)).outcome
+        return (await client.call(RolloutService.ReceiveTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S)).outcome
     finally:
         await client.close()
 
 
-def _finding(tried: _Tried, address: str) -> Finding:
+def _finding(tried: _BroadcastResult, address: str) -> Finding:
     check, group, sent, received = f"broadcast to {address}", tried.group, tried.sent, tried.received[address]
     if isinstance(sent, LockstepError) or isinstance(received, LockstepError):
         return Finding(check, _messages(tried.errors), Verdict.FAIL, _fix(group, sent, received, address))

@@ -127,6 +127,6 @@ def check_agreement(infos: Mapping[str, ServiceInfo]) -> Iterator[Finding]:
         if len(by_version) > 1:
             found = "; ".join(f"{version} in {', '.join(names)}" for version, names in by_version.items())
             verdict = Verdict.FAIL if library in _MUST_AGREE else Verdict.WARN
-            yield Finding(f"{library} of all", found, verdict, f"install the same {library} everywhere")
+            yield Finding(f"{library} versions", found, verdict, f"install the same {library} everywhere")
         elif by_version:
-            yield Finding(f"{library} of all", next(iter(by_version)))
+            yield Finding(f"{library} versions", next(iter(by_version)))

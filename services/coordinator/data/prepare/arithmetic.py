@@ -1,7 +1,7 @@
-"""The quickstart's task: additions and subtractions of whole numbers up to 99, written as `47+85=`.
+"""Generates the quickstart's task: additions and subtractions of whole numbers up to 99, written as `47+85=`.
 
-Answers are never negative and have no leading zeros. A problem belongs to the train or to the test split by a checksum
-of its operands, whatever the seed, and `85+47` goes where `47+85` goes: no train set holds a problem of any test set.
+Answers are never negative and have no leading zeros. A checksum of its operands, independent of the seed and of their
+order, assigns each problem to the train or the test split, so no train set has a problem of any test set.
 """
 
 import random
@@ -26,18 +26,20 @@ class Problem(TypedDict):
 
 
 def problems(split: Split, num: int, seed: int) -> list[Problem]:
-    """`num` distinct problems of `split`, in random order; the same arguments give the same rows on any machine.
+    """Returns `num` distinct problems of `split` in random order; the same arguments give the same rows everywhere.
 
     The train split has 13,548 problems and the test split 1,502; two thirds are additions.
 
     Raises:
-        InvalidInput: `split` is not a split, or has fewer than `num` problems, or `num` is below one.
+        InvalidInput: `split` is unknown or has fewer than `num` problems, or `num` is below one.
     """
     if split not in ("train", "test"):
         raise InvalidInput(f"split is {split!r}: give 'train' or 'test'", field="split")
     pool = _pool(split)
     if not 1 <= num <= len(pool):
-        raise InvalidInput(f"num is {num}: the {split} split has problems for 1 to {len(pool)}", field="num")
+        raise InvalidInput(
+            f"num is {num}: it must be from 1 to {len(pool)}, the number of problems in the {split} split", field="num"
+        )
     return [_problem(*key) for key in random.Random(f"{split}/{seed}").sample(pool, num)]
 
 
@@ -55,13 +57,15 @@ def _split_of(a: int, op: str, b: int) -> Split:
 
 def _problem(a: int, op: str, b: int) -> Problem:
     answer = a + b if op == "+" else a - b
-    # A borrow of a - b is a carry of answer + b.
+    # Every borrow of a - b is a carry of answer + b.
     level = _carries(a, b) if op == "+" else _carries(answer, b)
     return {"prompt": f"{a}{op}{b}=", "answer": str(answer), "level": level}
 
 
 def _carries(a: int, b: int) -> int:
-    """How many columns of `a + b` carry: every carry takes ten from one column and gives one to the next."""
+    """Counts the carries of `a + b`. Each carry reduces the digit sum by 9: ten less in one column, one more in the
+    next.
+    """
     return (_digit_sum(a) + _digit_sum(b) - _digit_sum(a + b)) // 9
 
 

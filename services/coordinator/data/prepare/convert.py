@@ -1,4 +1,4 @@
-"""Published datasets to the prompt files that a run reads: `train.parquet` and `test.parquet`."""
+"""Converts published datasets to the prompt files that a run reads: `train.parquet` and `test.parquet`."""
 
 import hashlib
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _SCHEMA = pa.schema([*((name, pa.string()) for name in _TEXT_COLUMNS), ("index",
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What became of a dataset."""
+    """Result of a conversion."""
 
     dataset: str
     source: str
@@ -33,31 +33,31 @@ class ConversionReport:
     dropped: tuple[str, ...]
     """`<file> <row or line>: <reason>` of every bad row."""
     num_held_out: int
-    """Test rows that were taken out of train, because the source has no test split."""
+    """Number of test rows that were taken from train because the source has no test split."""
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """How to convert."""
+    """Options of a conversion."""
 
     bad_rows: Literal["fail", "drop"] = "fail"
     test_size: int = 500
-    """Distinct problems to hold out as test where the source has no test split; 0 for none."""
+    """Number of distinct problems to hold out as test if the source has no test split; 0 for none."""
     instruction: str | None = None
-    """Put after each problem; the format's own if None, nothing if empty."""
+    """Text to append to each problem; None for the format's own, empty for nothing."""
     revision: str | None = None
-    """Commit, tag or branch on the hub."""
+    """Commit, tag or branch on the Hub."""
 
 
 def convert(format: Format, source: str, out: Path, options: ConversionOptions) -> ConversionReport:
-    """Writes the splits of `source` below `out`; both files or, on an error, neither.
+    """Writes the splits of `source` to `out`; on an error, writes no file.
 
     Raises:
-        NotFound: There is no such path or hub dataset, or it has no files of this format.
-        Unavailable: The hub cannot be reached.
-        InvalidInput: Rows are bad and `options.bad_rows` is fail, or there are too few.
+        NotFound: There is no such path or Hub dataset, or it has no files of this format.
+        Unavailable: The Hub is unreachable.
+        InvalidInput: Rows are bad and `options.bad_rows` is "fail", or there are too few rows.
     """
-    bad = BadRows(source, "bad", "Mend them, or drop them with --bad-rows drop")
+    bad = BadRows(source, "bad", "Fix them, or drop them with --bad-rows drop")
     instruction = format.instruction if options.instruction is None else options.instruction
     splits: dict[Split, list[dict[str, Any]]] = {}
     for split, paths in find_files(format, source, options.revision).items():
@@ -76,7 +76,7 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
 
 
 def write_splits(tables: Mapping[Split, pa.Table], out: Path) -> dict[Split, Path]:
-    """Writes `<out>/<split>.parquet` for each, and says where."""
+    """Writes `<out>/<split>.parquet` for each split and returns the paths."""
     files = {split: out / f"{split}.parquet" for split in tables}
     write_tables({files[split]: table for split, table in tables.items()})
     return files
@@ -101,7 +101,7 @@ def _row(example: Example, source: str, index: int, instruction: str) -> dict[st
 
 
 def _hold_out(rows: list[dict[str, Any]], num_problems: int) -> dict[Split, list[dict[str, Any]]]:
-    """The problems with the lowest hashes become test: whatever the order of rows, and copies of a problem together."""
+    """Moves the problems with the lowest hashes to test, independent of row order; copies of a problem go together."""
     hashes = [hashlib.blake2b(" ".join(row["prompt"].split()).encode(), digest_size=16).digest() for row in rows]
     ranked = sorted(set(hashes))
     if num_problems >= len(ranked):

@@ -1,4 +1,4 @@
-"""What differs from one public dataset to the next."""
+"""Describes the format of a public dataset."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One problem. `solution` is the worked answer, or empty."""
+    """One problem. `solution` is the worked solution, or empty."""
 
     problem: str
     answer: str
@@ -22,23 +22,23 @@ class Example:
 
 @dataclass(frozen=True)
 class Format:
-    """A dataset: where it is published, which files it has, and how to read a row."""
+    """A dataset: its id on the Hub, its files and the function that reads a row."""
 
     name: str
     hub_id: str
     files: Mapping[Split, tuple[str, ...]]
-    """Globs of each published split; of several, the first that matches a file is taken."""
+    """Globs of each published split; the first one that matches a file is used."""
     instruction: str
-    """Tells the model how to answer, after the problem, so that the scorer of this dataset finds the answer."""
+    """Text after the problem that tells the model how to answer, so that this dataset's scorer finds the answer."""
     parse: Callable[[Record], Example]
-    """Reads one row, or raises BadRow."""
+    """Reads one row. Raises BadRow if it cannot be used."""
 
 
 def text(record: Record, column: str) -> str:
-    """`column` of `record`, stripped.
+    """Returns `column` of `record` without surrounding white space.
 
     Raises:
-        BadRow: It is missing, not text, or empty.
+        BadRow: The column is missing, not text, or empty.
     """
     if column not in record:
         raise BadRow(f"no column {column}, only {', '.join(record)}")

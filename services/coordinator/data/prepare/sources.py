@@ -1,4 +1,4 @@
-"""The files of a published dataset, on this machine or from the Hugging Face hub, and their records."""
+"""Finds the files of a published dataset, locally or on the Hugging Face Hub, and reads their records."""
 
 import json
 import re
@@ -19,11 +19,11 @@ _FIELD = "source"
 
 
 def find_files(format: Format, source: str, revision: str | None = None) -> dict[Split, list[Path]]:
-    """Files of each split. `source` is a file (all of it is train), a directory, or the id of a dataset on the hub.
+    """Returns the files of each split. `source` is a file (all train), a directory, or the id of a dataset on the Hub.
 
     Raises:
         NotFound: There is no such path or dataset, or it has none of the files of `format`.
-        Unavailable: The hub cannot be reached.
+        Unavailable: The Hub is unreachable.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -38,10 +38,10 @@ def find_files(format: Format, source: str, revision: str | None = None) -> dict
 
 
 def read_records(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
-    """Place, index and content of each record of a Parquet, JSON or JSON Lines file; broken lines are added to `bad`.
+    """Yields place, index and content of each record of a Parquet, JSON or JSON Lines file. Adds bad lines to `bad`.
 
     Raises:
-        InvalidInput: The file is none of these.
+        InvalidInput: The file has another format.
     """
     if path.suffix == ".parquet":
         for index, record in enumerate(iter_rows(read_table(path, field=_FIELD))):
@@ -64,18 +64,18 @@ def _first_match(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 def _download(format: Format, source: str, revision: str | None) -> Path:
     if not _HUB_ID.fullmatch(source):
-        raise NotFound(f"{source} does not exist, and is not the id of a dataset on the hub", field=_FIELD)
+        raise NotFound(f"{source} does not exist and is not the id of a dataset on the Hub", field=_FIELD)
     patterns = [pattern for patterns in format.files.values() for pattern in patterns]
     try:
         folder = huggingface_hub.snapshot_download(
             source, repo_type="dataset", revision=revision, allow_patterns=patterns
         )
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        message = f"{source} is no path here and no dataset that the Hugging Face hub shows you"
+        message = f"{source} does not exist here, and you cannot see a dataset of this id on the Hugging Face Hub"
         raise NotFound(message + (f" at revision {revision}" if revision else ""), field=_FIELD) from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        message = f"{source} is no path here, and the Hugging Face hub cannot be reached ({reason})"
+        message = f"{source} does not exist here, and the Hugging Face Hub is unreachable ({reason})"
         raise Unavailable(f"{message}: give --source a local copy", field=_FIELD) from error
     return Path(folder)
 

@@ -1,1 +1,1 @@
-"""`lockstep report`: what a run left, as one page that needs no network and no server."""
+"""`lockstep report`: writes a run's results as one HTML page that needs no network and no server."""

@@ -1,4 +1,4 @@
-"""Numbers of every step, from metrics.jsonl to the curves and phases of the page."""
+"""Turns metrics.jsonl into the curves and phase times of the page."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from services.common.errors import DataLoss
 Row = Mapping[str, float]
 
 MAX_STEPS = 2000
-"""More are thinned evenly: a screen has no more points."""
+"""Most steps in a curve, about as many as a screen has pixels; longer runs are thinned evenly."""
 
 _PHASES = ("generating", "training", "publishing", "checkpointing", "evaluating")
 _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
@@ -20,7 +20,7 @@ _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
 
 @dataclass(frozen=True)
 class _Panel:
-    """A plot: its title, and name -> metric of its series; `held_out` adds eval/<set>/<metric> of every set."""
+    """A plot: title and series (name -> metric). `held_out` adds a series eval/<set>/<held_out> for every set."""
 
     title: str
     series: Mapping[str, str]
@@ -48,7 +48,7 @@ _PANELS = (
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of metrics.jsonl, steps and evaluations; none if there is no file. A line being written is left out.
+    """Reads the steps and evaluations of metrics.jsonl; none if there is no file. Skips a line still being written.
 
     Raises:
         DataLoss: A line is not a JSON object with a step.
@@ -62,24 +62,24 @@ def read_metrics(path: Path) -> list[Row]:
             row = json.loads(line)
             row["step"] = int(row["step"])
         except (ValueError, TypeError, KeyError) as error:
-            raise DataLoss(f"{path}, line {number}: not the numbers of a step: {error!r}") from error
+            raise DataLoss(f"{path}, line {number}: not a JSON object with a step: {error!r}") from error
         rows.append(row)
     return rows
 
 
 def steps_of(rows: Sequence[Row]) -> list[Row]:
-    """The rows of steps that were trained."""
+    """Returns only the rows of training steps."""
     return [row for row in rows if "time/step_s" in row]
 
 
 def thin(rows: Sequence[Row], most: int = MAX_STEPS) -> Sequence[Row]:
-    """At most about `most` rows, evenly spaced, the last one among them."""
+    """Returns at most about `most` rows, evenly spaced, including the last one."""
     every = math.ceil(len(rows) / most) if rows else 1
     return rows[(len(rows) - 1) % every :: every]
 
 
 def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The plots that have a point, each with `title`, `log` and `series` of name, x (steps) and y."""
+    """Returns the plots that have data, each with `title`, `log` and `series` of name, x (steps) and y."""
     steps = thin(steps_of(rows))
     made = []
     for panel in (*_PANELS, _components(steps), *_learning_rate(steps)):
@@ -93,9 +93,10 @@ def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def phases(rows: Sequence[Row]) -> dict[str, Any]:
-    """Seconds of each phase in every step: `steps`, and `phases` of name and seconds; other is the rest of a step.
+    """Returns the seconds of each phase in every step: `steps`, and `phases` of name and seconds.
 
-    An evaluation belongs to the step whose weights it is of; that of the first weights to the first step.
+    The phase "other" is the rest of a step. An evaluation counts in the step that made its weights; the evaluation of
+    the initial weights counts in the first step.
     """
     steps = thin(steps_of(rows))
     columns = {name: [row.get(f"time/{name}_s", 0.0) for row in steps] for name in _PHASES}
@@ -115,19 +116,19 @@ def phases(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def number(value: float) -> float | str:
-    """Six digits, or the name of what JSON has no number for."""
+    """Rounds to six digits; returns NaN and infinity as text, because JSON has no numbers for them."""
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)
 
 
 def _components(steps: Sequence[Row]) -> _Panel:
     names = dict.fromkeys(m for row in steps for m in row if m.startswith("reward/") and m not in _NO_COMPONENT)
-    # A single component is the reward, but for its weight.
+    # A single component equals the reward, up to its weight.
     shown = {name.removeprefix("reward/"): name for name in names} if len(names) > 1 else {}
     return _Panel("Reward components", shown)
 
 
 def _learning_rate(steps: Sequence[Row]) -> list[_Panel]:
-    """Shown where it changes."""
+    """Returns the plot of the learning rate if the rate changes."""
     rates = {row["train/lr"] for row in steps if "train/lr" in row}
     return [_Panel("Learning rate", {"lr": "train/lr"})] if len(rates) > 1 else []
 

@@ -22,7 +22,7 @@ function byId(id) {
 
 function show(value) {
   if (value === null || value === undefined) return "–";
-  if (typeof value !== "number") return value; // nan and inf come as their names
+  if (typeof value !== "number") return value; // NaN and infinity come as text
   const size = Math.abs(value);
   if (value === 0) return "0";
   if (size < 1e-3 || size >= 1e6) return value.toExponential(2).replace(/\.?0+e/, "e");
@@ -30,7 +30,7 @@ function show(value) {
   return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
 }
 
-// As short as the margin of an axis: 10k, 125k, 1.25M.
+// Formats a number to fit the margin of an axis: 10k, 125k, 1.25M.
 function showTick(value) {
   if (typeof value !== "number" || Math.abs(value) < 10_000) return show(value);
   return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 }).replace("K", "k");
@@ -40,7 +40,7 @@ function clamp(value, low, high) {
   return Math.max(low, Math.min(high, value));
 }
 
-// Round numbers that cover [low, high] in about `wanted` parts.
+// Returns round numbers that divide [low, high] into about `wanted` parts.
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -69,7 +69,7 @@ function range(values) {
   return [low, high];
 }
 
-// Index of the element of ascending `values` nearest to `wanted`.
+// Returns the index of the element of ascending `values` that is nearest to `wanted`.
 function nearest(values, wanted) {
   let low = 0;
   let high = values.length - 1;
@@ -81,7 +81,7 @@ function nearest(values, wanted) {
   return wanted - values[low] <= values[high] - wanted ? low : high;
 }
 
-// Index of the last element of ascending `values` that is not above `wanted`; -1 if there is none.
+// Returns the index of the last element of ascending `values` that is not above `wanted`; -1 if there is none.
 function lastUpTo(values, wanted) {
   if (!values.length || values[0] > wanted) return -1;
   const index = nearest(values, wanted);
@@ -93,7 +93,7 @@ function legendItem(name, kind) {
   return { value, node: el("span", {}, el("span", { class: kind }), `${name} `, value) };
 }
 
-// Calls `draw` with the width of `box` now and whenever it changes.
+// Calls `draw` with the width of `box`, now and whenever it changes.
 function whenSized(box, draw) {
   let last = 0;
   const update = () => {

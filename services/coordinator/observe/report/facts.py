@@ -1,4 +1,4 @@
-"""The head of the page: what a run is, how far it came, and with which versions."""
+"""Collects the head of the page: the run's identity, progress and library versions."""
 
 import datetime
 import hashlib
@@ -14,17 +14,17 @@ from services.coordinator.runs.recorded import RecordedLedger, is_running
 
 
 def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> dict[str, Any]:
-    """`name`, `state`, and `facts` of label and value.
+    """Returns `name`, `state`, `config`, and `facts` as pairs of label and value.
 
     Raises:
-        DataLoss: The ledger does not say how the run was opened.
+        DataLoss: The ledger has no record that the run was opened.
     """
     opened = ledger.last(Kind.OPENED)
     if opened is None:
         raise DataLoss(f"{run_dir}: the ledger is empty; the run was never opened")
     config = json.loads(opened["config"])
     version = max((row["step"] for row in rows), default=0)
-    num_steps = config["num_steps"]  # none where epochs are counted
+    num_steps = config["num_steps"]  # None if the length is set in epochs
     sessions = _sessions(ledger)
     began, duration_s = sessions[0][0], sum(end - begin for begin, end in sessions)
     facts = {
@@ -56,7 +56,10 @@ def _state(run_dir: Path, version: int, num_steps: int | None) -> str:
 
 
 def _sessions(ledger: RecordedLedger) -> list[tuple[float, float]]:
-    """First and last decision of each time that a coordinator had the run open."""
+    """Returns the times of the first and last decision of each session, in seconds since 1970.
+
+    A session is one opening of the run by a coordinator.
+    """
     sessions: list[tuple[float, float]] = []
     for time_s, kind in ledger.times():
         begin = time_s if kind is Kind.OPENED else sessions[-1][0]
@@ -67,7 +70,7 @@ def _sessions(ledger: RecordedLedger) -> list[tuple[float, float]]:
 
 
 def _held_out(ledger: RecordedLedger) -> str:
-    """First and last reward, or loss, of the first held-out set."""
+    """Returns the first and last reward, or loss, of the first held-out set as text."""
     evaluations = ledger.all(Kind.EVALUATED)
     names = [name for name in (evaluations[0] if evaluations else {}) if name.endswith(("/reward", "/nll"))]
     if not names:

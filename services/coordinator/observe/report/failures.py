@@ -1,4 +1,4 @@
-"""What went wrong in a run, counted by its reason: from the logs of its processes and the numbers of its steps."""
+"""Counts a run's failures by reason, from its processes' logs and its steps' metrics."""
 
 import json
 import re
@@ -8,18 +8,18 @@ from pathlib import Path
 
 from services.coordinator.observe.report.curves import Row
 
-# The log lines of common.rpc.server and of the coordinator's reward and rollout clients, as text or JSON.
+# Match log lines of common.rpc.server and of the coordinator's reward and rollout clients, written as text or JSON.
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* \w (?:\w+ )?services\.\S+: (.*)")
 _CALL = re.compile(r"/lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text>.*)")
 _SCORER = re.compile(r"prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)")
-_REPLICA = re.compile(r"replica (?P<where>\S+) is out: (?P<text>.*)")
+_REPLICA = re.compile(r"lost replica (?P<where>\S+): (?P<text>.*)")
 _DROPPED = "sampling/dropped_"
 _MAX_TEXT = 400
 
 
 @dataclass
 class Failure:
-    """How often something failed for one reason, and what was said of it the last time."""
+    """One kind of failure: how often it occurred, when it last did, and its last message."""
 
     what: str
     reason: str
@@ -29,7 +29,7 @@ class Failure:
 
 
 def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
-    """Refused calls, samples without a score, lost replicas and dropped groups, the most frequent first."""
+    """Returns refused calls, samples without a score, lost replicas and dropped groups, most frequent first."""
     found: dict[tuple[str, str], Failure] = {}
     for failure in (*_logged(run_dir), *_dropped(steps)):
         before = found.setdefault((failure.what, failure.reason), failure)
@@ -49,7 +49,7 @@ def _logged(run_dir: Path) -> Iterator[Failure]:
 
 
 def _read(line: str) -> tuple[str, str]:
-    """When, and what was said; nothing where a line is none of ours."""
+    """Returns the time and message of a log line; two empty strings if it is not one of Lockstep's."""
     if not line.startswith("{"):
         found = _LINE.match(line)
         return (found[1], found[2]) if found else ("", "")

@@ -19,7 +19,7 @@ function showHead() {
 }
 
 function showFailures() {
-  const columns = ["count", "what", "reason", "last", "said"];
+  const columns = ["count", "what", "reason", "last", "message"];
   byId("failures").tHead.append(el("tr", {}, ...columns.map((name) => el("th", {}, name))));
   const rows = data.failures.map((one) =>
     el(
@@ -34,7 +34,7 @@ function showFailures() {
   );
   byId("failures").tBodies[0].append(...rows);
   if (rows.length) return;
-  byId("failures").replaceWith(el("p", { class: "quiet" }, "None: no call was refused, no sample left without a score."));
+  byId("failures").replaceWith(el("p", { class: "quiet" }, "None: no call was refused and every sample has a score."));
 }
 
 function drawAll() {
@@ -43,7 +43,7 @@ function drawAll() {
   const plots = data.panels.map((panel) => new Plot(panel, choose));
   byId("curves").append(...plots.map((plot) => plot.box));
   if (!plots.length) byId("curves-section").remove();
-  if (!samples) byId("samples-section").replaceChildren(el("h2", {}, "Samples"), el("p", {}, "The run kept none."));
+  if (!samples) byId("samples-section").replaceChildren(el("h2", {}, "Samples"), el("p", {}, "The run has no samples."));
   for (const plot of plots) plot.start();
   if (data.timeline.steps.length) {
     const timeline = new Timeline(data.timeline, choose);

@@ -1,4 +1,4 @@
-"""Puts the page together: one file with its data, its style and its script, which may load nothing else."""
+"""Assembles the page: one HTML file with its data, style and script. Its security policy forbids loading anything."""
 
 import base64
 import hashlib
@@ -22,7 +22,10 @@ _SCRIPTS = ("draw.js", "plots.js", "samples.js", "page.js")
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Writes the page of a run, which may still be going on, to `out` or report.html in its directory; its path.
+    """Writes the page of a run, which may still be running, to `out` or to report.html in its directory.
+
+    Returns:
+        The path of the page.
 
     Raises:
         NotFound: `run_dir` holds no run, or the directory of `out` does not exist.
@@ -32,16 +35,16 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     if out and not out.parent.is_dir():
         raise NotFound(f"--out: {out.parent} does not exist", field="out")
     page = render(gather(run_dir))
-    # Lone surrogates, which only damaged text has, cannot be written.
+    # Lone surrogates, which occur only in damaged text, cannot be encoded.
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
 
 def gather(run_dir: Path) -> dict[str, Any]:
-    """All that the page shows, JSON-able.
+    """Returns everything that the page shows, as JSON values.
 
     Raises:
-        LockstepError: As `write_report`.
+        LockstepError: See `write_report`.
     """
     rows = curves.read_metrics(run_dir / "metrics.jsonl")
     with closing(RecordedLedger(run_dir)) as ledger:
@@ -65,7 +68,7 @@ def gather(run_dir: Path) -> dict[str, Any]:
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page of what `gather` found."""
+    """Renders the page of the data that `gather` returned."""
     folder = files(__package__)
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -81,12 +84,12 @@ def render(data: dict[str, Any]) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a Content-Security-Policy names what it allows."""
+    """Returns the hash of a text in the form that a Content-Security-Policy uses to allow it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _decoder(run_dir: Path, known: Sequence[Sequence[str]]) -> tuple[samples.Decode, list[str]]:
-    """Tokens to text by the run's tokenizer; to their numbers, with a note, where that is not on this host."""
+    """Returns a function from tokens to text; if this host has no tokenizer, one to token ids and a note about it."""
     places = [run_dir / "model", run_dir / "model_card", Path(dict(known)["model"])]
     errors = []
     for place in places:
@@ -94,7 +97,7 @@ def _decoder(run_dir: Path, known: Sequence[Sequence[str]]) -> tuple[samples.Dec
             return partial(Tokenizer.load(place).decode, skip_special_tokens=False), []
         except LockstepError as error:
             errors.append(error.message)
-    note = f"Samples are shown as token ids, since no tokenizer was found: {errors[-1]}."
+    note = f"Samples are shown as token ids because no tokenizer was found: {errors[-1]}."
     return lambda tokens: " ".join(map(str, tokens)), [note]
 
 
@@ -102,10 +105,8 @@ def _left_out(shown: Sequence[dict[str, Any]], left_out: Sequence[samples.Source
     notes = []
     total, embedded = sum(one["total"] for one in shown), sum(len(one["columns"]["group"]) for one in shown)
     if embedded < total:
-        notes.append(f"Of the steps in the table {embedded:,} of {total:,} samples are in this page, as whole groups.")
+        notes.append(f"The table has {embedded:,} of the {total:,} samples of its steps, as whole prompt groups.")
     if left_out:
         num_shown, num = len(shown), len(shown) + len(left_out)
-        notes.append(
-            f"Samples of {num_shown:,} of {num:,} steps and evaluations are in this page, spread over the run."
-        )
-    return [f"{note} The rest is in the run's Parquet files." for note in notes]
+        notes.append(f"The table has samples of {num_shown:,} of {num:,} steps and evaluations, spread over the run.")
+    return [f"{note} The run's Parquet files have all samples." for note in notes]

@@ -1,4 +1,4 @@
-// Curves, the timeline of phases and the histogram. All share the step under the pointer and the step that was chosen.
+// Curves, the timeline of phases and the histogram. All share the step under the pointer and the selected step.
 
 const HEIGHT = 118;
 const PHASE_COLORS = { "generating and scoring": 0, training: 1, publishing: 2, evaluating: 3, checkpointing: 4, other: 5 };
@@ -51,7 +51,7 @@ function wholeTicks(low, high, width) {
   return found.length ? found : [low];
 }
 
-// One panel of curves. Held-out series have few points, which are drawn.
+// One panel of curves. Series of held-out sets have few points, so their points are drawn too.
 class Plot {
   constructor(panel, onChoose) {
     this.panel = panel;
@@ -102,7 +102,7 @@ class Plot {
   }
 
   drawSeries(one, color) {
-    const runs = [[]]; // what is not a number is a gap
+    const runs = [[]]; // a value that is not a number leaves a gap
     one.x.forEach((x, index) => {
       const y = this.toY(one.y[index]);
       if (y === null) runs.push([]);
@@ -133,7 +133,8 @@ class Plot {
   }
 }
 
-// A bar for every step, or for as many neighbours as a pixel or two has; height is the mean of their seconds.
+// Draws a bar for every step, or for several neighboring steps if they are less than a pixel or two; its height is
+// their mean number of seconds.
 class Timeline {
   constructor(timeline, onChoose) {
     this.timeline = timeline;
@@ -200,7 +201,7 @@ function mean(values) {
   return values.reduce((a, b) => a + b, 0) / values.length;
 }
 
-// How often each reward, or range of rewards, occurs in a step; all samples count, also those not in the page.
+// Draws how often each reward, or range of rewards, occurs in a step, including samples that are not in the page.
 function drawHistogram(box, labels, counts) {
   box.replaceChildren();
   if (!counts) return;
@@ -208,7 +209,7 @@ function drawHistogram(box, labels, counts) {
   const total = counts.reduce((a, b) => a + b, 0);
   const top = Math.max(...counts);
   const each = Math.min((width - 2 * left) / labels.length, 84);
-  const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "rewards of the step, counted" });
+  const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "histogram of the step's rewards" });
   const every = Math.ceil(labels.length / 6);
   labels.forEach((label, index) => {
     const tall = (counts[index] / top) * (height - foot - 15);

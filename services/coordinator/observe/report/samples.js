@@ -36,7 +36,7 @@ class Samples {
     this.open(newest < 0 ? all.length - 1 : newest);
   }
 
-  // The batch of the step, or the nearest that is in the page.
+  // Opens the batch of the step, or the nearest one in the page.
   openStep(step) {
     const batches = this.all.filter((source) => !source.heldOut);
     if (!batches.length) return;
@@ -52,8 +52,8 @@ class Samples {
     byId("next").disabled = index === this.all.length - 1;
     drawHistogram(byId("histogram"), this.histogram.labels, source.heldOut ? null : this.histogram.counts[source.step]);
     const stamps = source.stamps.map(([version, digest]) => `version ${version}, ${digest || "unpublished"}`);
-    const embedded = source.rows.length < source.total ? `${source.rows.length} of ${source.total} samples are in this page. ` : "";
-    byId("provenance").textContent = `${embedded}Drawn from weights of ${stamps.join("; ")}. Scored by ${source.scorer}.`;
+    const embedded = source.rows.length < source.total ? `This page has ${source.rows.length} of ${source.total} samples. ` : "";
+    byId("provenance").textContent = `${embedded}Sampled from weights of ${stamps.join("; ")}. Scored by ${source.scorer}.`;
     const stops = [...new Set(source.rows.map((row) => row.stop))];
     if (!stops.includes(this.view.stop)) this.view.stop = null;
     byId("stops").replaceChildren(...(stops.length > 1 ? stops.map((stop) => this.stopButton(stop)) : []));
@@ -121,7 +121,7 @@ class Samples {
     const { sort, descending } = this.view;
     const isSorted = sort === column.name;
     const button = el("button", { type: "button" }, column.name + (isSorted ? (descending ? " ↓" : " ↑") : ""));
-    // Largest first, smallest first, as they were drawn.
+    // Cycles through largest first, smallest first and the original order.
     const next = !isSorted ? { sort: column.name, descending: true } : descending ? { descending: false } : { sort: null };
     button.addEventListener("click", () => this.update({ ...next, page: 0 }));
     return el("th", { class: "number", ...(isSorted && { "aria-sort": descending ? "descending" : "ascending" }) }, button);
@@ -137,7 +137,7 @@ class Samples {
     return el("tr", {}, el("td", {}, expand), ...cells);
   }
 
-  // A click on a row shows its whole text, unless text is being selected.
+  // A click on a row toggles its whole text, unless text is being selected.
   toggle(event) {
     const row = event.target.closest("tr");
     const button = row?.querySelector(".expand");

@@ -1,4 +1,4 @@
-"""The samples of a run for the page: as many whole prompt groups as fit, and the rewards of all, counted."""
+"""Collects samples for the page, as many whole prompt groups as fit, and histograms of all rewards."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from services.coordinator.observe.report.curves import number, thin
 Decode = Callable[[Sequence[int]], str]
 
 MAX_BYTES = 8_000_000
-"""Of all embedded samples, as JSON."""
+"""Limit for all embedded samples together, as JSON."""
 _MIN_SOURCES = 16
 _EVALUATIONS_SHARE = 0.25
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 10_000, 4_000
@@ -29,7 +29,7 @@ _NAME = re.compile(r"(?:(?P<set>.+)-)?step-(?P<version>\d+)\.parquet")
 
 @dataclass(frozen=True)
 class Source:
-    """A Parquet file of samples: the batch of a step, or a held-out set after one."""
+    """A Parquet file of samples: the batch of a step, or an evaluation of a held-out set after a step."""
 
     path: Path
     step: int
@@ -37,12 +37,12 @@ class Source:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Label for users."""
         return f"held-out {self.held_out} after step {self.step}" if self.held_out else f"step {self.step}"
 
 
 def sources(run_dir: Path) -> list[Source]:
-    """All files of samples, in the order of their steps. The batch drawn from version v is that of step v + 1."""
+    """Returns all files of samples, ordered by step. The batch sampled from version v belongs to step v + 1."""
     found = []
     for path in (*(run_dir / "batches").glob("*.parquet"), *(run_dir / "evaluations").glob("*.parquet")):
         if name := _NAME.fullmatch(path.name):
@@ -54,9 +54,10 @@ def sources(run_dir: Path) -> list[Source]:
 def embed(
     found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES
 ) -> tuple[list[dict[str, Any]], list[Source]]:
-    """What the page shows of `found` in order, and what was left out for want of room.
+    """Returns the samples that the page shows, in the order of `found`, and the sources that did not fit.
 
-    The newest come first, then the oldest, then those half way between: whatever fits is spread over the run.
+    Tries the newest source first, then the oldest, then those halfway between, so that what fits is spread over the
+    run.
     """
     batches = [source for source in found if not source.held_out]
     evaluations = [source for source in found if source.held_out]
@@ -75,7 +76,7 @@ def embed(
 
 
 def histogram(found: Sequence[Source]) -> dict[str, Any]:
-    """Rewards of every batch, counted: `labels` of the bins, and `counts` by step."""
+    """Returns the histogram of each batch's rewards: `labels` of the bins, and `counts` by step."""
     rewards = {
         source.step: pq.read_table(source.path, columns=["reward"])["reward"].to_numpy()
         for source in thin([source for source in found if not source.held_out])
@@ -95,7 +96,7 @@ def histogram(found: Sequence[Source]) -> dict[str, Any]:
 
 
 def _spread(some: Sequence[Source]) -> Iterator[Source]:
-    """The last, the first, and then again and again the middles of what lies between."""
+    """Yields the last source, the first, then repeatedly the middles of all remaining gaps."""
     if some:
         yield some[-1]
     if len(some) > 1:
@@ -109,10 +110,12 @@ def _spread(some: Sequence[Source]) -> Iterator[Source]:
 
 
 def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[dict[str, Any], int]:
-    """A source with all its prompt groups, or with every k-th so that they fit; and its bytes."""
+    """Returns a source's samples and their size in bytes, with every k-th prompt group so that they fit."""
     table = pq.read_table(source.path)
     groups = np.unique(table["group"].to_numpy())
-    every = max(1, table.nbytes // (8 * max_bytes))  # tokens and numbers are more than 8 times their text
+    every = max(
+        1, table.nbytes // (8 * max_bytes)
+    )  # a first guess: tokens and numbers take over 8 times the bytes of their text
     while True:
         samples = _rows(source, table, groups[::every], decode)
         num_bytes = len(to_json(samples).encode())
@@ -168,5 +171,5 @@ def _text(tokens: Sequence[int], decode: Decode) -> str:
 
 
 def to_json(value: object) -> str:
-    """JSON that an HTML parser reads as text: no tag can begin in it, nor a comment."""
+    """Returns JSON that is safe inside HTML: no tag or comment can begin in it."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides its own directory. Each kind is an extra, imported when it is asked for."""
+"""Experiment trackers. Each kind is an optional extra and is imported only when configured."""
 
 from importlib import import_module
 
@@ -11,11 +11,11 @@ _KINDS = {"wandb": "Wandb", "mlflow": "Mlflow"}
 
 
 def open_tracker(tracker: TrackerConfig, run: Run) -> Reporter:
-    """The tracker's run that is this run; a resumed run goes on with the one that it had.
+    """Opens the tracker's run for this run; a resumed run continues in the same one.
 
     Raises:
-        InvalidInput: Its package is not installed.
-        PreconditionFailed: It does not start: no account, no server.
+        InvalidInput: The tracker's package is not installed.
+        PreconditionFailed: The tracker does not start, for example because there is no account or server.
     """
     module = import_module(f"services.coordinator.observe.trackers.{tracker.kind}")
     try:
@@ -26,7 +26,7 @@ def open_tracker(tracker: TrackerConfig, run: Run) -> Reporter:
             f"pip install 'lockstep-rl[{tracker.kind}]'",
             field="observability.trackers",
         ) from error
-    except Exception as error:  # whatever its library raises
+    except Exception as error:  # its library may raise anything
         raise PreconditionFailed(
             f"observability.trackers: {tracker.kind} does not start: {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Reports to MLflow."""
 
 import json
 import logging
@@ -15,13 +15,13 @@ from services.coordinator.runs.run import Run
 log = logging.getLogger(__name__)
 
 RUN_TAG = "lockstep_run_id"
-_CLOSE_S = 30.0
-# What MLflow does not take in the name of a metric: pass@4 becomes pass_4.
-_FOREIGN = re.compile(r"[^\w./ -]")
+_CLOSE_TIMEOUT_S = 30.0
+# Characters that MLflow does not allow in a metric's name: pass@4 becomes pass_4.
+_NOT_ALLOWED = re.compile(r"[^\w./ -]")
 
 
 class Mlflow(Reporter):
-    """Numbers over the step, sent from a thread: the loop does not wait for a server."""
+    """Sends metrics by step from a thread, so that the loop never waits for the server."""
 
     def __init__(self, settings: MlflowConfig, run: Run):
         from mlflow import MlflowClient
@@ -41,35 +41,37 @@ class Mlflow(Reporter):
             params = [Param(name, value) for name, value in _flat(config)]
             self._client.log_batch(self._id, params=params)
         self._calls: queue.SimpleQueue[tuple[str, Callable[[], object]] | None] = queue.SimpleQueue()
-        # A daemon: MLflow's own retries take many minutes, and the end of a run does not wait for them.
+        # A daemon thread: the end of a run does not wait for MLflow's own retries, which take many minutes.
         self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._thread.start()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         now_ms = int(time.time() * 1e3)
-        batch = [self._metric(_FOREIGN.sub("_", name), value, now_ms, version) for name, value in metrics.items()]
-        self._calls.put((f"the numbers of step {version}", lambda: self._client.log_batch(self._id, metrics=batch)))
+        batch = [self._metric(_NOT_ALLOWED.sub("_", name), value, now_ms, version) for name, value in metrics.items()]
+        self._calls.put((f"the metrics of step {version}", lambda: self._client.log_batch(self._id, metrics=batch)))
 
     evaluation = step
 
     def close(self) -> None:
         self._calls.put(("the end of the run", lambda: self._client.set_terminated(self._id)))
         self._calls.put(None)
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("MLflow does not answer for %g s; metrics.jsonl has the numbers that it lacks", _CLOSE_S)
+            log.warning(
+                "MLflow did not answer for %g s; metrics.jsonl has the metrics that it is missing", _CLOSE_TIMEOUT_S
+            )
 
     def _send(self) -> None:
         while next_call := self._calls.get():
             what, call = next_call
             try:
                 call()
-            except Exception as error:  # noqa: BLE001 a tracker that is away must not end a run
-                log.warning("MLflow did not take %s, which metrics.jsonl has: %s", what, error)
+            except Exception as error:  # noqa: BLE001 an unreachable tracker must not end a run
+                log.warning("MLflow did not accept %s (metrics.jsonl has all metrics): %s", what, error)
 
 
 def _flat(table: dict[str, object], at: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and their values as JSON."""
+    """Yields dotted keys and their values as JSON."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{at}{key}.")

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Reports to Weights & Biases."""
 
 import json
 
@@ -8,7 +8,7 @@ from services.coordinator.runs.run import Run
 
 
 class Wandb(Reporter):
-    """Numbers over the step. wandb sends them from a process of its own and keeps them when the network does not."""
+    """Logs metrics by step. wandb sends them from its own process and keeps them if the network is down."""
 
     def __init__(self, settings: WandbConfig, run: Run):
         import wandb
@@ -18,13 +18,13 @@ class Wandb(Reporter):
             entity=settings.entity,
             mode=settings.mode,
             id=run.run_id,
-            resume="allow",  # the same id again is the same run
+            resume="allow",  # the same id continues the same run
             name=run.config.name,
             dir=str(run.config.run_dir),
             config=json.loads(run.config.model_dump_json()),
-            settings=wandb.Settings(console="off"),  # the terminal's live table is no log
+            settings=wandb.Settings(console="off"),  # the terminal's live table must not be captured as a log
         )
-        # wandb's own step cannot go back, but a resumed run does its last steps again.
+        # wandb's own step cannot go back, but a resumed run repeats its last steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

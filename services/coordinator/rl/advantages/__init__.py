@@ -1,8 +1,8 @@
-"""From rewards to advantages: pure functions of a batch's numbers, found by `advantage.kind`.
+"""Computes advantages from rewards with pure functions, chosen by `advantage.kind`.
 
-An estimator maps Samples to one float64 advantage for each trained token [M]. Every sample of a batch counts for
-baselines, also one that loss_mask excludes as a whole: the mask removes its gradient, not what its reward says about
-the prompt (overlong filtering, arXiv 2503.14476).
+An estimator maps Samples to one float64 advantage per trained token [M]. Every sample of a batch counts in baselines,
+even if loss_mask excludes all its tokens: the mask removes the sample's gradient, but its reward still tells how hard
+the prompt is (overlong filtering, arXiv 2503.14476).
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gpg": gpg,
     "per_turn": per_turn,
     "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": centered_rewards,  # with whitening over the batch
+    "reinforce_plus_plus_baseline": centered_rewards,  # and whitening over the batch
     "remax": remax,
     "gae": gae,
     "python": python,
@@ -37,18 +37,18 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def compute_advantages(batch: pa.Table, config: AdvantageConfig, *, kl_coef: float | None = None) -> pa.Table:
-    """`batch` (common.batch.SAMPLE_SCHEMA) with `advantages`, and with a critic `returns`, one for each token.
+    """Returns `batch` (common.batch.SAMPLE_SCHEMA) with `advantages` and, with a critic, `returns`, one per token.
 
-    They are 0 where loss_mask is false. Returns are advantages before whitening + values, the critic's targets.
+    Both are 0 where loss_mask is false. The returns, the critic's targets, are advantages before whitening + values.
 
     Args:
-        batch: Rewards and what the kind needs: values, baseline, ref_logprobs.
+        batch: Rewards and the columns that the kind needs: values, baseline, ref_logprobs.
         config: Kind and settings.
-        kl_coef: This step's coefficient where it is adaptive (controller.coef_after); None is `config.kl.coef`.
+        kl_coef: This step's coefficient if it is adaptive (controller.coef_after); None means `config.kl.coef`.
 
     Raises:
-        InvalidInput: A column that the kind needs is missing or differs in length from tokens, or a group that is
-            compared has one sample; `field` names the column.
+        InvalidInput: A column that the kind needs is missing or differs in length from tokens, or the kind compares
+            the samples of a group and a group has only one; `field` names the column.
     """
     samples = Samples.of(batch, config, config.kl.coef if kl_coef is None else kl_coef)
     advantages_M = ESTIMATORS[config.kind](samples, config)

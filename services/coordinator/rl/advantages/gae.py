@@ -1,4 +1,4 @@
-"""Generalised advantage estimation with a critic (arXiv 1506.02438)."""
+"""Generalized advantage estimation with a critic (arXiv 1506.02438)."""
 
 import numpy as np
 
@@ -8,11 +8,11 @@ from services.coordinator.rl.advantages.scan import discounted_sums
 
 
 def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """Sums of r_t + gamma * V_(t+1) - V_t, discounted by gamma * lam, over the trained tokens of each sample.
+    """Sums r_t + gamma * V_(t+1) - V_t, discounted by gamma * lam, over the trained tokens of each sample.
 
-    V_t is the value of the state before token t. Tokens that are not trained on are part of the next state, so they
-    are stepped over. After the last token the value is 0, or, for a truncated sample with bootstrap_truncated, the
-    value of that token: the state behind it is not evaluated.
+    V_t is the value of the state before token t. Tokens that are not trained on are skipped, as they are part of the
+    next state. The value after the last token is 0. For a truncated sample with bootstrap_truncated it is the value
+    before the last token, because the critic does not evaluate the state after it.
     """
     values_M = samples.values_M
     assert values_M is not None, "kind gae needs values"

@@ -1,6 +1,6 @@
-"""Samples compared with the others of their prompt: one advantage for all tokens of a sample.
+"""Advantages that compare a sample with the others of its prompt; all tokens of a sample get the same advantage.
 
-With a KL penalty the reward r of a sample is its reward less the penalties of its tokens.
+r is the sample's reward minus the KL penalties of its tokens, if there is a KL penalty.
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ from services.coordinator.rl.advantages.samples import Samples
 
 
 def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """`numbers` less the mean of their group (0, 1, ... without gaps); exactly 0 where all of a group are equal."""
+    """Subtracts the mean of each group (0, 1, ... without gaps); exactly 0 if all numbers of a group are equal."""
     _, first = np.unique(groups, return_index=True)
     relative = numbers - numbers[first][groups]
     return relative - _mean(relative, groups, np.ones(len(groups)))
 
 
 def centered_rewards(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """r - mean: no division by the deviation, which favours too easy and too hard prompts (arXiv 2503.20783)."""
+    """r - mean. Does not divide by the std, which would favor too easy and too hard prompts (arXiv 2503.20783)."""
     return centered(samples.net_rewards_S, samples.group_S)[samples.sample_M]
 
 
@@ -45,7 +45,7 @@ def opo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
 
 def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """(r - mean) * samples / samples of groups whose rewards differ: the others have no gradient (arXiv 2504.02546)."""
+    """(r - mean) * samples / samples in groups of differing rewards; others have no gradient (arXiv 2504.02546)."""
     centered_S = centered(samples.net_rewards_S, samples.group_S)
     mixed = np.bincount(samples.group_S, centered_S != 0) > 0
     num_mixed = np.count_nonzero(mixed[samples.group_S])
@@ -53,6 +53,6 @@ def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
 
 def _mean(numbers: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The weighted mean of each number's group; 0 where all weights are 0."""
+    """Returns the weighted mean of each number's group; 0 if all weights are 0."""
     total = np.bincount(groups, weights)
     return (np.bincount(groups, weights * numbers) / np.where(total > 0, total, 1))[groups]

@@ -1,13 +1,13 @@
-"""KL to a reference model at sampled tokens."""
+"""Estimates the KL to a reference model at sampled tokens."""
 
 import numpy as np
 
 
 def token_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str) -> np.ndarray:
-    """Estimate of KL(policy || reference) from the sampled tokens' log-probabilities, in nats.
+    """Estimates KL(policy || reference) in nats from the sampled tokens' log-probabilities.
 
-    k1, k2 and k3 are Schulman's (2020, "Approximating KL divergence"): k1 is unbiased and may be negative, k2 is
-    biased and k3 unbiased, both non-negative; abs is |k1|.
+    k1, k2 and k3 are Schulman's estimators (2020, "Approximating KL divergence"): k1 is unbiased and may be negative,
+    k2 is biased and k3 unbiased, both non-negative; abs is |k1|.
     """
     log_ratio = logprobs - ref_logprobs
     if kind == "k1":

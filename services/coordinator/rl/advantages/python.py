@@ -1,4 +1,4 @@
-"""An advantage estimator of the user's, imported from `advantage.import_path`."""
+"""Imports and calls a user's advantage estimator, named in `advantage.import_path`."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ _FIELD = "advantage.import_path"
 
 
 def python(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """Calls the user's function; it returns one float64 advantage for each trained token [M], as every kind does.
+    """Calls the user's function, which returns one float64 advantage per trained token [M] like every kind.
 
     Raises:
         InvalidInput: The function cannot be imported, or its result is not finite or not of shape [M].
@@ -28,10 +28,10 @@ def python(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
 
 def require_importable(config: AdvantageConfig) -> None:
-    """Checks, before a run starts, that the user's function is there, if the config names one.
+    """Checks, before a run starts, that the user's function exists, if the config names one.
 
     Raises:
-        InvalidInput: It cannot be imported.
+        InvalidInput: The function cannot be imported.
     """
     if config.import_path:
         load_function(config.import_path, field=_FIELD)

@@ -1,4 +1,4 @@
-"""REINFORCE on each token's return, with no comparison within the group: one sample of a prompt is enough."""
+"""REINFORCE on each token's return. Does not compare samples within a group, so one sample per prompt is enough."""
 
 import numpy as np
 
@@ -8,12 +8,12 @@ from services.coordinator.rl.advantages.scan import discounted_sums
 
 
 def reinforce_plus_plus(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """Sum of the discounted token rewards from t on (arXiv 2501.03262); whitened over the batch by default."""
+    """Sums the discounted token rewards from t on (arXiv 2501.03262); whitened over the batch by default."""
     return discounted_sums(samples.token_rewards_M, samples.count_S, config.gamma)
 
 
 def remax(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """Sum of the token rewards from t on, less the reward of the prompt's greedy completion (arXiv 2310.10505)."""
+    """Sums the token rewards from t on, minus the reward of the prompt's greedy completion (arXiv 2310.10505)."""
     assert samples.baseline_S is not None, "kind remax needs baselines"
     returns_M = discounted_sums(samples.token_rewards_M, samples.count_S, 1.0)
     return returns_M - samples.baseline_S[samples.sample_M]

@@ -1,4 +1,4 @@
-"""The columns of a batch as flat arrays. Suffixes: S samples, N completion tokens, M tokens that are trained on."""
+"""The columns of a batch as flat arrays. Suffixes: S samples, N completion tokens, M trained tokens."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -14,18 +14,18 @@ from services.coordinator.rl.advantages.kl import token_kl
 
 @dataclass(frozen=True)
 class Samples:
-    """What estimators read, in the order of the batch. Tokens that loss_mask excludes were not the policy's choice.
+    """Input of the estimators, in the order of the batch. Tokens that loss_mask excludes are treated as observations.
 
     Attributes:
-        rewards_S: float64, without penalties.
+        rewards_S: float64, before KL penalties.
         group_S: Index of the sample's prompt group, from 0 without gaps.
-        count_S: Trained tokens of each sample; may be 0.
+        count_S: Number of trained tokens of each sample; may be 0.
         truncated_S: Whether the sample was cut off at max_tokens.
-        offsets_S: int32 [S + 1], where each sample's tokens begin among all N.
+        offsets_S: int32 [S + 1], index among all N of each sample's first token.
         position_M: Index of each trained token among all N.
         sample_M: Index of its sample.
-        penalty_M: KL penalty of each token, coefficient included.
-        values_M: Critic's value of the state that each token is drawn in; None if the kind needs no critic.
+        penalty_M: KL penalty of each token, multiplied by the coefficient.
+        values_M: Critic's value of the state before each token; None if the kind needs no critic.
         baseline_S: Reward of the prompt's greedy completion; None if the kind needs none.
     """
 
@@ -42,16 +42,16 @@ class Samples:
 
     @classmethod
     def of(cls, batch: pa.Table, config: AdvantageConfig, kl_coef: float) -> Self:
-        """The samples of `batch`, checked for what `config` needs.
+        """Converts `batch`, and checks that it has the columns that `config` needs.
 
         Raises:
-            InvalidInput: As `credit`.
+            InvalidInput: See `compute_advantages`.
         """
         _, group_S = np.unique(batch["group"].to_numpy(), return_inverse=True)
         if config.needs_group and np.bincount(group_S).min(initial=2) < 2:
             raise InvalidInput(
-                f"group: advantage.kind {config.kind} compares the samples of a prompt with each other, and a group "
-                "has one only; raise rollout.completions_per_prompt",
+                f"group: advantage.kind {config.kind} compares the samples of a prompt with each other, but a group "
+                "has only one; increase rollout.completions_per_prompt",
                 field="group",
             )
         lengths_S: np.ndarray = pc.list_value_length(batch["tokens"]).to_numpy()
@@ -79,12 +79,12 @@ class Samples:
 
     @property
     def net_rewards_S(self) -> np.ndarray:
-        """Reward of each sample less the KL penalties of its tokens."""
+        """Reward of each sample minus the KL penalties of its tokens."""
         return self.rewards_S - np.bincount(self.sample_M, self.penalty_M, minlength=len(self.rewards_S))
 
     @property
     def trained_S(self) -> np.ndarray:
-        """Whether a sample has trained tokens."""
+        """Whether each sample has trained tokens."""
         return self.count_S > 0
 
     @property
@@ -94,20 +94,20 @@ class Samples:
 
     @property
     def token_rewards_M(self) -> np.ndarray:
-        """Minus each token's KL penalty, and the sample's reward at its last trained token."""
+        """Reward of each token: minus its KL penalty, plus the sample's reward at the last trained token."""
         rewards_M = -self.penalty_M
         rewards_M[self.last] += self.rewards_S[self.trained_S]
         return rewards_M
 
     def to_lists(self, numbers_M: np.ndarray) -> pa.Array:
-        """list<float> [S]: `numbers_M` at the trained tokens, 0 at the others."""
+        """Returns list<float> [S]: `numbers_M` at the trained tokens, 0 at the others."""
         flat_N = np.zeros(self.offsets_S[-1], np.float32)
         flat_N[self.position_M] = numbers_M
         return pa.ListArray.from_arrays(pa.array(self.offsets_S), pa.array(flat_N))
 
 
 def trained_mask(batch: pa.Table) -> np.ndarray:
-    """bool [N]: loss_mask, true where a sample has none.
+    """Returns loss_mask as bool [N]; all true for a sample without one.
 
     Raises:
         InvalidInput: A mask differs in length from its sample's tokens.
@@ -121,10 +121,10 @@ def trained_mask(batch: pa.Table) -> np.ndarray:
 
 
 def per_token(batch: pa.Table, name: str, why: str) -> np.ndarray:
-    """float64 [N]: a column with one number for each token.
+    """Returns a column with one number per token, as float64 [N].
 
     Raises:
-        InvalidInput: It is missing, which `why` needs, or differs in length from tokens.
+        InvalidInput: The column, which `why` needs, is missing or differs in length from tokens.
     """
     column = _required(batch, name, why)
     _refuse(pc.not_equal(pc.list_value_length(column), pc.list_value_length(batch["tokens"])).to_numpy(), name)
@@ -132,7 +132,7 @@ def per_token(batch: pa.Table, name: str, why: str) -> np.ndarray:
 
 
 def kl_of(batch: pa.Table, kind: str) -> np.ndarray:
-    """float64 [M]: KL estimate, without coefficient, at each trained token of `batch`.
+    """Returns the KL estimate at each trained token of `batch`, without coefficient, as float64 [M].
 
     Raises:
         InvalidInput: ref_logprobs or logprobs are missing or differ in length from tokens.

@@ -1,1 +1,1 @@
-"""The three services as the loop sees them."""
+"""Clients of the rollout, reward and trainer services."""

@@ -1,4 +1,4 @@
-"""One rollout replica and what is known of its state."""
+"""Client of one rollout replica, with its state."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaState(StrEnum):
-    """DEAD never becomes SERVING directly: what comes back holds no weights until the next publication."""
+    """State of a replica. A DEAD one becomes STALE first: after its return it has no weights until a publication."""
 
     DEAD = "dead"
     STALE = "stale"
@@ -28,7 +28,7 @@ class ReplicaState(StrEnum):
 
 
 class Replica:
-    """Calls one replica. Which groups it gets is the fleet's business."""
+    """Calls one replica. `Rollout` decides which groups it gets."""
 
     def __init__(self, address: str, timeouts: TimeoutsConfig, transport: Transport = LOCAL):
         self.address = address
@@ -40,7 +40,7 @@ class Replica:
         self._timeouts = timeouts
 
     async def open(self, run_id: str, config: Config, card: ModelCard) -> None:
-        """Waits for the service and starts its engine; afterwards the replica is STALE."""
+        """Waits for the service, starts its engine and sets the state to STALE."""
         request = pb.OpenRunRequest(
             run_id=run_id,
             config_json=config.rollout.model_dump_json(),
@@ -56,7 +56,7 @@ class Replica:
         self.state = ReplicaState.STALE
 
     async def is_alive(self) -> bool:
-        """Whether the service answers and still has its engine."""
+        """Returns whether the service answers and still has its engine."""
         try:
             info = await self._client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s)
         except LockstepError as error:
@@ -67,11 +67,11 @@ class Replica:
     async def generate(
         self, index: int, prompt: Prompt, seeds: Sequence[int], sampling: SamplingParams, stamp: PolicyStamp
     ) -> SampledGroup:
-        """One prompt group, drawn from exactly `stamp`.
+        """Samples one prompt group with exactly the weights of `stamp`.
 
         Raises:
-            Unavailable: The replica is gone; the group may go to another.
-            PreconditionFailed: It serves other weights.
+            Unavailable: The replica is unreachable; the group can go to another replica.
+            PreconditionFailed: The replica serves other weights.
         """
         request = pb.GenerateRequest(
             expected_stamp=stamp,
@@ -81,24 +81,24 @@ class Replica:
         stream = self._client.stream(RolloutService.Generate, request, timeout_s=self._timeouts.generate_s)
         answers = [answer async for answer in stream]
         if len(answers) != 1 or len(answers[0].completions) != len(seeds):
-            raise InternalError(f"replica {self.address} answered prompt {prompt.prompt_id} incompletely")
+            raise InternalError(f"replica {self.address} returned an incomplete group for prompt {prompt.prompt_id}")
         return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)
 
     async def join(self, group: WeightGroup, base_rank: int, plan: WeightPlan) -> str:
-        """Enters the weight group with all workers; the digest of the plan as they built it."""
+        """Joins the weight group with all workers. Returns the digest of the plan that they built."""
         request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
         answer = await self._client.call(RolloutService.JoinWeightGroup, request, timeout_s=self._timeouts.publish_s)
         return answer.plan_digest
 
     async def receive(self, epoch: int, version: int) -> PolicyStamp:
-        """Receives one publication; its stamp. Until it is committed the replica is STALE."""
+        """Receives one publication and returns its stamp. The replica is STALE until the weights are committed."""
         self.state = ReplicaState.STALE
         request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
         answer = await self._client.call(RolloutService.ReceiveWeights, request, timeout_s=self._timeouts.publish_s)
         return PolicyStamp(version=version, digest=answer.digest)
 
     async def commit(self, stamp: PolicyStamp) -> None:
-        """Serves what was received."""
+        """Makes the replica serve the received weights."""
         request = pb.CommitWeightsRequest(stamp=stamp)
         await self._client.call(RolloutService.CommitWeights, request, timeout_s=self._timeouts.publish_s)
         self.state = ReplicaState.SERVING

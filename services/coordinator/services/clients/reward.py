@@ -1,4 +1,4 @@
-"""The reward service, and what a sample without a score means for its group."""
+"""Client of the reward service. Applies `reward.on_failure` to groups with a sample that could not be scored."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Reward:
-    """Scores groups. Tokens are decoded here, for the scorers only."""
+    """Scores groups. Decodes tokens to the text that the scorers read; nothing else uses that text."""
 
     def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
@@ -31,7 +31,7 @@ class Reward:
         """Starts the scorers.
 
         Raises:
-            PreconditionFailed: SCORER_CHANGED, they are others than at the first call.
+            PreconditionFailed: SCORER_CHANGED, the scorers are not those of the first call.
         """
         self._run_id = run_id
         request = pb.OpenRunRequest(run_id=run_id, config_json=self._config.model_dump_json())
@@ -44,13 +44,13 @@ class Reward:
     async def score(
         self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
     ) -> ScoredGroup | None:
-        """The group with its scores, or None if `reward.on_failure` drops it. A service that restarts is waited for.
+        """Returns the group with its scores, or None if `reward.on_failure` drops it. Waits for a restarting service.
 
-        With `keep_failed` it is not dropped: a sample that could not be scored has a reward of 0.
+        With `keep_failed` no group is dropped: a sample that could not be scored gets a reward of 0.
 
         Raises:
             LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
-            PreconditionFailed: SCORER_CHANGED, the scores are not of the scorers that were opened.
+            PreconditionFailed: SCORER_CHANGED, the scores come from other scorers than those that were opened.
         """
         request = pb.ScoreRequest(
             prompt_id=group.prompt.prompt_id,
@@ -87,17 +87,17 @@ class Reward:
                 if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
                     raise
                 why = error.message
-            async with self._opening:  # one of those who noticed
+            async with self._opening:  # only one of the calls that failed reopens it
                 if self._num_opens == num_opens:
-                    log.warning("the reward service is gone, and waited for: %s", why)
+                    log.warning("lost the reward service; waiting for it to come back: %s", why)
                     await self.open(self._run_id)
 
     def _require_same(self, scorer: str) -> None:
         self._scorer = self._scorer or scorer
         if scorer != self._scorer:
             message = (
-                f"{self._address}: the reward service scores by {scorer}, but this run opened {self._scorer}: it was "
-                "restarted with another version; restart it with that of before, or start the run again with this one"
+                f"{self._address}: the reward service has scorers {scorer}, but this run opened {self._scorer}: it was "
+                "restarted with another version; restart it with the previous version, or restart the run"
             )
             raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
 

@@ -1,4 +1,4 @@
-"""Several rollout replicas as one: load-aware dispatch, re-dispatch of what a dead one left, return of the revived."""
+"""Client of all rollout replicas: dispatches by load, re-dispatches groups of dead replicas and revives replicas."""
 
 import asyncio
 import itertools
@@ -27,14 +27,15 @@ from services.coordinator.services.clients.replica import Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
-# Samples at a replica over those that its engine runs at once: a group's slots do not wait for its slowest sample.
-_IN_FLIGHT = 2
-# A later try would end like the first.
-_PERMANENT = (InvalidInput, PermissionDenied, Unauthenticated)
+# Samples sent to a replica, as a multiple of those its engine runs at once, so that the slots of finished samples are
+# refilled at once instead of waiting for the slowest sample of a group.
+_IN_FLIGHT_FACTOR = 2
+# Errors that a retry cannot fix.
+_PERMANENT_ERRORS = (InvalidInput, PermissionDenied, Unauthenticated)
 
 
 class Rollout:
-    """All replicas. A group goes to the serving replica with the fewest tokens in flight."""
+    """Dispatches each group to the serving replica with the fewest tokens in flight."""
 
     def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
@@ -42,12 +43,12 @@ class Rollout:
         self._config = config
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
-        self._last_loss = "nothing was published yet"
+        self._last_failure = "nothing was published yet"
         self._run_id, self._card = "", ModelCard()
 
     @property
     def num_dead(self) -> int:
-        """Replicas that are gone and have not come back."""
+        """Number of replicas that were lost and have not come back."""
         return sum(replica.state is ReplicaState.DEAD for replica in self.replicas)
 
     async def open(self, run_id: str, card: ModelCard) -> None:
@@ -58,10 +59,11 @@ class Rollout:
     async def generate(
         self, index: int, prompt: Prompt, seeds: Sequence[int], sampling: SamplingParams, stamp: PolicyStamp
     ) -> SampledGroup:
-        """One prompt group from any replica that serves `stamp`; if that one dies, hangs or loses it, from another.
+        """Samples one prompt group on a replica that serves `stamp`; tries another one if it dies, hangs or is not
+        serving any more.
 
         Raises:
-            Unavailable: NO_REPLICA if none is left that serves.
+            Unavailable: NO_REPLICA, no replica serves the current weights.
         """
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
@@ -77,16 +79,16 @@ class Rollout:
             self.num_redispatched += 1
 
     def mark_dead(self, replica: Replica, why: LockstepError) -> None:
-        """Gives the replica no more groups, and opens it again as soon as it is back."""
+        """Stops sending groups to the replica, and reopens it when it comes back."""
         if replica.state is ReplicaState.DEAD:
             return
-        self._last_loss = f"replica {replica.address} is out: {why.message}"
-        log.warning("%s", self._last_loss)
+        self._last_failure = f"lost replica {replica.address}: {why.message}"
+        log.warning("%s", self._last_failure)
         replica.state = ReplicaState.DEAD
         self._reviving[replica.address] = asyncio.create_task(self._revive(replica))
 
     async def drop_unreachable(self) -> int:
-        """Asks every living replica whether it is there; returns how many were not."""
+        """Checks every replica that is not DEAD. Returns how many did not answer."""
         living = [replica for replica in self.replicas if replica.state is not ReplicaState.DEAD]
         alive = await gather(replica.is_alive() for replica in living)
         lost = [replica for replica, is_alive in zip(living, alive, strict=True) if not is_alive]
@@ -102,18 +104,18 @@ class Rollout:
         await gather(replica.close() for replica in self.replicas)
 
     async def _revive(self, replica: Replica) -> None:
-        # Until the service listens again and opens the run, however long that takes.
+        # Retries without limit, until the service listens again and opens the run.
         for num_retries in itertools.count():
             try:
                 await replica.open(self._run_id, self._config, self._card)
                 break
-            except _PERMANENT as error:
-                log.error("replica %s stays out: %s", replica.address, error.message)
+            except _PERMANENT_ERRORS as error:
+                log.error("cannot reopen replica %s: %s", replica.address, error.message)
                 return
             except LockstepError as error:
                 log.warning("replica %s is not back yet: %s", replica.address, error.message)
             await asyncio.sleep(backoff_s(num_retries))
-        log.info("replica %s is back and waits for the next publication", replica.address)
+        log.info("replica %s is back and waits for the next publication of weights", replica.address)
 
     @asynccontextmanager
     async def _least_loaded(self, num_samples: int, cost: int) -> AsyncIterator[Replica]:
@@ -133,12 +135,12 @@ class Rollout:
     def _pick(self, num_samples: int) -> Replica | None:
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.SERVING]
         if not serving:
-            why = f"no rollout replica serves the current weights; {self._last_loss}"
+            why = f"no rollout replica serves the current weights; {self._last_failure}"
             raise Unavailable(why, reason=Reason.NO_REPLICA)
         with_room = [
             replica
             for replica in serving
             if replica.samples_in_flight == 0
-            or replica.samples_in_flight + num_samples <= _IN_FLIGHT * replica.max_samples
+            or replica.samples_in_flight + num_samples <= _IN_FLIGHT_FACTOR * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)

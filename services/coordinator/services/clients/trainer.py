@@ -1,4 +1,4 @@
-"""Trainer deployments: the policy and the models beside it."""
+"""Clients of the trainers: the policy's, and those of the reference and the critic."""
 
 from collections.abc import AsyncIterator, Mapping
 
@@ -14,7 +14,7 @@ from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
 
-# Section of the config -> role, and what Forward answers -> column of the batch.
+# Config section -> (role, column that Forward returns, name of that column in the batch).
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
     "trainer": (pb.ROLE_POLICY, "logprobs", "old_logprobs"),
     "reference": (pb.ROLE_REFERENCE, "logprobs", "ref_logprobs"),
@@ -23,7 +23,7 @@ _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
 
 
 class Model:
-    """One model of a run, by the name of its section in the config: on ranks of its own or beside others."""
+    """One model of a run, named like its config section. It may share its ranks with other models."""
 
     def __init__(self, name: str, address: str, config: Config, transport: Transport = LOCAL):
         self.name = name
@@ -33,7 +33,7 @@ class Model:
         self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
 
     async def open(self, run_id: str, checkpoint: str = "") -> int:
-        """Loads the model or `checkpoint` (a path, or empty); returns the version that its ranks now hold."""
+        """Loads the model or, if given, the checkpoint at path `checkpoint`. Returns the version that was loaded."""
         section = getattr(self._config, self.name)
         request = pb.OpenRunRequest(
             run_id=run_id,
@@ -47,12 +47,12 @@ class Model:
         self.opened = await self._client.call(
             TrainerService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
         )
-        # A trainer that listens on all interfaces cannot know which of them reaches it: this one does.
+        # A trainer that listens on all interfaces does not know which address reaches it; the one we called does.
         self.opened.store_host = self.opened.store_host or parse_address(self._client.address, field=self.name)[0]
         return self.opened.version
 
     async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
-        """What the model says of every completion token of `batch`: log-probabilities, or a critic's values."""
+        """Returns the log-probability, or the critic's value, of every completion token of `batch`."""
         header = pb.ForwardHeader(role=self._role, temperature=self._temperature)
         requests = _framed(pb.ForwardRequest, header, batch)
         answers = self._client.stream(TrainerService.Forward, requests, timeout_s=self._timeouts.train_s)
@@ -61,9 +61,9 @@ class Model:
     async def train(
         self, batch: pa.Table, batch_id: str, stamp: PolicyStamp, critic_version: int = 0
     ) -> tuple[int, dict[str, float]]:
-        """One update on `batch`, which must be drawn from `stamp`; the new version and metrics.
+        """Makes one update on `batch`, which must be sampled from `stamp`. Returns the new version and metrics.
 
-        Safe to repeat: the trainer applies a batch id once.
+        Safe to repeat: the trainer applies each batch id only once.
         """
         header = pb.TrainHeader(
             expected_stamp=stamp,
@@ -77,7 +77,7 @@ class Model:
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
-        """Writes a checkpoint of `version`, which must be held; the SHA-256 of its manifest."""
+        """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
         answer = await self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s)
         return answer.manifest_digest
@@ -92,19 +92,19 @@ class Model:
 
 
 class Trainer(Model):
-    """The policy: also publishes its weights and exports them."""
+    """Client of the policy's trainer, which also publishes and exports weights."""
 
     def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
         super().__init__("trainer", address, config, transport)
 
     async def join(self, group: WeightGroup) -> str:
-        """Enters the weight group as its first members; the digest of the plan as the trainer built it."""
+        """Joins the weight group as its first members. Returns the digest of the plan that the trainer built."""
         request = pb.JoinWeightGroupRequest(group=group)
         answer = await self._client.call(TrainerService.JoinWeightGroup, request, timeout_s=self._timeouts.publish_s)
         return answer.plan_digest
 
     async def send(self, epoch: int, version: int) -> PolicyStamp:
-        """Broadcasts the policy; the stamp of what was sent."""
+        """Broadcasts the policy's weights and returns their stamp."""
         request = pb.SendWeightsRequest(epoch=epoch, version=version)
         answer = await self._client.call(TrainerService.SendWeights, request, timeout_s=self._timeouts.publish_s)
         return answer.stamp

@@ -1,12 +1,12 @@
-"""Holds what this service uses inside vLLM, seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
+"""Holds the rollout service's uses of vLLM internals, seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
 
-It has several modules so that no process imports more of vLLM than it uses:
+It has several modules, so that no process imports more of vLLM than it uses:
 
-    engine_fork   the service, on CPU: engines as forks of a process that has imported vLLM
-    client        the service: what AsyncLLM has no public method for
-    scheduler     the engine: tokens sent 32 at a time
-    worker        the engine's workers: what a worker extension finds in the worker that it is mixed into
-    reload        the engine's workers: layerwise reload of a live model's weights
+    engine_fork   in the service, on CPU: forks engines from a process that has imported vLLM
+    client        in the service: calls what AsyncLLM has no public method for
+    scheduler     in the engine: sends tokens 32 at a time
+    worker        in the engine's workers: reads what a worker extension needs from its worker
+    reload        in the engine's workers: reloads a live model's weights layer by layer
 """
 
 from services.common.compat.versions import require_version

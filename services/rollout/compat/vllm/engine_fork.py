@@ -1,4 +1,4 @@
-"""On CPU: engines forked from a process that has imported vLLM, which costs an engine of its own 10 s of CPU."""
+"""Forks engines from a process that has imported vLLM, on CPU. An engine's own import would take 10 s of CPU time."""
 
 import os
 import socket
@@ -11,17 +11,17 @@ _CPU_WORKER = "vllm.v1.worker.cpu_worker"
 
 
 def fork_engines(preload: Sequence[str]) -> None:
-    """Has vLLM take its processes from multiprocessing's fork server, which is a fork of this process as it is now.
+    """Makes vLLM start its processes from multiprocessing's fork server, which becomes a fork of this process.
 
-    The server imports vLLM's CPU worker and the modules `preload`, which only engines need. This process must not use
-    gRPC yet: a fork has none of its threads.
+    The server imports vLLM's CPU worker and the modules `preload`, which only engines need. This process must not have
+    used gRPC yet, because a fork does not inherit gRPC's threads.
 
-    Reason: by itself multiprocessing would start a new interpreter as server, which would import everything once more,
-    so its server is replaced; and vLLM has no setting for the fork server, on CPU it sets the variable to spawn. Seen
-    with Python 3.11 and vLLM 0.32.0.
+    Reason: multiprocessing would start a new interpreter as its server, which would import everything again, so the
+    server is replaced. vLLM has no setting for the fork server; on CPU it sets the start method to spawn. Seen with
+    Python 3.11 and vLLM 0.32.0.
     """
     address = os.path.join(util.get_temp_dir(), "engines")  # in a directory that only this user can enter
-    server_alive, alive = os.pipe()  # held open by this process and all engines; with the last of them the server ends
+    server_alive, alive = os.pipe()  # open in this process and all engines; the server ends when all of them have ended
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()

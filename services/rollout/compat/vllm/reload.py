@@ -1,7 +1,7 @@
-"""Reloads a live engine's weights by vLLM's layerwise reload, and does what that leaves undone.
+"""Reloads a live engine's weights with vLLM's layerwise reload, and completes what that leaves undone.
 
-Reason: vLLM's own weight transfer, which calls the same two functions, brings its own transport and has another
-interface in each release. Captured graphs stay valid either way. Seen with vLLM 0.26.0 (GPU) and 0.32.0 (CPU).
+Reason: vLLM's own weight transfer, which calls the same two functions, has its own transport and changes its interface
+in every release. Captured CUDA graphs stay valid either way. Seen with vLLM 0.26.0 (GPU) and 0.32.0 (CPU).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _PLAIN_ATTENTION = ("Attention",)
 
 
 def reload_weights(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Loads `weights`, in checkpoint names, as vLLM would from files; the device may not be done when it returns."""
+    """Loads `weights`, by their checkpoint names, as vLLM would from files. The device may still be busy on return."""
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         _unpack_experts_on_cpu(model)
@@ -33,7 +33,7 @@ def reload_weights(model: nn.Module, model_config: Any, weights: Iterable[tuple[
 
 
 def abort_reload(model: nn.Module) -> None:
-    """Undoes a reload that ended half way; vLLM would mix its pieces into the next one."""
+    """Undoes an incomplete reload, whose pieces vLLM would otherwise mix into the next one."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load():
@@ -43,7 +43,7 @@ def abort_reload(model: nn.Module) -> None:
 
 
 def not_plain(model: nn.Module) -> str:
-    """Returns the first kind of layer that does not use its weights as they were loaded; empty if all do."""
+    """Returns the name of a layer class that changes its weights after loading; empty if there is none."""
     for module in model.modules():
         method = type(getattr(module, "quant_method", None)).__name__
         if method not in (*_PLAIN_METHODS, "NoneType", "BaseKVCacheMethod"):
@@ -56,7 +56,7 @@ def not_plain(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before vLLM wrapped its layers for adapters: checkpoint names fit that one only."""
+    """Removes the layers that vLLM wraps for adapters inside the block, because checkpoint names do not match them."""
     wrapped = [
         (parent, name, layer)
         for parent in model.modules()
@@ -73,7 +73,7 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _unpack_experts_on_cpu(model: nn.Module) -> None:
-    """vLLM's CPU MoE packs its weights only while it has no kernel yet, so a reload would leave them unpacked."""
+    """Removes the kernels of vLLM's CPU MoE layers, which pack loaded weights only while they have no kernel."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -81,7 +81,7 @@ def _unpack_experts_on_cpu(model: nn.Module) -> None:
 
 
 def _repack_tied_head_on_cpu(model: nn.Module) -> None:
-    """A tied lm_head keeps a packed copy of its own on CPU that the reload does not see."""
+    """Repacks the copy of the weights that a tied lm_head keeps on CPU, which the reload does not update."""
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

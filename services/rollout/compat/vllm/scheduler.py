@@ -1,8 +1,9 @@
 """Changes vLLM's scheduler to send the tokens of a sample 32 at a time.
 
-Reason: unchanged it sends each on its way for people who read along: serialized on the processor core that also
-schedules and launches, and taken apart by the service. Nobody reads along here. Schedulers can be set (`scheduler_cls`)
-but vLLM says that their interface is not public. Seen with vLLM 0.26.0 and 0.32.0.
+Reason: by default vLLM sends each token at once, for clients that display text as it is generated. Every message is
+serialized on the CPU core that also schedules and launches, and is decoded by the service, which has no such clients.
+Schedulers can be set (`scheduler_cls`), but vLLM says that their interface is not public. Seen with vLLM 0.26.0 and
+0.32.0.
 """
 
 from array import array
@@ -13,13 +14,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
-# The last step of a chunk may add several tokens. An array of 64 numbers vLLM would send as a frame of its own, and
-# 0.26 then writes into the memory of a long message that ZeroMQ has not sent yet.
+# The last step of a chunk may add several tokens. A chunk must stay below 64, because vLLM sends an array of 64 numbers
+# as a frame of its own, and vLLM 0.26 then overwrites the memory of a long message that ZeroMQ has not sent yet.
 _CHUNK_TOKENS = 32
 
 
 class _Held:
-    """What was not sent yet of a sample."""
+    """Holds the tokens of a sample that were not sent yet."""
 
     def __init__(self) -> None:
         self._tokens, self._logprobs, self._ranks = array("i"), array("f"), array("i")
@@ -30,7 +31,7 @@ class _Held:
 
     def add(self, output: Any) -> None:
         self._tokens.extend(output.new_token_ids)
-        if output.new_logprobs is not None:  # of the sampled token alone
+        if output.new_logprobs is not None:  # has the sampled token only
             self._logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             self._ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
 
@@ -43,14 +44,14 @@ class _Held:
 
 
 class InChunks:
-    """Before one of vLLM's schedulers among the bases of a class."""
+    """Mixin for vLLM's schedulers; it must come before the scheduler among the base classes."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}
 
     def update_from_output(self, *args: Any) -> dict[int, Any]:
-        """What to send to each client: of a sample the first token, by which vLLM counts, then chunks, and the rest."""
+        """Returns what to send to each client: a sample's first token (for vLLM's statistics), chunks, and the rest."""
         answers: dict[int, Any] = super().update_from_output(*args)  # type: ignore[misc]
         for answer in answers.values():
             answer.outputs = [output for output in answer.outputs if self._is_due(output)]
@@ -61,14 +62,14 @@ class InChunks:
         }
 
     def finish_requests(self, *args: Any) -> list[Any]:
-        """Aborts, and forgets what was aborted."""
+        """Aborts requests and drops their unsent tokens."""
         aborted: list[Any] = super().finish_requests(*args)  # type: ignore[misc]
         for request in aborted:
             self._held.pop(request.request_id, None)
         return aborted
 
     def _is_due(self, output: Any) -> bool:
-        """Adds to a due output what was held."""
+        """Whether `output` is to be sent now; if so, adds the unsent tokens to it."""
         is_finished, held = output.finish_reason is not None, self._held.get(output.request_id)
         if held is None:
             if not is_finished:
@@ -84,11 +85,11 @@ class InChunks:
 
 
 def kind_of(vllm_config: Any) -> type[Scheduler]:
-    """The scheduler that vLLM would take."""
+    """Returns the scheduler class that vLLM would use."""
     return AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
 
 
 def scheduler(vllm_config: Any, **arguments: Any) -> Scheduler:
-    """The engine argument `scheduler_cls`."""
+    """Returns vLLM's scheduler with InChunks mixed in; this is the engine argument `scheduler_cls`."""
     made: Scheduler = type("Scheduler", (InChunks, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
     return made

@@ -1,4 +1,4 @@
-"""Batches to credit, and every estimator once more as loops over plain numbers."""
+"""Batches for estimators, and a slow reference implementation of every estimator as loops over plain numbers."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def row(reward: float, num_tokens: int = 1, group: int = 0, **columns: Any) -> Row:
-    """One sample; the columns that are not given are what a run without critic, reference or mask has."""
+    """Returns one sample; columns that are not given are those of a run without critic, reference or mask."""
     return {
         "prompt_id": f"p{group}",
         "group": group,
@@ -43,12 +43,12 @@ def table(rows: list[Row]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
 
 
-def credited(rows: list[Row], column: str = "advantages", **config: Any) -> list[list[float]]:
+def computed(rows: list[Row], column: str = "advantages", **config: Any) -> list[list[float]]:
     return compute_advantages(table(rows), AdvantageConfig(**config))[column].to_pylist()
 
 
 def trained(rows: list[Row], lists: list[list[float]]) -> list[list[float]]:
-    """The numbers of each sample at tokens that its mask leaves."""
+    """Returns the numbers of each sample at its unmasked tokens."""
     return [
         [x for x, used in zip(numbers, mask(r), strict=True) if used] for r, numbers in zip(rows, lists, strict=True)
     ]
@@ -59,7 +59,7 @@ def mask(row: Row) -> list[bool]:
 
 
 def penalties(row: Row, config: AdvantageConfig) -> list[float]:
-    """Of each token; 0 at those that are masked."""
+    """Returns the KL penalty of each token; 0 at masked tokens."""
     if not config.kl.coef:
         return [0.0] * len(row["tokens"])
     x = [p - r for p, r in zip(row["logprobs"], row["ref_logprobs"], strict=True)]
@@ -73,7 +73,7 @@ def penalties(row: Row, config: AdvantageConfig) -> list[float]:
 
 
 def reference(rows: list[Row], config: AdvantageConfig) -> list[list[float]]:
-    """Advantages of all tokens, by the definitions, as slowly as they are written."""
+    """Computes the advantages of all tokens directly by their definitions."""
     advantages = [_advantages(row, rows, config) for row in rows]
     advantages = [
         [a if m else 0.0 for a, m in zip(x, mask(r), strict=True)] for x, r in zip(advantages, rows, strict=True)
@@ -124,7 +124,7 @@ def _gpg_factor(rows: list[Row], config: AdvantageConfig) -> float:
 
 
 def _turns(row: Row) -> list[int | None]:
-    """The turn of every token, None for those that are masked."""
+    """Returns the turn of every token; None for masked tokens."""
     turns, turn = [], -1
     for index, used in enumerate(mask(row)):
         turn += used and (index == 0 or not mask(row)[index - 1])
@@ -166,10 +166,10 @@ def flat(lists: Iterable[list[float]]) -> list[float]:
 
 
 def some_batch(seed: int, *, masked: bool = True) -> list[Row]:
-    """1 to 4 groups of 2 to 4 samples with all columns, mixed up.
+    """Draws 1 to 4 groups of 2 to 4 samples with all columns, in random order.
 
-    Numbers are multiples of 1/16, so their sums and squares are exact, and equal rewards equal in any order of
-    addition. Every third group has equal rewards, every fifth sample is masked as a whole.
+    Numbers are multiples of 1/16, so their sums and squares are exact, and equal rewards stay equal in any order of
+    addition. Every third group on average has equal rewards, and every fifth sample is fully masked.
     """
     chance, rows = random.Random(seed), []
     for group in range(chance.randint(1, 4)):
@@ -187,14 +187,14 @@ def _number(chance: random.Random) -> float:
     return chance.randint(-32, 32) / 16
 
 
-# Hypothesis draws seeds only: to draw every number takes it a hundred times longer than to credit the batch.
+# Hypothesis draws only the seed: drawing every number would take a hundred times longer than computing advantages.
 batches = st.integers(0, 2**32).map(some_batch)
 unmasked_batches = st.integers(0, 2**32).map(functools.partial(some_batch, masked=False))
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> AdvantageConfig:
-    """Any kind with any setting that it reads."""
+    """Draws a kind of advantage with any values of the settings that it reads."""
     kind = draw(st.sampled_from(KINDS))
     settings: dict[str, Any] = {"kind": kind, "whiten": draw(st.sampled_from(["auto", "none", "group", "batch"]))}
     settings["kl"] = {"coef": draw(st.sampled_from([0, 0.5])), "kind": draw(st.sampled_from(["k1", "k2", "abs"]))}

@@ -1,4 +1,4 @@
-"""Every estimator against numbers worked out by hand, and what it refuses."""
+"""Tests every estimator against numbers computed by hand, and the batches that it rejects."""
 
 import math
 
@@ -12,7 +12,7 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.rl.advantages import compute_advantages
-from tests.coordinator.rl.advantages.harness import KINDS, credited, row, table
+from tests.coordinator.rl.advantages.harness import KINDS, computed, row, table
 
 YES, NO = True, False
 
@@ -20,9 +20,9 @@ YES, NO = True, False
 @pytest.mark.parametrize(
     ("config", "rewards", "expected"),
     [
-        # mean 0.25, sample deviation sqrt((0.5625 + 3 * 0.0625) / 3) = 0.5
+        # mean 0.25, sample std sqrt((0.5625 + 3 * 0.0625) / 3) = 0.5
         ({"kind": "grpo", "eps": 1e-12}, [1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),
-        # mean 2, sample deviation 1, eps 1 halves it
+        # mean 2, sample std 1; eps 1 halves it
         ({"kind": "grpo", "eps": 1.0}, [1, 2, 3], [-0.5, 0, 0.5]),
         ({"kind": "grpo", "normalize_std": False}, [1, 2, 3], [-1, 0, 1]),
         ({"kind": "dr_grpo"}, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
@@ -34,45 +34,45 @@ YES, NO = True, False
 )
 def test_one_advantage_for_each_sample(config: dict, rewards: list, expected: list):
     rows = [row(reward, num_tokens=index + 1) for index, reward in enumerate(rewards)]
-    for index, numbers in enumerate(credited(rows, **config)):
-        assert numbers == pytest.approx([expected[index]] * (index + 1), abs=1e-6)  # float32, and eps of the defaults
+    for index, numbers in enumerate(computed(rows, **config)):
+        assert numbers == pytest.approx([expected[index]] * (index + 1), abs=1e-6)  # float32, and the default eps
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"])
 @pytest.mark.parametrize("reward", [0.7, 1e9 + 0.1])
 def test_equal_rewards_teach_exactly_nothing(kind: str, reward: float):
-    assert credited([row(reward)] * 3, kind=kind) == [[0], [0], [0]]
+    assert computed([row(reward)] * 3, kind=kind) == [[0], [0], [0]]
 
 
 def test_opo_weighs_rewards_by_length():
     # (1 * 1 + 2 * 0 + 3 * 0 + 4 * 0.5) / 10 = 0.3
     rows = [row(1, 1), row(0, 2), row(0, 3), row(0.5, 4)]
-    assert [numbers[0] for numbers in credited(rows, kind="opo")] == pytest.approx([0.7, -0.3, -0.3, 0.2], abs=1e-6)
+    assert [numbers[0] for numbers in computed(rows, kind="opo")] == pytest.approx([0.7, -0.3, -0.3, 0.2], abs=1e-6)
     # Only trained tokens weigh: (1 * 1 + 1 * 0) / 2 = 0.5
     rows = [row(1, 1), row(0, 3, loss_mask=[NO, YES, NO])]
-    assert credited(rows, kind="opo") == [[0.5], [0, -0.5, 0]]
+    assert computed(rows, kind="opo") == [[0.5], [0, -0.5, 0]]
 
 
 def test_gpg_scales_up_for_groups_without_a_signal():
     # Two of five samples are in a group whose rewards differ: (r - 0.5) * 5 / 2
     rows = [row(1), row(0), row(1, group=1), row(1, group=1), row(1, group=1)]
-    assert credited(rows, kind="gpg") == [[1.25], [-1.25], [0], [0], [0]]
+    assert computed(rows, kind="gpg") == [[1.25], [-1.25], [0], [0], [0]]
 
 
 def test_reinforce_plus_plus_baseline_is_whitened_over_tokens():
-    # Centred 0.5 once and -0.5 three times: mean -0.25, variance (0.5625 + 3 * 0.0625) / 4 = 3 / 16, deviation
+    # Centered: 0.5 once and -0.5 three times: mean -0.25, variance (0.5625 + 3 * 0.0625) / 4 = 3 / 16, std
     # sqrt(3) / 4: 0.75 / that is sqrt(3), -0.25 / that is -1 / sqrt(3)
     rows = [row(1, 1), row(0, 3)]
-    high, low = credited(rows, kind="reinforce_plus_plus_baseline", eps=1e-12)
+    high, low = computed(rows, kind="reinforce_plus_plus_baseline", eps=1e-12)
     assert high == pytest.approx([math.sqrt(3)], rel=1e-6)
     assert low == pytest.approx([-1 / math.sqrt(3)] * 3, rel=1e-6)
 
 
 def test_whitening_by_group():
-    # As above within each group, whatever the scale of its rewards.
+    # The same within each group, independent of the scale of its rewards.
     rows = [row(1, 1), row(50, 1, group=1), row(0, 3), row(40, 3, group=1)]
     high, low = [math.sqrt(3)], [-1 / math.sqrt(3)] * 3
-    whitened = credited(rows, kind="dr_grpo", whiten="group", eps=1e-12)
+    whitened = computed(rows, kind="dr_grpo", whiten="group", eps=1e-12)
     for numbers, expected in zip(whitened, [high, high, low, low], strict=True):
         assert numbers == pytest.approx(expected, rel=1e-6)
 
@@ -84,17 +84,17 @@ KL_ROW = row(1, 3, logprobs=[-1, -1, -2], ref_logprobs=[-2, -3, -1], baseline=0.
 def test_reinforce_plus_plus_sums_what_is_to_come():
     # 1.1; -0.2 + 0.5 * 1.1 = 0.35; -0.1 + 0.5 * 0.35 = 0.075. One sample of a prompt is enough.
     config = {"kind": "reinforce_plus_plus", "gamma": 0.5, "whiten": "none", "kl": {"coef": 0.1}}
-    assert credited([KL_ROW], **config)[0] == pytest.approx([0.075, 0.35, 1.1], abs=1e-6)
-    # Without whiten none: mean 1.525 / 3, and the population's deviation
+    assert computed([KL_ROW], **config)[0] == pytest.approx([0.075, 0.35, 1.1], abs=1e-6)
+    # With the default whitening: mean 1.525 / 3, and the population std
     mean = 1.525 / 3
     std = math.sqrt(((0.075 - mean) ** 2 + (0.35 - mean) ** 2 + (1.1 - mean) ** 2) / 3)
     expected = [(number - mean) / std for number in (0.075, 0.35, 1.1)]
-    assert credited([KL_ROW], **config | {"whiten": "auto", "eps": 1e-12})[0] == pytest.approx(expected, rel=1e-5)
+    assert computed([KL_ROW], **config | {"whiten": "auto", "eps": 1e-12})[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_returns_stay_within_their_sample():
     rows = [row(1, 1), row(2, 3), row(4, 2), row(8, 2, loss_mask=[NO, NO]), row(16, 3, loss_mask=[NO, YES, YES])]
-    assert credited(rows, kind="reinforce_plus_plus", gamma=0.5, whiten="none") == [
+    assert computed(rows, kind="reinforce_plus_plus", gamma=0.5, whiten="none") == [
         [1],
         [0.5, 1, 2],
         [2, 4],
@@ -105,8 +105,8 @@ def test_returns_stay_within_their_sample():
 
 def test_remax_subtracts_the_greedy_reward():
     # 1.1 - 0.4; 0.9 - 0.4; 0.8 - 0.4
-    assert credited([KL_ROW], kind="remax", kl={"coef": 0.1})[0] == pytest.approx([0.4, 0.5, 0.7], abs=1e-6)
-    assert credited([KL_ROW], kind="remax")[0] == pytest.approx([0.6] * 3, abs=1e-6)
+    assert computed([KL_ROW], kind="remax", kl={"coef": 0.1})[0] == pytest.approx([0.4, 0.5, 0.7], abs=1e-6)
+    assert computed([KL_ROW], kind="remax")[0] == pytest.approx([0.6] * 3, abs=1e-6)
 
 
 def test_gae_discounts_the_errors_of_the_values():
@@ -114,40 +114,40 @@ def test_gae_discounts_the_errors_of_the_values():
     # 0.25; 0.125 + 0.0625 = 0.1875; -0.375 + 0.046875 = -0.328125. Returns are these + values.
     config = {"kind": "gae", "gamma": 0.5, "lam": 0.5, "whiten": "none"}
     rows = [row(1, 3, values=[0.5, 0.25, 0.75])]
-    assert credited(rows, **config) == [[-0.328125, 0.1875, 0.25]]
-    assert credited(rows, "returns", **config) == [[0.171875, 0.4375, 1.0]]
-    # The tool's token in the middle is not the policy's: the value of the state behind it comes next. Errors:
+    assert computed(rows, **config) == [[-0.328125, 0.1875, 0.25]]
+    assert computed(rows, "returns", **config) == [[0.171875, 0.4375, 1.0]]
+    # The tool's token in the middle is not the policy's, so the next value is that of the state after it. Errors:
     # 0.5 * 0.75 - 0.5 = -0.125 and 0.25
     masked = [row(1, 3, values=[0.5, 9, 0.75], loss_mask=[YES, NO, YES])]
-    assert credited(masked, **config) == [[-0.0625, 0, 0.25]]
-    assert credited(masked, "returns", **config) == [[0.4375, 0, 1.0]]
+    assert computed(masked, **config) == [[-0.0625, 0, 0.25]]
+    assert computed(masked, "returns", **config) == [[0.4375, 0, 1.0]]
 
 
 def test_gae_may_bootstrap_truncated_samples():
-    # The error of the last token: 1 + 0.5 * 0.75 - 0.75 = 0.625, or 0.25 where the sample has ended or nothing follows.
+    # Error of the last token: 1 + 0.5 * 0.75 - 0.75 = 0.625, or 0.25 if the sample has ended or nothing follows.
     config = {"kind": "gae", "gamma": 0.5, "lam": 0.5, "whiten": "none"}
     rows = [row(1, 1, values=[0.75], finish_reason=reason) for reason in ("length", "stop")]
-    assert credited(rows, **config, bootstrap_truncated=True) == [[0.625], [0.25]]
-    assert credited(rows, **config) == [[0.25], [0.25]]
+    assert computed(rows, **config, bootstrap_truncated=True) == [[0.625], [0.25]]
+    assert computed(rows, **config) == [[0.25], [0.25]]
 
 
 def test_whitening_leaves_the_targets_of_the_critic_alone():
     rows = [row(reward, 2, values=[0.5, 0.25]) for reward in (0, 1)]
-    returns = [credited(rows, "returns", kind="gae", whiten=whiten) for whiten in ("none", "batch")]
+    returns = [computed(rows, "returns", kind="gae", whiten=whiten) for whiten in ("none", "batch")]
     assert returns[0] == returns[1] == [[0, 0], [1, 1]]
 
 
 def test_turns_of_a_group_are_compared_with_one_another():
     # Three turns of a sample with reward 1 and discount 0.5 return 0.25, 0.5, 1, one turn with reward 0 returns 0:
-    # mean 1.75 / 4 = 0.4375, whatever the turns' lengths.
+    # mean 1.75 / 4 = 0.4375, independent of the turns' lengths.
     rows = [row(1, 7, loss_mask=[YES, YES, NO, YES, NO, NO, YES]), row(0, 2)]
-    assert credited(rows, kind="per_turn", gamma=0.5) == [
+    assert computed(rows, kind="per_turn", gamma=0.5) == [
         [-0.1875, -0.1875, 0, 0.0625, 0, 0, 0.5625],
         [-0.4375, -0.4375],
     ]
-    # Samples beside each other whose turns touch: 0.5 and 1, 0.25: mean 1.75 / 3
+    # Adjacent samples whose turns touch: 0.5 and 1, 0.25: mean 1.75 / 3
     rows = [row(1, 3, loss_mask=[YES, NO, YES]), row(0.25, 3, loss_mask=[YES, NO, NO])]
-    first, second = credited(rows, kind="per_turn", gamma=0.5)
+    first, second = computed(rows, kind="per_turn", gamma=0.5)
     assert first == pytest.approx([0.5 - 1.75 / 3, 0, 1 - 1.75 / 3], abs=1e-6)
     assert second == pytest.approx([0.25 - 1.75 / 3, 0, 0], abs=1e-6)
 
@@ -156,28 +156,28 @@ def test_turns_of_a_group_are_compared_with_one_another():
     ("kind", "expected"),
     [
         ("dr_grpo", [[1], [0], [0, 0]]),  # the mean of 2, 1, 0 is 1; it would be 1.5 without the last
-        ("grpo", [[1], [0], [0, 0]]),  # sample deviation 1
+        ("grpo", [[1], [0], [0, 0]]),  # sample std 1
         ("rloo", [[1.5], [0], [0, 0]]),
         ("gpg", [[1], [0], [0, 0]]),
         ("per_turn", [[1], [0], [0, 0]]),
-        ("opo", [[0.5], [-0.5], [0, 0]]),  # weighted by length, of which nothing is trained: mean of 2 and 1
+        ("opo", [[0.5], [-0.5], [0, 0]]),  # weighted by trained length, which is 0 for the third: mean of 2 and 1
         ("reinforce_plus_plus_baseline", [[1], [-1], [0, 0]]),  # 1 and 0, whitened over the two trained tokens
     ],
 )
 def test_fully_masked_sample_still_counts_for_its_group(kind: str, expected: list):
-    """Overlong filtering takes away the gradient of a sample, not what its reward says about the prompt."""
+    """Overlong filtering removes a sample's gradient, but its reward still counts in the baseline."""
     rows = [row(2), row(1), row(0, 2, loss_mask=[NO, NO])]
-    for advantages, wanted in zip(credited(rows, kind=kind), expected, strict=True):
-        assert advantages == pytest.approx(wanted, abs=1e-5)  # eps 1e-6 over deviations of 1 and 0.5
+    for advantages, wanted in zip(computed(rows, kind=kind), expected, strict=True):
+        assert advantages == pytest.approx(wanted, abs=1e-5)  # eps 1e-6 relative to stds of 1 and 0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_without_a_trained_token_has_no_advantages(kind: str):
     rows = [row(n, 2, loss_mask=[NO, NO], values=[0, 0], baseline=0) for n in (0, 1)]
-    assert credited(rows, kind=kind) == [[0, 0], [0, 0]]
+    assert computed(rows, kind=kind) == [[0, 0], [0, 0]]
 
 
-def test_only_the_columns_of_credit_change():
+def test_only_the_columns_of_advantages_change():
     before = table([row(1, 2, values=[0, 1]), row(0, 1, values=[2])])
     after = compute_advantages(before, AdvantageConfig(kind="gae"))
     assert after.schema.equals(SAMPLE_SCHEMA)
@@ -210,7 +210,7 @@ def test_missing_or_misshapen_column_is_named(field: str, config: dict, columns:
     rows = [row(0, 2, values=[0, 0], baseline=0, ref_logprobs=[0, 0])]
     rows += [row(1, 2, **columns) if columns else row(1, 2)]
     with pytest.raises(InvalidInput, match=f"^{field}: ") as caught:
-        credited(rows, **config)
+        computed(rows, **config)
     assert caught.value.metadata["field"] == field
 
 
@@ -219,9 +219,9 @@ def test_group_of_one_is_refused_where_samples_are_compared():
     for kind in KINDS:
         if AdvantageConfig(kind=kind).needs_group:
             with pytest.raises(InvalidInput, match=r"^group: .*completions_per_prompt"):
-                credited(rows, kind=kind)
+                computed(rows, kind=kind)
         else:
-            assert credited(rows[2:], kind=kind)
+            assert computed(rows[2:], kind=kind)
 
 
 def test_what_a_kind_needs():

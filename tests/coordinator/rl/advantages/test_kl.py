@@ -1,4 +1,4 @@
-"""KL in the reward and the controller of its coefficient."""
+"""Tests the KL penalty in the reward and the controller of its coefficient."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.common.config.advantage import AdvantageConfig, KlConfig
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record, next_coef
-from tests.coordinator.rl.advantages.harness import KINDS, Row, batches, credited, flat, penalties, row, table
+from tests.coordinator.rl.advantages.harness import KINDS, Row, batches, computed, flat, penalties, row, table
 
 SUM_OVER_SAMPLES = [kind for kind in KINDS if AdvantageConfig(kind=kind).needs_group]
 ADAPTIVE = KlConfig(coef=0.2, target=6.0, horizon=10000)
@@ -28,14 +28,14 @@ ADAPTIVE = KlConfig(coef=0.2, target=6.0, horizon=10000)
 def test_penalty_of_each_token(kind: str, expected: list):
     rows = [row(0, 2, logprobs=[-1, -3], ref_logprobs=[-3, -2])]
     config = {"kind": "reinforce_plus_plus", "gamma": 0.0, "whiten": "none", "kl": {"coef": 0.5, "kind": kind}}
-    assert credited(rows, **config)[0] == pytest.approx([-0.5 * number for number in expected], rel=1e-6)
+    assert computed(rows, **config)[0] == pytest.approx([-0.5 * number for number in expected], rel=1e-6)
 
 
 def test_masked_tokens_are_not_penalised():
     # Only the first token is the policy's: 1 - 0.5 * 2 = 0 against 1, mean 0.5
     rows = [row(1, 2, logprobs=[-1, -9], ref_logprobs=[-3, -1], loss_mask=[True, False])]
     rows += [row(1, 2, logprobs=[-1, -1], ref_logprobs=[-1, -1])]
-    assert credited(rows, kind="dr_grpo", kl={"coef": 0.5}) == [[-0.5, 0], [0.5, 0.5]]
+    assert computed(rows, kind="dr_grpo", kl={"coef": 0.5}) == [[-0.5, 0], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize("kind", SUM_OVER_SAMPLES)
@@ -44,10 +44,10 @@ def test_masked_tokens_are_not_penalised():
 def test_compared_samples_lose_the_sum_of_their_penalties(kind: str, rows: list[Row], estimate: str):
     config = AdvantageConfig(kind=kind, kl={"coef": 0.5, "kind": estimate})
     net = [row | {"reward": row["reward"] - sum(penalties(row, config))} for row in rows]
-    if kind == "gpg" and estimate == "k3":  # whether two rewards are equal would hang on the last bit of exp
+    if kind == "gpg" and estimate == "k3":  # whether two rewards are equal would depend on the last bit of exp
         return
     advantages = compute_advantages(table(rows), config)["advantages"].to_pylist()
-    assert flat(advantages) == pytest.approx(flat(credited(net, kind=kind)), rel=1e-6, abs=1e-6)
+    assert flat(advantages) == pytest.approx(flat(computed(net, kind=kind)), rel=1e-6, abs=1e-6)
 
 
 def test_coefficient_of_the_step_wins_over_the_configured_one():
@@ -106,6 +106,6 @@ def test_resumed_run_goes_on_with_the_same_coefficient():
     expected = [0.2, 0.2 * 1.1, 0.2 * 1.1 * 0.9]
     expected += [expected[-1] * (1 + 0.25 / 6), expected[-1] * (1 + 0.25 / 6) * 1.1]
     assert coefs == pytest.approx(expected, rel=1e-12)
-    # A new coefficient in the config counts where it is constant, and does not where it is adaptive.
+    # A new coefficient in the config takes effect if it is constant, but not if it is adaptive.
     assert coef_after(records[2], KlConfig(coef=0.7)) == 0.7
     assert coef_after(records[2], config.model_copy(update={"coef": 0.7})) == coefs[2]

@@ -1,4 +1,4 @@
-"""Every estimator against slow loops by the definitions, and laws that hold for any batch."""
+"""Tests every estimator against a slow reference implementation, and properties that hold for any batch."""
 
 import statistics
 from typing import Any
@@ -13,8 +13,8 @@ from tests.coordinator.rl.advantages.harness import (
     KINDS,
     Row,
     batches,
+    computed,
     configs,
-    credited,
     flat,
     mask,
     reference,
@@ -53,7 +53,7 @@ def test_order_of_samples_and_names_of_groups_do_not_matter(rows: list, config: 
 @quickly
 @given(batches, configs())
 def test_tokens_that_are_masked_do_not_matter(rows: list[Row], config: AdvantageConfig) -> None:
-    """But for the turns that they part: whatever they are, the trained ones have the same advantages without them."""
+    """Masked tokens only separate turns: without them, the trained tokens have the same advantages."""
     if config.kind == "per_turn":
         return
     bare = []
@@ -72,10 +72,10 @@ def test_tokens_that_are_masked_do_not_matter(rows: list[Row], config: Advantage
 @quickly
 @given(batches)
 def test_groups_do_not_see_each_other_without_whitening(kind: str, rows: list[Row]) -> None:
-    together = credited(rows, kind=kind, whiten="none")
+    together = computed(rows, kind=kind, whiten="none")
     for group in {row["group"] for row in rows}:
         inside = [index for index, row in enumerate(rows) if row["group"] == group]
-        alone = credited([rows[index] for index in inside], kind=kind, whiten="none")
+        alone = computed([rows[index] for index in inside], kind=kind, whiten="none")
         assert_close(alone, [together[index] for index in inside])
 
 
@@ -84,7 +84,7 @@ def test_groups_do_not_see_each_other_without_whitening(kind: str, rows: list[Ro
 @given(batches, st.sampled_from([-3.0, 0.0625, 100.0]))
 def test_a_constant_in_all_rewards_changes_nothing(kind: str, rows: list[Row], constant: float) -> None:
     shifted = [row | {"reward": row["reward"] + constant} for row in rows]
-    assert_close(credited(shifted, kind=kind, whiten="none"), credited(rows, kind=kind, whiten="none"))
+    assert_close(computed(shifted, kind=kind, whiten="none"), computed(rows, kind=kind, whiten="none"))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("grpo", "gae")])
@@ -92,26 +92,26 @@ def test_a_constant_in_all_rewards_changes_nothing(kind: str, rows: list[Row], c
 @given(batches, st.sampled_from([-2.0, 0.5, 3.0]))
 def test_advantages_scale_with_rewards(kind: str, rows: list[Row], scale: float) -> None:
     scaled = [row | {"reward": scale * row["reward"], "baseline": scale * row["baseline"]} for row in rows]
-    before = credited(rows, kind=kind, whiten="none")
-    assert_close(credited(scaled, kind=kind, whiten="none"), [[scale * a for a in numbers] for numbers in before])
+    before = computed(rows, kind=kind, whiten="none")
+    assert_close(computed(scaled, kind=kind, whiten="none"), [[scale * a for a in numbers] for numbers in before])
 
 
 @pytest.mark.parametrize("config", [{"kind": "grpo"}, *({"kind": kind, "whiten": "batch"} for kind in KINDS)], ids=str)
 @quickly
 @given(batches)
 def test_whitened_advantages_do_not_scale_with_rewards(config: dict, rows: list[Row]) -> None:
-    """Up to eps over deviations, which are 0 or, of multiples of 1/16 in at most 96 numbers, above 1e-4 here."""
+    """Holds up to eps / std; the std is 0 or, for at most 96 multiples of 1/16, above 1e-4 here."""
     scaled = [row | {"reward": 4 * row["reward"], "baseline": 4 * row["baseline"]} for row in rows]
     scaled = [row | {"values": [4 * value for value in row["values"]]} for row in scaled]
-    assert_close(credited(scaled, **config, eps=1e-12), credited(rows, **config, eps=1e-12), rel=1e-5, abs=1e-5)
+    assert_close(computed(scaled, **config, eps=1e-12), computed(rows, **config, eps=1e-12), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("whiten", ["group", "batch"])
 @quickly
 @given(batches, st.sampled_from(KINDS))
 def test_whitening_gives_mean_0_and_deviation_1(whiten: str, rows: list[Row], kind: str) -> None:
-    before = trained(rows, credited(rows, kind=kind, whiten="none"))
-    after = trained(rows, credited(rows, kind=kind, whiten=whiten, eps=1e-12))
+    before = trained(rows, computed(rows, kind=kind, whiten="none"))
+    after = trained(rows, computed(rows, kind=kind, whiten=whiten, eps=1e-12))
     for group in {row["group"] for row in rows} if whiten == "group" else {None}:
         inside = [index for index, row in enumerate(rows) if group in (None, row["group"])]
         raw, numbers = (flat(lists[index] for index in inside) for lists in (before, after))
@@ -123,27 +123,27 @@ def test_whitening_gives_mean_0_and_deviation_1(whiten: str, rows: list[Row], ki
 @quickly
 @given(unmasked_batches)
 def test_how_the_estimators_are_related(rows: list[Row]) -> None:
-    plain = credited(rows, kind="dr_grpo")
+    plain = computed(rows, kind="dr_grpo")
     sizes = [sum(r["group"] == row["group"] for r in rows) for row in rows]
     rloo = [[n / (n - 1) * a for a in numbers] for n, numbers in zip(sizes, plain, strict=True)]
-    assert_close(credited(rows, kind="rloo"), rloo)
-    assert_close(credited(rows, kind="grpo", normalize_std=False), plain)
-    assert_close(credited(rows, kind="per_turn", gamma=0.3), plain)  # one turn each
-    assert_close(credited(rows, kind="reinforce_plus_plus_baseline", whiten="none"), plain)
+    assert_close(computed(rows, kind="rloo"), rloo)
+    assert_close(computed(rows, kind="grpo", normalize_std=False), plain)
+    assert_close(computed(rows, kind="per_turn", gamma=0.3), plain)  # one turn each
+    assert_close(computed(rows, kind="reinforce_plus_plus_baseline", whiten="none"), plain)
     equally_long = [row | {"tokens": [4], "logprobs": [-1.0], "loss_mask": None} for row in rows]
-    assert_close(credited(equally_long, kind="opo"), [numbers[:1] for numbers in plain])
+    assert_close(computed(equally_long, kind="opo"), [numbers[:1] for numbers in plain])
     no_critic = [row | {"values": [0.0] * len(row["tokens"])} for row in rows]
-    critic_free = credited(rows, kind="reinforce_plus_plus", gamma=0.5)
-    assert_close(credited(no_critic, kind="gae", gamma=0.5), critic_free)
+    critic_free = computed(rows, kind="reinforce_plus_plus", gamma=0.5)
+    assert_close(computed(no_critic, kind="gae", gamma=0.5), critic_free)
     no_baseline = [row | {"baseline": 0.0} for row in rows]
-    assert_close(credited(no_baseline, kind="remax"), credited(rows, kind="reinforce_plus_plus", whiten="none"))
+    assert_close(computed(no_baseline, kind="remax"), computed(rows, kind="reinforce_plus_plus", whiten="none"))
 
 
 @quickly
 @given(batches)
 def test_baselines_cancel_within_a_group(rows: list[Row]) -> None:
-    """Over samples for the mean, over their tokens for opo, whose baseline is weighted by length."""
-    per_token, bare = credited(rows, kind="opo"), credited([row | {"loss_mask": None} for row in rows], kind="dr_grpo")
+    """The mean is over samples or, for opo, whose baseline is weighted by length, over tokens."""
+    per_token, bare = computed(rows, kind="opo"), computed([row | {"loss_mask": None} for row in rows], kind="dr_grpo")
     for group in {row["group"] for row in rows}:
         inside = [index for index, row in enumerate(rows) if row["group"] == group]
         assert sum(bare[index][0] for index in inside) == pytest.approx(0, abs=1e-6)
@@ -153,9 +153,9 @@ def test_baselines_cancel_within_a_group(rows: list[Row]) -> None:
 @quickly
 @given(batches)
 def test_gae_at_the_ends_of_lam(rows: list[Row]) -> None:
-    """lam 1: return - value; lam 0: the error of one step. Undiscounted, the return is the reward."""
-    monte_carlo = credited(rows, kind="gae", lam=1, gamma=1, whiten="none")
-    one_step = credited(rows, kind="gae", lam=0, gamma=1, whiten="none")
+    """With lam 1 it is return - value, with lam 0 the one-step error; undiscounted, the return is the reward."""
+    monte_carlo = computed(rows, kind="gae", lam=1, gamma=1, whiten="none")
+    one_step = computed(rows, kind="gae", lam=0, gamma=1, whiten="none")
     for row, whole, short in zip(rows, trained(rows, monte_carlo), trained(rows, one_step), strict=True):
         values = [value for value, used in zip(row["values"], mask(row), strict=True) if used]
         assert whole == [row["reward"] - value for value in values]  # exact: multiples of 1/16
@@ -167,10 +167,10 @@ def test_gae_at_the_ends_of_lam(rows: list[Row]) -> None:
 @given(batches, st.floats(0, 1), st.floats(0, 1), st.booleans(), st.sampled_from(["none", "group", "batch"]))
 def test_returns_are_unwhitened_advantages_plus_values(rows, gamma, lam, bootstrap, whiten) -> None:
     config = {"kind": "gae", "gamma": gamma, "lam": lam, "bootstrap_truncated": bootstrap}
-    plain = trained(rows, credited(rows, **config, whiten="none"))
+    plain = trained(rows, computed(rows, **config, whiten="none"))
     values = trained(rows, [row["values"] for row in rows])
     expected = [[a + v for a, v in zip(x, y, strict=True)] for x, y in zip(plain, values, strict=True)]
-    returns = credited(rows, "returns", **config, whiten=whiten)
+    returns = computed(rows, "returns", **config, whiten=whiten)
     assert_close(trained(rows, returns), expected)
     assert all(r == 0 for row, x in zip(rows, returns, strict=True) for r, m in zip(x, mask(row), strict=True) if not m)
 
@@ -179,4 +179,4 @@ def test_returns_are_unwhitened_advantages_plus_values(rows, gamma, lam, bootstr
 @given(batches)
 def test_a_perfect_critic_leaves_nothing_to_learn(rows: list[Row]) -> None:
     perfect = [row | {"values": [row["reward"]] * len(row["tokens"])} for row in rows]
-    assert credited(perfect, kind="gae", lam=0.5) == [[0.0] * len(row["tokens"]) for row in rows]
+    assert computed(perfect, kind="gae", lam=0.5) == [[0.0] * len(row["tokens"]) for row in rows]

@@ -1,4 +1,4 @@
-"""An estimator of the user's is called as the built-in kinds are, and its mistakes are named."""
+"""Tests that a user's own estimator is called like the built-in kinds, and that its errors are reported."""
 
 import pytest
 from pydantic import ValidationError
@@ -6,20 +6,20 @@ from pydantic import ValidationError
 from services.common.config.advantage import AdvantageConfig
 from services.common.errors import InvalidInput
 from services.coordinator.rl.advantages.python import require_importable
-from tests.coordinator.rl.advantages.harness import credited, row
+from tests.coordinator.rl.advantages.harness import computed, row
 
 
 def test_its_numbers_are_the_advantages() -> None:
     rows = [row(0.5, 2), row(0.1), row(0.9)]
     config = {"kind": "python", "import_path": "tests.user_functions:ranks", "kwargs": {"scale": 4.0}}
-    assert credited(rows, **config) == [[0.0, 0.0], [-2.0], [2.0]]
+    assert computed(rows, **config) == [[0.0, 0.0], [-2.0], [2.0]]
 
 
 def test_what_is_not_finite_is_named() -> None:
     with pytest.raises(
         InvalidInput, match=r"not_finite returned .* one finite number for each of the 1 trained tokens"
     ):
-        credited([row(1)], kind="python", import_path="tests.user_functions:not_finite")
+        computed([row(1)], kind="python", import_path="tests.user_functions:not_finite")
 
 
 def test_what_cannot_be_imported_is_refused_before_a_run() -> None:

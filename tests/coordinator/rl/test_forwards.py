@@ -1,0 +1,112 @@
+"""Other models see a batch in blocks that follow from the order of prompts, whatever order the groups arrive in."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lockstep.reward.v1.reward_pb2 import Score
+from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
+
+from services.common.errors import InternalError
+from services.coordinator.data.groups import ScoredGroup
+from services.coordinator.rl.forwards import Forwards
+from tests.coordinator.fake_services import make_config, make_prompt
+
+STAMP = PolicyStamp(version=0, digest="d")
+
+
+class FakeModel:
+    """Answers -(prompt's number + 1) for every token, and remembers what it was asked."""
+
+    def __init__(self, column: str = "ref_logprobs", name: str = "reference"):
+        self.name, self.column = name, column
+        self.blocks: list[list[str]] = []
+        self.error: Exception | None = None
+
+    async def forward(self, samples: pa.Table) -> pa.ChunkedArray:
+        self.blocks.append(samples["prompt_id"].to_pylist())
+        await asyncio.sleep(0)
+        if self.error:
+            raise self.error
+        rows = [[-(group + 1.0)] * len(tokens) for group, tokens in zip(*_columns(samples), strict=True)]
+        return pa.chunked_array([pa.array(rows, pa.list_(pa.float32()))])
+
+
+def _columns(samples: pa.Table) -> tuple[list[int], list[list[int]]]:
+    return samples["group"].to_pylist(), samples["tokens"].to_pylist()
+
+
+def group(index: int, num_samples: int = 2) -> ScoredGroup:
+    completion = Completion(tokens=[4] * (index % 3 + 1), logprobs=[-1.0] * (index % 3 + 1))
+    completion.finish_reason = FinishReason.FINISH_REASON_STOP
+    scores = [Score(reward=0.0)] * num_samples
+    return ScoredGroup(index, make_prompt(index), [completion] * num_samples, STAMP, scores, "s")
+
+
+async def run(
+    model: FakeModel, arrivals: Sequence[int], useful: set[int], wanted: int, num_ranks: int = 1
+) -> list[ScoredGroup]:
+    config = make_config(
+        data={"train": "x.parquet", "prompts_per_step": wanted},
+        rollout={"completions_per_prompt": 2},
+        trainer={"num_ranks": num_ranks},
+    )
+    models: Any = [model]
+    async with Forwards(models, config).of_batch() as forwards:
+        for place in arrivals:
+            forwards.decide(place, group(place) if place in useful else None)
+            await asyncio.sleep(0)
+        chosen = sorted(useful)[:wanted]
+        return await forwards.complete([group(index) for index in chosen])
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_shares_a_block_does_not_depend_on_the_order_of_arrival(data: st.DataObject) -> None:
+    num_places = data.draw(st.integers(4, 24))
+    useful = data.draw(st.sets(st.integers(0, num_places - 1), min_size=4))
+    wanted = data.draw(st.integers(1, len(useful)))
+    order = data.draw(st.permutations(range(num_places)))
+    in_order, shuffled = FakeModel(), FakeModel()
+    asyncio.run(run(in_order, range(num_places), useful, wanted))
+    groups = asyncio.run(run(shuffled, order, useful, wanted))
+    assert sorted(shuffled.blocks) == sorted(in_order.blocks)
+    assert [one.index for one in groups] == sorted(useful)[:wanted]
+    for one in groups:
+        lengths = [len(completion.tokens) for completion in one.completions]
+        assert one.columns["ref_logprobs"] == [[-(one.index + 1.0)] * length for length in lengths]
+
+
+async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> None:
+    model = FakeModel()
+    await run(model, range(16), set(range(16)), 16)
+    assert [len(block) for block in model.blocks] == [4] * 8  # two groups of two samples
+    partial: Any = FakeModel()
+    config = make_config(data={"train": "x.parquet", "prompts_per_step": 16}, rollout={"completions_per_prompt": 2})
+    async with Forwards([partial], config).of_batch() as forwards:
+        for place in (1, 0, 3):
+            forwards.decide(place, group(place))
+        while not partial.blocks:
+            await asyncio.sleep(0)
+        assert partial.blocks == [["p0", "p0", "p1", "p1"]]  # 3 waits for 2
+        forwards.decide(2, None)
+        await forwards.complete([group(index) for index in (0, 1, 3)])
+        assert partial.blocks[1:] == [["p3", "p3"]]
+
+
+async def test_every_rank_gets_a_sample() -> None:
+    model = FakeModel()
+    (one,) = await run(model, range(3), {0}, 3, num_ranks=5)
+    assert [len(block) for block in model.blocks] == [6]  # 2 samples, three times
+    assert len(one.columns["ref_logprobs"]) == 2
+
+
+async def test_a_failure_ends_the_step_as_it_is() -> None:
+    model = FakeModel()
+    model.error = InternalError("no memory")
+    with pytest.raises(InternalError, match="no memory"):
+        await run(model, range(8), set(range(8)), 8)
