@@ -9,6 +9,7 @@ import multiprocessing
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -31,7 +32,7 @@ _REPEATS = 12
 class _OnlyReceives(trainer_pb2_grpc.TrainerServiceServicer):
     """Receives a batch as the trainer does, and answers with its size."""
 
-    async def Train(self, request_iterator: object, context: object) -> pb.TrainResponse:
+    async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: object) -> pb.TrainResponse:
         _, samples = await receive(request_iterator)
         return pb.TrainResponse(version=samples.num_rows)
 
@@ -70,7 +71,8 @@ def make_batch(seed: int = 0) -> pa.Table:
 def _serve(port_to: Connection) -> None:
     async def run() -> None:
         server = Server()
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(_OnlyReceives(), server.grpc)
+        servicer = _OnlyReceives()  # pyright: ignore[reportAbstractUsage] the generated class is not abstract
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
         port_to.send(await server.start("127.0.0.1:0", ["lockstep.trainer.v1.TrainerService"]))
         await server.serve()
 
@@ -79,7 +81,7 @@ def _serve(port_to: Connection) -> None:
 
 async def _send(port: int, batch: pa.Table) -> list[float]:
     data, reward = {"train": "unused", "prompts_per_step": 1}, {"scorers": [{"kind": "exact"}]}
-    config = Config(model="unused", data=data, reward=reward)
+    config = Config.model_validate({"model": "unused", "data": data, "reward": reward})
     trainer, seconds = Trainer(f"127.0.0.1:{port}", config), []
     for index in range(_REPEATS):
         begin = time.perf_counter()

@@ -33,6 +33,7 @@ def make_lengths(mean: int, seed: int = 0) -> list[int]:
         draw.shuffle(block)
         scores += block
     low, high = 1.0, float(MAX_TOKENS)
+    lengths: list[int] = []
     for _ in range(50):  # find the median by bisection
         median = (low + high) / 2
         lengths = [_length(median, score) for score in scores]

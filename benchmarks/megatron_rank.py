@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from benchmarks.megatron_layouts import CP, PP, TP, Layout, layouts, samples
 from services.common import batch as batches
@@ -24,7 +25,7 @@ from services.trainer.ranks.worker import Worker
 
 def run_rank(directory: Path, model: str) -> None:
     """Runs all layouts of one model for this world size, one after the other, with one process per GPU."""
-    store, rank, world = next(dist.rendezvous("env://"))
+    store, rank, world = next(rendezvous("env://"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     if device.type == "cuda":

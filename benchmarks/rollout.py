@@ -17,7 +17,7 @@ import asyncio
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,15 @@ class Comparison:
 async def measure(config: Config, options: argparse.Namespace, keep_now: Keep) -> None:
     """Starts both ends and samples all batches."""
     async with AsyncExitStack() as stack:
-        opening = [stack.enter_async_context(serving(config))]
+        opening: list[Coroutine[Any, Any, Service | Bare]] = [stack.enter_async_context(serving(config))]
         if not options.no_bare:
             index = options.bare_gpu if options.bare_gpu is not None else config.trainer.num_ranks
             gpus = visible_gpus()
             opening.append(stack.enter_async_context(bare_engine(config, gpus[index] if gpus else None)))
-        service, *bare = await gather(opening)
-        comparison = Comparison(config, service, bare[0] if bare else None, keep_now)
+        ends = await gather(opening)
+        service = next(end for end in ends if isinstance(end, Service))
+        bare = next((end for end in ends if isinstance(end, Bare)), None)
+        comparison = Comparison(config, service, bare, keep_now)
         await comparison.warm_up()
         for number in range(options.repeats):
             for num_samples in options.concurrency:

@@ -26,7 +26,10 @@ class Bare:
         from services.rollout.engine import engine_arguments
 
         # The same weights as the service's, because the speed of a GPU's matrix products also depends on the values.
-        vllm_s_own = {"load_format": "auto", "scheduler_cls": "benchmarks.rollout_lengths.bare_scheduler"}
+        vllm_s_own: dict[str, Any] = {
+            "load_format": "auto",
+            "scheduler_cls": "benchmarks.rollout_lengths.bare_scheduler",
+        }
         self._arguments = engine_arguments(config, model, seed) | vllm_s_own
         del self._arguments["worker_extension_cls"]
         self._llm = LLM(**self._arguments)

@@ -120,7 +120,8 @@ async def serving(config: Config) -> AsyncIterator[Service]:
         try:
             async with unless_one_dies(fleet):
                 stamp = await _publish(trainer, rollout, config)
-            pids = [child.process.pid for child in fleet._children if child.name.startswith("rollout")]
+            replicas = [child.process for child in fleet._children if child.name.startswith("rollout")]
+            pids = [process.pid for process in replicas if process]
             yield Service(rollout, config, stamp, pids)
         finally:
             await gather([trainer.close(), rollout.close()])
@@ -181,6 +182,7 @@ async def bare_engine(config: Config, gpu: str | None) -> AsyncIterator[Bare]:
             env=env,
             start_new_session=True,
         )
+    assert process.stdin, "it is a pipe"
     try:
         bare = Bare(process)
         await bare.open(config)

@@ -17,6 +17,7 @@ from services.common.config.reward.section import RewardConfig
 from services.reward.run import ScoringRun
 from services.reward.sandbox import PYTHON, Sandbox
 from services.reward.scorers.base import Item
+from services.reward.scorers.code import CodeScorer
 
 _REPEATS, _MANY_TESTS, _BATCH = 40, 11, 16
 
@@ -55,7 +56,9 @@ async def _samples() -> dict[str, list[float]]:
     run = ScoringRun(RewardConfig(scorers=(CodeConfig(max_concurrent=len(os.sched_getaffinity(0))),)))
     try:
         await run.open()
-        sandbox = run._scorers[0]._sandbox
+        scorer = run._scorers[0]
+        assert isinstance(scorer, CodeScorer)
+        sandbox = scorer._sandbox
         for _ in range(_REPEATS):
             bare = await _measure(_bare)
             one = await _measure(lambda: _sandboxed(sandbox, 1))

@@ -125,7 +125,7 @@ def _keep(name: str, directory: Path, plan: dict[str, object], chosen: dict[str,
     known = dict(cases())
     measured = _measured(directory)
     for case_name in dict.fromkeys([*chosen, *measured]):
-        samples, case = measured.get(case_name, {}), known[case_name]
+        samples, case = measured.get(case_name, Samples(list)), known[case_name]
         if "train [s]" not in samples:
             kept[f"{case_name}: not measured"] = [1]
             continue

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.rendezvous import rendezvous
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,7 +42,7 @@ class Rank:
     """Runs one process: the worker of the trainer service, without the service."""
 
     def __init__(self, directory: Path):
-        store, self.rank, world = next(dist.rendezvous("env://"))
+        store, self.rank, world = next(rendezvous("env://"))
         self._device = torch.device("cuda", self.rank) if torch.cuda.is_available() else torch.device("cpu")
         torch.set_num_threads(1)  # the GPU computes, and several ranks share the CPU
         if self._device.type == "cuda":
@@ -179,12 +181,12 @@ class Rank:
 def _prepare(strategy: str) -> None:
     """Makes backends create random weights on the GPU instead of loading files, and report where their time goes."""
     if strategy == "fsdp":
-        AutoModelForCausalLM.from_pretrained = _random_model
-        import_module("services.trainer.fsdp.model").tensor_files = lambda directory: {}
+        patch.object(AutoModelForCausalLM, "from_pretrained", _random_model).start()
+        patch.object(import_module("services.trainer.fsdp.model"), "tensor_files", lambda directory: {}).start()
         kind = import_module("services.trainer.fsdp.backend").FsdpBackend
     else:
         module = import_module("services.trainer.megatron.backend")
-        module.load_checkpoint_weights = lambda *args: None  # keep Megatron's own random weights
+        patch.object(module, "load_checkpoint_weights", lambda *args: None).start()  # Megatron has made its own
         kind = module.MegatronBackend
     for name in ("forward", "accumulate", "step"):
         setattr(kind, name, _timed(getattr(kind, name), name))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,13 +41,39 @@ ROOT = Path(__file__).parents[1]
 """Root of the repository."""
 
 
+# Families whose head size is that of the hidden state divided by the heads.
+_OTHER_SHAPE = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | {"hidden_size": 128}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 96},
+}
+
+
 def make_model(directory: Path, kind: str) -> Path:
-    """Writes a random Qwen3 model, `untied`, `tied`, `moe` or, with 4 layers, `deep`, with a character tokenizer."""
+    """Writes a random model with a character tokenizer.
+
+    It is a Qwen3 model, `untied`, `tied`, `moe` or, with 4 layers, `deep`; or of another family, `phi3` or `qwen2_moe`.
+    """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(0)
-    if kind == "moe":
+    if kind in OTHER_FAMILIES:
+        config = AutoConfig.for_model(kind, **_OTHER_SHAPE, **OTHER_FAMILIES[kind], tie_word_embeddings=False)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # what is 1 or 0 everywhere hides a mistake in its place
+                    parameter += 0.2 * torch.randn(parameter.shape)
+    elif kind == "moe":
         experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, tie_word_embeddings=False))
     else:

@@ -173,11 +173,11 @@ def to_status(error: LockstepError) -> grpc.Status:
     info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata)
     detail = any_pb2.Any()
     detail.Pack(info)
-    code = getattr(code_pb2, error.code.name)
+    code = code_pb2.Code.Value(error.code.name)
     return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=[detail]))
 
 
-def from_rpc_error(error: grpc.RpcError, *, target: str) -> LockstepError:
+def from_rpc_error(error: grpc.aio.AioRpcError, *, target: str) -> LockstepError:
     """Returns the exception that the callee raised, or the nearest class if the status came from gRPC itself."""
     code, message = error.code(), error.details() or error.code().name
     if code is grpc.StatusCode.CANCELLED:  # the server went away in the middle of the call

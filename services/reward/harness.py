@@ -28,8 +28,9 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from types import ModuleType
 
-ModuleType, SourceFileLoader = type(sys), type(json.__loader__)
+SourceFileLoader = type(json.__loader__)
 
 # _SAVE runs before the program, _RESTORE between program and script: it undoes the program's patches of what most
 # scripts depend on.

@@ -10,10 +10,11 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from services.reward.scorers.base import FailureReason, ScoringError
+from services.reward.worker import Reply
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Target:
     """Function to call, as `module:function`."""
     max_memory_bytes: int | None = None
     """Limit of the worker's address space."""
-    init: dict[str, Any] | None = None
+    init: Mapping[str, object] | None = None
     """If set, the function is called once at the start with these keyword arguments. It returns a pair: the function
     that scores, and its digest."""
     start_timeout_s: float = START_TIMEOUT_S
@@ -79,7 +80,7 @@ class Worker:
             raise ScoringError(FailureReason.ERROR, "its source changed since OpenRun; close and reopen the run")
         self.source_digest = reply["source_digest"]
 
-    async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def call(self, message: Mapping[str, object], timeout_s: float) -> Reply:
         """Sends a call and returns the reply. Starts the process first if it is dead.
 
         Raises:
@@ -98,7 +99,7 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
 
-    async def _request(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def _request(self, message: Mapping[str, object], timeout_s: float) -> Reply:
         answered = False
         try:
             async with asyncio.timeout(timeout_s):
@@ -120,16 +121,19 @@ class Worker:
 
     async def _exit_code(self) -> int:
         """Returns the exit code of a process that closed its pipe. Kills it if it does not exit within a second."""
+        assert self._process, "start made it"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._process.wait()
         await self.kill()
-        return self._process.returncode
+        return await self._process.wait()
 
-    async def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        await self._process.stdin.drain()
-        line = await self._process.stdout.readline()
+    async def _exchange(self, message: Mapping[str, object]) -> Reply:
+        process = self._process
+        assert process and process.stdin and process.stdout, "start made it, with pipes"
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        await process.stdin.drain()
+        line = await process.stdout.readline()
         if not line.endswith(b"\n"):  # empty or incomplete: the process died
             raise EOFError
         return json.loads(line)
@@ -168,7 +172,7 @@ class WorkerPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def call(self, fields: dict[str, Any]) -> float:
+    async def call(self, fields: Mapping[str, object]) -> float:
         """Returns the function's score for `fields`. Waiting for an idle worker does not count against the time limit.
 
         Raises:
@@ -176,7 +180,7 @@ class WorkerPool:
         """
         return (await self._call({"fields": fields}))["score"]
 
-    async def call_group(self, fields: dict[str, Any], num_samples: int) -> list[float | ScoringError]:
+    async def call_group(self, fields: Mapping[str, object], num_samples: int) -> list[float | ScoringError]:
         """Returns the function's scores for the `fields` of a group, from one call: a number or failure per sample.
 
         Raises:
@@ -185,7 +189,7 @@ class WorkerPool:
         reply = await self._call({"fields": fields, "num_samples": num_samples})
         return [_to_error(score) if isinstance(score, dict) else score for score in reply["scores"]]
 
-    async def _call(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _call(self, message: Mapping[str, object]) -> Reply:
         worker = await self._idle.get()
         try:
             if self._closed:
@@ -219,5 +223,5 @@ class WorkerPool:
             log.warning("a worker did not restart: %s", error)
 
 
-def _to_error(reply: dict[str, str]) -> ScoringError:
+def _to_error(reply: Reply) -> ScoringError:
     return ScoringError(FailureReason(reply["reason"]), reply["detail"])

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -74,15 +73,16 @@ class Remote:
             trust_env=False,
         )
 
-    async def post(self, message: Mapping[str, Any]) -> Any:
+    async def post(self, message: Mapping[str, object]) -> object:
         """Posts `message` and returns the JSON answer. Waiting for the rate limits does not count against `timeout_s`.
 
         Raises:
             ScoringError: TIMEOUT after `timeout_s` or if the last request timed out, CRASHED if closed, else ERROR.
         """
         payload = json.dumps(message).encode()
+        scope = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as scope:
+            async with scope:
                 self._scopes.add(scope)
                 async with self._slots:
                     await self._wait_for_turn()
@@ -103,7 +103,7 @@ class Remote:
         if self._session:
             await self._session.close()
 
-    async def _post_with_retries(self, payload: bytes) -> Any:
+    async def _post_with_retries(self, payload: bytes) -> object:
         for num_retries in range(self._config.max_retries + 1):
             try:
                 return await self._request(payload)
@@ -113,8 +113,9 @@ class Remote:
                 await asyncio.sleep(max(backoff_s(num_retries), failure.retry_after_s))
                 await self._wait_for_turn()
 
-    async def _request(self, payload: bytes) -> Any:
+    async def _request(self, payload: bytes) -> object:
         self._check_open()
+        assert self._session, "open made it"
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 async with self._session.post(self._config.url, data=payload, allow_redirects=False) as response:
@@ -125,7 +126,7 @@ class Remote:
         except aiohttp.ClientError as error:
             raise _MayPassError(self._error(f"{type(error).__name__}: {error}")) from None
 
-    async def _read(self, response: aiohttp.ClientResponse) -> Any:
+    async def _read(self, response: aiohttp.ClientResponse) -> object:
         if response.status != 200:
             detail = await _read_body(response, _MAX_DETAIL_BYTES)
             error = self._error(f"status {response.status}: {detail[:_MAX_DETAIL_BYTES].decode(errors='replace')}")

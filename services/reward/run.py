@@ -1,7 +1,7 @@
 """Runs the scorers of one run and combines their scores into rewards."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.config.reward.section import RewardConfig
@@ -20,7 +20,7 @@ from services.reward.scorers.math import MathScorer
 from services.reward.scorers.model import ModelScorer
 from services.reward.scorers.python import PythonScorer
 
-SCORERS: dict[str, type[Scorer]] = {
+SCORERS: dict[str, Callable[..., Scorer]] = {
     "exact": ExactScorer,
     "gsm8k": Gsm8kScorer,
     "math": MathScorer,

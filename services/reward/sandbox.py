@@ -17,10 +17,9 @@ import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.reward.scorers.base import FailureReason, ScoringError
 from services.reward.seccomp import filter_program
@@ -30,7 +29,7 @@ START_TIMEOUT_S = 30.0
 REPLY_GRACE_S = 5.0
 """Extra time for the reply, in addition to a test's own time limit, which the harness enforces."""
 _NOBODY = 65534
-PYTHON = str(Path(sys._base_executable).resolve())
+PYTHON = str(Path(sys._base_executable).resolve())  # pyright: ignore[reportAttributeAccessIssue] not in typeshed
 """Interpreter that the virtual environment is based on."""
 _HARNESS = Path(__file__).with_name("harness.py")
 _NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "tkinter", "ensurepip", "config-*")
@@ -97,7 +96,7 @@ class Sandbox:
 
     @contextlib.asynccontextmanager
     async def run(
-        self, program: str, tests: Sequence[dict[str, Any]], setup: str = ""
+        self, program: str, tests: Sequence[Mapping[str, object]], setup: str = ""
     ) -> AsyncIterator[AsyncIterator[str | None]]:
         """Yields the output of `program` in each test (see harness.py); None if it failed, hung or exceeded a limit.
 
@@ -214,6 +213,7 @@ def _memory_file(data: bytes, files: contextlib.ExitStack) -> int:
 
 
 async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout and process.stderr, "they are pipes"
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             if await process.stdout.readline():
@@ -225,8 +225,11 @@ async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
     raise ScoringError(FailureReason.ERROR, f"no sandbox: {error}; {hint}")
 
 
-async def _outputs(process: asyncio.subprocess.Process, count: int, timeout_s: float) -> AsyncIterator[str | None]:
+async def _outputs(
+    process: asyncio.subprocess.Process, count: int, timeout_s: float
+) -> AsyncGenerator[str | None, None]:
     """Yields an output per test; None if it is missing or invalid, which after the start is the program's fault."""
+    assert process.stdout, "it is a pipe"
     for _ in range(count):
         try:
             async with asyncio.timeout(timeout_s):

@@ -4,8 +4,8 @@ import asyncio
 import hashlib
 import json
 import logging
-from typing import Any
 
+from grpc.aio import ServicerContext
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1 import types_pb2
@@ -35,13 +35,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._opened = NO_RUN
         self._changing = asyncio.Lock()
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: ServicerContext) -> pb.GetInfoResponse:
         """Returns state and versions."""
         state, libraries = "open" if self._run else "idle", ("math-verify", "sympy")
         info = service_info("reward", state, run=self._opened, libraries=libraries)
         return pb.GetInfoResponse(info=info)
 
-    async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
+    async def OpenRun(self, request: pb.OpenRunRequest, context: ServicerContext) -> pb.OpenRunResponse:
         """Starts the scorers.
 
         Repeating the call changes nothing; a call with another run or config closes the open scorers first.
@@ -61,14 +61,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             return pb.OpenRunResponse(scorer=self._run.scorer)
 
     @shielded
-    async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
+    async def CloseRun(self, request: pb.CloseRunRequest, context: ServicerContext) -> pb.CloseRunResponse:
         """Closes the scorers of the run; does nothing if it is not the open run."""
         async with self._changing:
             if request.run_id == self._opened.run_id:
                 await self._close()
         return pb.CloseRunResponse()
 
-    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+    async def Score(self, request: pb.ScoreRequest, context: ServicerContext) -> pb.ScoreResponse:
         """Scores the samples of one prompt group concurrently. Canceling the call kills the workers that work on it.
 
         Raises:
@@ -131,7 +131,7 @@ def _items(request: pb.ScoreRequest) -> list[Item]:
     ]
 
 
-def _parse_extra(text: str) -> dict[str, Any]:
+def _parse_extra(text: str) -> dict[str, object]:
     try:
         extra = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -151,6 +151,6 @@ def _finish_reason(candidate: pb.Candidate, index: int) -> str:
 def _to_message(outcome: Outcome) -> pb.Score:
     score = pb.Score(reward=outcome.reward, components=outcome.components)
     if outcome.failure:
-        reason = pb.FailureReason.Value(f"FAILURE_REASON_{outcome.failure.reason}")
+        reason = f"FAILURE_REASON_{outcome.failure.reason}"
         score.failure.CopyFrom(pb.Failure(reason=reason, scorer=outcome.failure.scorer, message=outcome.failure.detail))
     return score

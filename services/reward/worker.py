@@ -23,12 +23,16 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from services.reward.scorers.base import FailureReason, ScoringError
 
+Value = TypeVar("Value")
+Function = Callable[..., Any]
+Reply = Mapping[str, Any]
+"""A line of JSON from a worker."""
 _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL_CHARS = 1000
 
@@ -71,11 +75,11 @@ def _limit(max_memory_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
 
 
-def _load(target: str, init: dict[str, Any] | None) -> tuple[Callable[..., Any], str]:
+def _load(target: str, init: Mapping[str, object] | None) -> tuple[Function, str]:
     """Returns the function `module:function` and the hash of its module's source; with `init`, what it returns."""
     module_name, _, function_name = target.partition(":")
     module = importlib.import_module(module_name)
-    function = getattr(module, function_name)
+    function: Function = getattr(module, function_name)
     if not callable(function):
         raise TypeError(f"{target} is not a function")
     if init is not None:
@@ -84,7 +88,7 @@ def _load(target: str, init: dict[str, Any] | None) -> tuple[Callable[..., Any],
     return function, hashlib.sha256(source).hexdigest()[:12]
 
 
-def _answer(function: Callable[..., Any], message: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+def _answer(function: Function, message: Mapping[str, Any], runner: asyncio.Runner) -> Reply:
     try:
         result = function(**message["fields"])
         if inspect.isawaitable(result):
@@ -101,7 +105,7 @@ def _answer(function: Callable[..., Any], message: dict[str, Any], runner: async
         return _failure(FailureReason.ERROR, error)
 
 
-def _score(result: Any) -> float:
+def _score(result: object) -> float:
     if isinstance(result, ScoringError):
         raise result
     if not isinstance(result, numbers.Real) or not math.isfinite(result):
@@ -109,14 +113,14 @@ def _score(result: Any) -> float:
     return float(result)
 
 
-def _scores(results: Any, num_samples: int) -> list[float | dict[str, Any]]:
+def _scores(results: Iterable[object], num_samples: int) -> list[float | Reply]:
     results = list(results)
     if len(results) != num_samples:
         raise ValueError(f"{len(results)} scores for {num_samples} samples")
     return [_score_or_failure(result) for result in results]
 
 
-def _score_or_failure(result: Any) -> float | dict[str, Any]:
+def _score_or_failure(result: object) -> float | Reply:
     try:
         return _score(result)
     except ScoringError as error:
@@ -125,16 +129,16 @@ def _score_or_failure(result: Any) -> float | dict[str, Any]:
         return _failure(FailureReason.ERROR, error)
 
 
-async def _wait_for(result: Any) -> Any:
+async def _wait_for(result: Awaitable[Value]) -> Value:
     return await result
 
 
-def _failure(reason: FailureReason, what: Exception | str) -> dict[str, Any]:
+def _failure(reason: FailureReason, what: Exception | str) -> Reply:
     detail = what if isinstance(what, str) else f"{type(what).__name__}: {what}"
     return {"reason": reason, "detail": detail[:_MAX_DETAIL_CHARS]}
 
 
-def _reply(replies: TextIO, message: dict[str, Any]) -> None:
+def _reply(replies: TextIO, message: Reply) -> None:
     replies.write(json.dumps(message) + "\n")
     replies.flush()
 

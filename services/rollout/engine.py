@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args
 
 import torch
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, ModelCard, SamplingParams
@@ -15,7 +15,9 @@ from vllm import SamplingParams as EngineSampling
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -27,6 +29,9 @@ from services.rollout.compat.vllm.client import abort_samples
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from vllm.inputs import TokensInput
 
 Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
@@ -138,7 +143,12 @@ class Engine:
             raise InvalidInput(
                 f"prompts: token {max(prompt_tokens)} is outside the vocabulary of {vocab_size}", field="prompts"
             )
-        prompt = {"type": "token", "prompt_token_ids": list(prompt_tokens), "cache_salt": self._cache_salt}
+        prompt: TokensInput = {
+            "type": "token",
+            "prompt_token_ids": list(prompt_tokens),
+            "cache_salt": self._cache_salt,
+        }
+        result: CompletionOutput | None = None
         self.samples_in_flight += 1
         try:
             outputs = self._llm.generate(
@@ -152,10 +162,12 @@ class Engine:
             raise InvalidInput(f"sampling: {error}", field="sampling") from error
         finally:
             self.samples_in_flight -= 1
+        assert result is not None, "vLLM ends every request with an output"
         if result.finish_reason not in _FINISH:
             raise PreconditionFailed(
                 f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
             )
+        assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
         return Completion(
             tokens=result.token_ids,
             logprobs=result.logprobs.logprobs,

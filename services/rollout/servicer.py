@@ -3,9 +3,9 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from grpc.aio import ServicerContext
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
 from prometheus_client import CollectorRegistry
@@ -43,7 +43,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._joined = False
         self._changing = asyncio.Lock()
 
-    async def GetInfo(self, request: rollout_pb2.GetInfoRequest, context: Any) -> rollout_pb2.GetInfoResponse:
+    async def GetInfo(
+        self, request: rollout_pb2.GetInfoRequest, context: ServicerContext
+    ) -> rollout_pb2.GetInfoResponse:
         state = "serving" if self._stamp else "open" if self._engine else "idle"
         info = service_info("rollout", state, run=self._run, libraries=("torch", "transformers"))
         info.libraries.update(accelerator_libraries())
@@ -56,7 +58,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     @shielded
-    async def OpenRun(self, request: rollout_pb2.OpenRunRequest, context: Any) -> rollout_pb2.OpenRunResponse:
+    async def OpenRun(
+        self, request: rollout_pb2.OpenRunRequest, context: ServicerContext
+    ) -> rollout_pb2.OpenRunResponse:
         config = parse_json(RolloutConfig, request.config_json)
         if self._counts:
             config = with_statistics(config)
@@ -73,14 +77,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
 
     @shielded
-    async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Any) -> rollout_pb2.CloseRunResponse:
+    async def CloseRun(
+        self, request: rollout_pb2.CloseRunRequest, context: ServicerContext
+    ) -> rollout_pb2.CloseRunResponse:
         async with self._changing:
             if request.run_id == self._run.run_id:  # ignore a late close of a replaced run
                 await self._close()
         return rollout_pb2.CloseRunResponse()
 
     async def Generate(
-        self, request: rollout_pb2.GenerateRequest, context: Any
+        self, request: rollout_pb2.GenerateRequest, context: ServicerContext
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         engine, stamp = self._open_engine(), self._served(request.expected_stamp)
 
@@ -101,7 +107,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 task.cancel()
 
     async def JoinWeightGroup(
-        self, request: rollout_pb2.JoinWeightGroupRequest, context: Any
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: ServicerContext
     ) -> rollout_pb2.JoinWeightGroupResponse:
         engine, epoch = self._open_engine(), request.group.epoch
         if epoch <= self._epoch:
@@ -122,10 +128,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
             self._raise_errors(answers)
             self._joined = True
-        return rollout_pb2.JoinWeightGroupResponse(plan_digest=answers[0]["plan_digest"])
+        digests = [answer["plan_digest"] for answer in answers if "error" not in answer]
+        return rollout_pb2.JoinWeightGroupResponse(plan_digest=digests[0])
 
     async def ReceiveWeights(
-        self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: ServicerContext
     ) -> rollout_pb2.ReceiveWeightsResponse:
         engine = self._open_engine()
         if not self._joined or request.epoch != self._epoch:
@@ -134,20 +141,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             self._stamp = self._received = None
             await engine.pause()
             answers = await engine.call_workers(WeightReceiver.lockstep_receive, request.version)
-            self._joined = not any("error" in answer for answer in answers)
+            ends = [answer for answer in answers if "error" not in answer]
+            self._joined = len(ends) == len(answers)
             self._raise_errors(answers)
-            digests = {answer["digest"] for answer in answers}
+            digests = {end["digest"] for end in ends}
             if len(digests) != 1:
                 raise PreconditionFailed(f"workers have different weights: {digests}", reason=Reason.DIGEST_MISMATCH)
             self._received = PolicyStamp(version=request.version, digest=digests.pop())
         received = rollout_pb2.ReceiveWeightsResponse(
             digest=self._received.digest,
-            num_bytes=answers[0]["num_bytes"],
-            duration_s=max(answer["duration_s"] for answer in answers),
-            wait_s=max(answer["wait_s"] for answer in answers),
+            num_bytes=ends[0]["num_bytes"],
+            duration_s=max(end["duration_s"] for end in ends),
+            wait_s=max(end["wait_s"] for end in ends),
             cost=PublicationCost(
-                digest_s=max(answer["digest_s"] for answer in answers),
-                extra_bytes=max(answer["extra_bytes"] for answer in answers),
+                digest_s=max(end["digest_s"] for end in ends),
+                extra_bytes=max(end["extra_bytes"] for end in ends),
             ),
         )
         self._metrics.published_bytes.inc(received.num_bytes)
@@ -155,7 +163,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return received
 
     async def CommitWeights(
-        self, request: rollout_pb2.CommitWeightsRequest, context: Any
+        self, request: rollout_pb2.CommitWeightsRequest, context: ServicerContext
     ) -> rollout_pb2.CommitWeightsResponse:
         engine = self._open_engine()
         async with self._changing:
@@ -172,7 +180,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CommitWeightsResponse()
 
     async def ReceiveTestBroadcast(
-        self, request: rollout_pb2.ReceiveTestBroadcastRequest, context: Any
+        self, request: rollout_pb2.ReceiveTestBroadcastRequest, context: ServicerContext
     ) -> rollout_pb2.ReceiveTestBroadcastResponse:
         async with self._changing:
             if self._engine is not None:
@@ -209,7 +217,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         require_stamp(expected, self._stamp, who="this replica")
         return self._stamp
 
-    def _raise_errors(self, answers: list[dict[str, Any]]) -> None:
+    def _raise_errors(self, answers: Sequence[Mapping[str, object]]) -> None:
         errors = [f"worker {index}: {answer['error']}" for index, answer in enumerate(answers) if "error" in answer]
         if errors:
             raise Aborted("; ".join(errors), epoch=self._epoch)

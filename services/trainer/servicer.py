@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from services.trainer.ranks.worker import CONFIGS, Worker
 
 NAME = "lockstep.trainer.v1.TrainerService"
 
-_ROLES = {
+_ROLES: Mapping[int, Role] = {
     pb.ROLE_UNSPECIFIED: Role.POLICY,
     pb.ROLE_POLICY: Role.POLICY,
     pb.ROLE_REFERENCE: Role.REFERENCE,
@@ -108,9 +108,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.CloseRunResponse()
 
     async def Forward(
-        self, requests: AsyncIterator[pb.ForwardRequest], context: Any
+        self, request_iterator: AsyncIterator[pb.ForwardRequest], context: Any
     ) -> AsyncIterator[pb.ForwardResponse]:
-        header, samples = await receive(requests)
+        header, samples = await receive(request_iterator)
         if header.role == pb.ROLE_UNSPECIFIED:
             raise InvalidInput("role: must be policy, reference or critic", field="role")
         role = _role(header.role)
@@ -128,9 +128,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         for frame in batches.encode(table):
             yield pb.ForwardResponse(frame=frame)
 
-    async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
+    async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
         begin = time.perf_counter()
-        header, samples = await receive(requests)
+        header, samples = await receive(request_iterator)
         return await self._train(header, samples, begin)
 
     @shielded
@@ -354,7 +354,7 @@ def _replay(header: pb.TrainHeader, held: _Held) -> pb.TrainResponse:
     return pb.TrainResponse(version=held.state.version, metrics=held.state.last_metrics, replayed=True)
 
 
-def _most(costs: list[dict[str, float]]) -> types_pb2.PublicationCost:
+def _most(costs: list[dict[str, Any]]) -> types_pb2.PublicationCost:
     """Of several senders, which work at the same time."""
     return types_pb2.PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 

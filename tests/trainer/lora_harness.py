@@ -33,6 +33,8 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
         ("untied-lora", "untied", LORA, two),
         ("tied-canonical", "tied", CANONICAL, two),
         ("moe-lora", "moe", LORA, two),
+        ("phi3-lora", "phi3", LORA, two),
+        ("qwen2_moe-canonical", "qwen2_moe", CANONICAL, two),
         ("untied-canonical", "untied", CANONICAL, ["tp2"]),
         ("some", "untied", SOME, ["tp2", "pp2"]),
     ):

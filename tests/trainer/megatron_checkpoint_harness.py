@@ -60,6 +60,9 @@ LAYOUTS = {
     "moe-1": Layout("moe", 1, {}, SMALL),
     "moe-ep2": Layout("moe", 2, EP, SMALL),
     "moe-ep2-etp2": Layout("moe", 4, TP | EP, SMALL),
+    "qwen2_moe-1": Layout("qwen2_moe", 1, {}, SMALL),
+    "qwen2_moe-tp2": Layout("qwen2_moe", 2, TP, SMALL),
+    "qwen2_moe-ep2": Layout("qwen2_moe", 2, EP, SMALL),
     "lora-tp2": Layout("untied", 2, TP, LORA),
     "lora-tp2-dropout": Layout("untied", 2, TP, DROPOUT),
     "lora-pp2": Layout("untied", 2, PP, LORA),
@@ -76,6 +79,8 @@ PAIRS = [
     ("deep-vpp2", "deep-1"),
     ("moe-ep2", "moe-ep2-etp2"),
     ("moe-ep2-etp2", "moe-1"),
+    ("qwen2_moe-tp2", "qwen2_moe-1"),
+    ("qwen2_moe-1", "qwen2_moe-ep2"),
     ("lora-tp2", "lora-pp2"),
     ("dp2-bf16", "dp2-plain-bf16"),
 ]

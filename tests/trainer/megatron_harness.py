@@ -65,6 +65,9 @@ FAMILIES = (
     "qwen3_moe",
     "qwen3_moe-unnormalised",
     "mixtral",
+    "qwen2_moe",
+    "qwen2_moe-normalized",
+    "phi3",
 )
 
 
@@ -165,6 +168,12 @@ LAYOUTS = dict(_layouts())
 # Run when they are named only; their models are made where they are tested.
 FAMILY_LAYOUTS = {
     **{kind: Layout(kind, 1, num_updates=1) for kind in FAMILIES},
+    **{
+        f"{kind}-{name}": Layout(kind, 2, megatron, SMALL, num_updates=1)
+        for kind, splits in (("phi3", {"tp2": TP, "pp2": PP}), ("qwen2_moe", {"tp2": TP, "pp2": PP, "ep2": EP}))
+        for name, megatron in splits.items()
+    },
+    "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),
     "qwen3-bf16": Layout("qwen3-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
     "qwen3_moe-bf16": Layout("qwen3_moe-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
 }

@@ -3,8 +3,12 @@
 Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch exports its stores and process groups without saying so, and types only some of what backend objects have.
+
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +24,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *
 
     Reason: torch has no public function for it, and a `copy_` per tensor would cost a kernel launch each.
     """
-    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)  # pyright: ignore[reportPrivateUsage]
 
 
 def gloo_group(store: dist.Store, rank: int, world_size: int, *, address: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -29,10 +33,11 @@ def gloo_group(store: dist.Store, rank: int, world_size: int, *, address: str, t
     Reason: new_group uses the global state of torch.distributed, which belongs to Megatron or vLLM. The options of a
     backend object, interface and timeout, have no public setters.
     """
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    return gloo(store, rank, world_size, options)
 
 
 def nccl_group(
@@ -42,9 +47,10 @@ def nccl_group(
 
     Reason: the same as for gloo_group. Without the eager connection a member would connect in its first collective.
     """
-    options = dist.ProcessGroupNCCL.Options()
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
     options._timeout = timeout
-    group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    group = nccl(store, rank, world_size, options)
     group.eager_connect_single_device(device)
     return group
 
@@ -65,6 +71,6 @@ def allreduce(group: dist.ProcessGroup, tensor: torch.Tensor, op: dist.ReduceOp.
 
     Reason: the same as for `broadcast`.
     """
-    options = AllreduceOptions()
+    options: Any = AllreduceOptions()
     options.reduceOp = op
     return group.allreduce([tensor], options)

@@ -2,8 +2,9 @@
 
 import datetime
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -70,8 +71,11 @@ class FilesConfig(Strict):
     @field_validator("eval", mode="before")
     @classmethod
     def _name_paths(cls, value: Any) -> Any:
-        paths = (value,) if isinstance(value, str | Path) else value
-        if not isinstance(paths, list | tuple) or not all(isinstance(path, str | Path) for path in paths):
+        given: Any = (value,) if isinstance(value, str | Path) else value
+        if not isinstance(given, list | tuple):
+            return value
+        paths = cast(Sequence[Any], given)
+        if not all(isinstance(path, str | Path) for path in paths):
             return value
         named = {_name_of(Path(path)): path for path in paths}
         if len(named) < len(paths):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -112,7 +112,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         ) from error
     if content is not None and not isinstance(content, dict):
         raise InvalidInput(f"{path} must contain a table of keys, not a {type(content).__name__}")
-    return content or {}
+    return cast(dict[str, Any], content or {})
 
 
 def _parse_override(arg: str) -> Mapping[str, Any]:
@@ -130,7 +130,7 @@ def _merge(tree: dict[str, Any], part: Mapping[str, Any], origin: dict[str, str]
     for name, value in part.items():
         path = f"{at}{name}"
         if isinstance(value, dict) and isinstance(tree.get(name), dict):
-            _merge(tree[name], value, origin, source=source, at=path + ".")
+            _merge(tree[name], cast(dict[str, Any], value), origin, source=source, at=path + ".")
         else:
             tree[name] = value
             origin[path] = source

@@ -1,7 +1,7 @@
 """Defines the config of a supervised run, `lockstep sft`: the same trainer section, its own data and evaluation."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -104,10 +104,15 @@ class SftConfig(Strict):
         """Sets loss.kind to sft if it is unset; `_loss_fits` rejects any other kind."""
         if not isinstance(values, dict):
             return values
-        trainer = values.get("trainer") or {}
-        if not isinstance(trainer, dict) or not isinstance(loss := trainer.get("loss") or {}, dict):
-            return values
-        return {**values, "trainer": {**trainer, "loss": {"kind": "sft", **loss}}}
+        table = cast(dict[str, Any], values)
+        trainer: Any = table.get("trainer") or {}
+        if not isinstance(trainer, dict):
+            return table
+        section = cast(dict[str, Any], trainer)
+        loss: Any = section.get("loss") or {}
+        if not isinstance(loss, dict):
+            return table
+        return {**table, "trainer": {**section, "loss": {"kind": "sft", **cast(dict[str, Any], loss)}}}
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:

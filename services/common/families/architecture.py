@@ -1,52 +1,26 @@
-"""The shape of a model, from its config.json alone: its tensors, and which of them parallel sizes cut."""
+"""Reads the shape of a model from its config.json and its family's record: its tensors, and what ranks hold of them."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from services.common.errors import InvalidInput, NotFound
+from services.common.families.record import Family, Size, Weight
+from services.common.families.registry import FAMILIES
 
-
-@dataclass(frozen=True)
-class Family:
-    """What config.json does not say. `expert_width` is its key for the width of an expert, if there are any."""
-
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    expert_width: str = ""
-
-
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "mixtral": Family(expert_width="intermediate_size"),
-    "qwen2": Family(has_qkv_bias=True),
-    "qwen3": Family(has_qk_norm=True),
-    "qwen3_moe": Family(has_qk_norm=True, expert_width="moe_intermediate_size"),
-}
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A weight of one layer. `split` is the dimension that tensor parallelism cuts, if any: 0 rows, 1 columns."""
-
-    name: str
-    shape: tuple[int, ...]
-    split: Literal[0, 1] | None = None
-
-    def size(self, ranks: int = 1) -> int:
-        """Numbers of it that each of `ranks` ranks holds."""
-        numbers = self.shape[0] * (self.shape[1] if len(self.shape) > 1 else 1)
-        return numbers // ranks if self.split is not None else numbers
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer with gated feed-forward layers, all of them dense or all of them experts.
+    """Describes a decoder-only transformer with gated feed-forward layers, all of them dense or all of them experts.
 
-    `intermediate_size` is 0 if the layers are experts, and `num_experts` 0 if they are dense.
+    `intermediate_size` is 0 if the layers are experts, and `num_experts` is 0 if they are dense. A layer may have one
+    more expert, which computes every token: its width is `shared_expert_intermediate_size`, or 0 if there is none.
+    `flags` are those of the family's flags that the config sets to true.
     """
 
     model_type: str
@@ -62,69 +36,100 @@ class Architecture:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
+    shared_expert_intermediate_size: int = 0
+    flags: frozenset[str] = frozenset()
+
+    @property
+    def family(self) -> Family:
+        """Returns the record of the model's family."""
+        return FAMILIES[self.model_type]
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads."""
+        """Returns the width of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Returns the width of all key heads, which is that of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
-    def layer_tensors(self) -> Iterator[Tensor]:
-        """Weights of a layer without its experts, in the order of the checkpoint."""
-        for name, rows in (("q", self.query_size), ("k", self.key_value_size), ("v", self.key_value_size)):
-            yield Tensor(f"{name}_proj", (rows, self.hidden_size), 0)
-            if self.has_qkv_bias:
-                yield Tensor(f"{name}_bias", (rows,), 0)
-        yield Tensor("o_proj", (self.hidden_size, self.query_size), 1)
-        if self.has_qk_norm:
-            yield from (Tensor("q_norm", (self.head_dim,)), Tensor("k_norm", (self.head_dim,)))
-        if self.num_experts:
-            yield Tensor("router", (self.num_experts, self.hidden_size))
-        else:
-            yield from _feed_forward(self.hidden_size, self.intermediate_size)
+    @property
+    def layer(self) -> list[Weight]:
+        """Returns the weights of a layer in the order of the checkpoint."""
+        return [weight for weight in self.family.layer if not weight.if_true or weight.if_true in self.flags]
 
-    def expert_tensors(self) -> Iterator[Tensor]:
-        """Weights of one expert of one layer."""
-        return _feed_forward(self.hidden_size, self.moe_intermediate_size)
+    @property
+    def outside_layers(self) -> list[Weight]:
+        """Returns the weights before and after the layers; a tied output layer is the embedding and is left out."""
+        ends = [self.family.embedding, self.family.final_norm]
+        return ends if self.tie_word_embeddings else [*ends, self.family.output]
 
-    def tensor_sizes(self) -> Iterator[int]:
-        """Numbers of each tensor of the whole model, in the order of the checkpoint."""
-        yield self.embedding_parameters()
-        for _ in range(self.num_layers):
-            yield from (tensor.size() for tensor in self.layer_tensors())
-            for _ in range(self.num_experts):
-                yield from (tensor.size() for tensor in self.expert_tensors())
-            yield from (self.hidden_size, self.hidden_size)
-        yield self.hidden_size
-        if not self.tie_word_embeddings:
-            yield self.embedding_parameters()
+    def has(self, parameter: str) -> bool:
+        """Says whether the layers have Megatron's `parameter`."""
+        return any(weight.parameter == parameter for weight in self.layer)
+
+    def size(self, size: Size) -> int:
+        """Returns the number that a `Size` of a weight stands for."""
+        return size if isinstance(size, int) else getattr(self, size)
+
+    def part_shapes(self, weight: Weight) -> list[Shape]:
+        """Returns the shape of each part of a weight."""
+        columns = () if weight.columns is None else (self.size(weight.columns),)
+        return [(self.size(rows), *columns) for rows in weight.rows]
+
+    def tensor_shapes(self, weight: Weight) -> list[Shape]:
+        """Returns the shape of each checkpoint tensor of a weight."""
+        shapes = self.part_shapes(weight)
+        return [(sum(shape[0] for shape in shapes), *shapes[0][1:])] if weight.is_fused else shapes
+
+    def weight_parameters(self, weight: Weight, tp: int = 1) -> int:
+        """Returns how many numbers of a weight each of `tp` ranks holds."""
+        numbers = sum(map(math.prod, self.part_shapes(weight)))
+        return numbers if weight.cut == "whole" else numbers // tp
 
     def layer_parameters(self, tp: int = 1) -> int:
-        """Numbers of one layer without its experts, norms included, on each of `tp` ranks."""
-        return 2 * self.hidden_size + sum(tensor.size(tp) for tensor in self.layer_tensors())
+        """Returns how many numbers of one layer, without its experts, each of `tp` ranks holds."""
+        return sum(self.weight_parameters(weight, tp) for weight in self.layer if not weight.is_expert)
 
     def expert_parameters(self, etp: int = 1) -> int:
-        """Numbers of one expert of one layer on each of `etp` ranks."""
-        return sum(tensor.size(etp) for tensor in self.expert_tensors())
+        """Returns how many numbers of one expert of one layer each of `etp` ranks holds."""
+        return sum(self.weight_parameters(weight, etp) for weight in self.layer if weight.is_expert)
 
     def embedding_parameters(self, tp: int = 1) -> int:
-        """Numbers of the embedding, and of an output layer of its own, on each of `tp` ranks."""
+        """Returns how many numbers of the embedding, or of an untied output layer, each of `tp` ranks holds."""
         return self.vocab_size * self.hidden_size // tp
 
     @property
     def num_parameters(self) -> int:
-        """Numbers of the whole model."""
-        return sum(self.tensor_sizes())
+        """Returns how many numbers the whole model has."""
+        layers = self.num_layers * (self.layer_parameters() + self.num_experts * self.expert_parameters())
+        return layers + sum(map(self.weight_parameters, self.outside_layers))
+
+    def tensor_sizes(self) -> Iterator[int]:
+        """Yields how many numbers each checkpoint tensor has in the checkpoint's order, with a layer's experts last."""
+        first, *last = self.outside_layers
+        yield self.weight_parameters(first)
+        layer = list(self._layer_sizes())
+        for _ in range(self.num_layers):
+            yield from layer
+        yield from map(self.weight_parameters, last)
+
+    def _layer_sizes(self) -> Iterator[int]:
+        named = [
+            (name, math.prod(shape))
+            for weight in self.layer
+            for name, shape in zip(weight.tensors, self.tensor_shapes(weight), strict=True)
+        ]
+        # A module's bias follows its weight.
+        modules = list(dict.fromkeys(_module(name) for name, _ in named))
+        named.sort(key=lambda pair: modules.index(_module(pair[0])))
+        yield from (numbers for name, numbers in named if "{expert}" not in name)
+        yield from [numbers for name, numbers in named if "{expert}" in name] * self.num_experts
 
 
 def read_architecture(model_path: str | Path) -> Architecture:
-    """The architecture of a model directory in the Hugging Face format.
+    """Reads the architecture of a model directory in the Hugging Face format.
 
     Raises:
         NotFound: There is no config.json.
@@ -133,50 +138,53 @@ def read_architecture(model_path: str | Path) -> Architecture:
     file = Path(model_path) / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return _architecture(content, file)
     except OSError as error:
         raise NotFound(f"model: {file} cannot be read: {error.strerror}", field="model") from error
+    except ValueError as error:
+        raise InvalidInput(f"model: {file} is not the config of a model: {error}", field="model") from error
+    return make_architecture(content, str(file))
+
+
+def make_architecture(content: Mapping[str, Any], source: str) -> Architecture:
+    """Returns the architecture that a model's config describes; errors name `source`, where the config is from.
+
+    Raises:
+        InvalidInput: It lacks a key, or is of a family that is not known; names the known ones.
+    """
+    try:
+        return _architecture(content, source)
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, InvalidInput):
             raise
-        raise InvalidInput(f"model: {file} is not the config of a model: {error}", field="model") from error
+        raise InvalidInput(f"model: {source} is not the config of a model: {error}", field="model") from error
 
 
-def _architecture(content: Mapping[str, Any], file: Path) -> Architecture:
+def _architecture(content: Mapping[str, Any], source: str) -> Architecture:
     model_type = content.get("model_type")
     if model_type not in FAMILIES:
         raise InvalidInput(
-            f"model: {file} is of model_type {model_type!r}; known are {', '.join(FAMILIES)}", field="model"
+            f"model: {source} is of model_type {model_type!r}; known are {', '.join(FAMILIES)}", field="model"
         )
     if content.get("mlp_only_layers") or content.get("decoder_sparse_step", 1) != 1:
         raise InvalidInput(
-            f"model: {file} mixes dense layers and experts (mlp_only_layers, decoder_sparse_step)", field="model"
+            f"model: {source} mixes dense layers and experts (mlp_only_layers, decoder_sparse_step)", field="model"
         )
     family = FAMILIES[model_type]
-    if family.expert_width:
-        feed_forward = {
-            # transformers 5 writes num_local_experts, the published Qwen3 models have num_experts.
-            "num_experts": _size(content, "num_experts" if "num_experts" in content else "num_local_experts"),
-            "num_experts_per_tok": _size(content, "num_experts_per_tok"),
-            "moe_intermediate_size": _size(content, family.expert_width),
-        }
-    else:
-        feed_forward = {"intermediate_size": _size(content, "intermediate_size")}
-    heads, hidden_size = _size(content, "num_attention_heads"), _size(content, "hidden_size")
+    sizes = {name: _size(content, _first(keys, content)) for name, keys in family.keys.items()}
+    heads = sizes["num_attention_heads"]
     return Architecture(
         model_type=model_type,
-        num_layers=_size(content, "num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_attention_heads=heads,
         num_key_value_heads=_size(content, "num_key_value_heads", default=heads),
-        head_dim=_size(content, "head_dim", default=hidden_size // heads),
-        vocab_size=_size(content, "vocab_size"),
-        max_position_embeddings=_size(content, "max_position_embeddings"),
+        head_dim=_size(content, "head_dim", default=sizes["hidden_size"] // heads),
         tie_word_embeddings=content.get("tie_word_embeddings") is True,
-        has_qkv_bias=family.has_qkv_bias or content.get("attention_bias") is True,
-        has_qk_norm=family.has_qk_norm,
-        **feed_forward,
+        flags=frozenset(key for key, default in family.flags.items() if content.get(key, default) is True),
+        **sizes,
     )
+
+
+def _first(keys: tuple[str, ...], content: Mapping[str, Any]) -> str:
+    """Returns the first of `keys` that is in `content`, or the last if none is."""
+    return next((key for key in keys if key in content), keys[-1])
 
 
 def _size(content: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
@@ -186,6 +194,5 @@ def _size(content: Mapping[str, Any], key: str, *, default: int | None = None) -
     return value
 
 
-def _feed_forward(hidden_size: int, width: int) -> Iterator[Tensor]:
-    yield from (Tensor("gate_proj", (width, hidden_size), 0), Tensor("up_proj", (width, hidden_size), 0))
-    yield Tensor("down_proj", (hidden_size, width), 1)
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]

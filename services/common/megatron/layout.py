@@ -38,6 +38,7 @@ _RESERVED = {
         **dict.fromkeys(("num_attention_heads", "num_query_groups", "num_moe_experts", "moe_ffn_hidden_size"), _MODEL),
         **dict.fromkeys(("layernorm_epsilon", "normalization", "activation_func", "gated_linear_unit"), _MODEL),
         **dict.fromkeys(("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_dropout"), _MODEL),
+        **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"), _MODEL),
         **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
         **dict.fromkeys(("batch_p2p_comm", "overlap_p2p_comm"), _ITSELF),
         **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), _ITSELF),
@@ -123,7 +124,7 @@ class Layout:
 
 def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
     """Returns the coordinates of each rank, in Megatron's order "tp-cp-ep-dp-pp", where the first varies fastest."""
-    ranks = []
+    ranks: list[Coordinates] = []
     for rank in range(layout.world):
         rest, tp = divmod(rank, layout.tp)
         rest, cp = divmod(rest, layout.cp)
@@ -277,7 +278,7 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
         "num_attention_heads": model.num_attention_heads,
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
-        "intermediate_size": model.intermediate_size,
+        **{size: model.size(size) for size in _cut_sizes(model)},
         # q, k and v are one matrix, which is split evenly.
         "rows of q, k and v": model.query_size + 2 * model.key_value_size,
     }
@@ -296,6 +297,13 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> _Problems:
         "tensor_model_parallel_size",
         f"{layout.tp}: the model's num_key_value_heads {groups} must be a multiple or a divisor of TP; {legal}",
     )
+
+
+def _cut_sizes(model: Architecture) -> Iterator[str]:
+    """Names of the sizes of a layer that TP cuts, but those of heads, which it cuts by other rules."""
+    for weight in model.layer:
+        if not weight.is_expert and weight.cut == "rows":
+            yield from (rows for rows in weight.rows if isinstance(rows, str))
 
 
 def _pipeline(layout: Layout, model: Architecture) -> _Problems:

@@ -13,3 +13,10 @@ PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "lora": {layer: (layer,) for layer in FUSED},
     "canonical_lora": FUSED,
 }
+
+
+def lora_layer(parameter: str) -> str | None:
+    """The layer, a key of FUSED, whose matrix is Megatron's `parameter`; None if that has no adapters."""
+    module, _, kind = parameter.rpartition(".")
+    layer = module.rpartition(".")[2]
+    return layer if kind == "weight" and layer in FUSED else None

@@ -117,7 +117,7 @@ async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
     except ssl.SSLError as error:
         why = _why(error, host) if tls else ""
     except OSError as error:  # includes unknown names, and timeouts, which have no message
-        return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     if why:
         raise Unauthenticated(f"{address}: {why}", address=address)
     return ""

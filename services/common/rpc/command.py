@@ -3,10 +3,11 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from services.common.errors import LockstepError
 from services.common.process import configure_logging, exit_with
@@ -31,7 +32,7 @@ class ServeOptions:
 
 def serve_from_command_line(
     service: str,
-    run: Callable[[ServeOptions], Awaitable[int]],
+    run: Callable[[ServeOptions], Coroutine[Any, Any, int]],
     args: Sequence[str] | None = None,
     *,
     parents: Sequence[argparse.ArgumentParser] = (),

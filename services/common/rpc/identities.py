@@ -6,6 +6,7 @@ An identity (class `Role`) is a URI among a certificate's subject alternative na
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 
+from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from lockstep.coordinator.v1 import coordinator_pb2
 from lockstep.reward.v1 import reward_pb2
 from lockstep.rollout.v1 import rollout_pb2
@@ -38,14 +39,15 @@ _OPERATORS = frozenset({Role.OPERATOR, Role.COORDINATOR})
 
 def _table() -> Iterator[tuple[str, frozenset[Role]]]:
     for file in (rollout_pb2, trainer_pb2, reward_pb2):
-        for name in _methods(file):
+        for name in _methods(file.DESCRIPTOR):
             yield name, _ANYONE if name.endswith("/GetInfo") else _COORDINATOR
-    for name in _methods(coordinator_pb2):
+    for name in _methods(coordinator_pb2.DESCRIPTOR):
         yield name, _OPERATORS
 
 
-def _methods(file: object) -> Iterator[str]:
-    for service in file.DESCRIPTOR.services_by_name.values():  # type: ignore[attr-defined]
+def _methods(file: FileDescriptor) -> Iterator[str]:
+    services: Mapping[str, ServiceDescriptor] = file.services_by_name
+    for service in services.values():
         yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -17,18 +17,31 @@ class RpcMetrics:
     """Counts and times the calls that a server answers."""
 
     def __init__(self, registry: CollectorRegistry | None):
-        by = {"registry": registry, "labelnames": ["method"]}
-        self._started = Counter("lockstep_rpc_started_total", "Calls that were received.", **by)
-        self._seconds = Histogram(
-            "lockstep_rpc_seconds", "Time from receiving a call to its end.", buckets=SECONDS, **by
+        self._started = Counter(
+            "lockstep_rpc_started_total", "Calls that were received.", ["method"], registry=registry
         )
-        by["labelnames"] = ["method", "code"]
-        self._finished = Counter("lockstep_rpc_finished_total", "Calls that ended, by gRPC status code.", **by)
-        by["labelnames"] = ["method", "reason"]
-        self._failures = Counter("lockstep_rpc_failures_total", "Calls that failed, by typed reason.", **by)
+        self._seconds = Histogram(
+            "lockstep_rpc_seconds",
+            "Time from receiving a call to its end.",
+            ["method"],
+            registry=registry,
+            buckets=SECONDS,
+        )
+        self._finished = Counter(
+            "lockstep_rpc_finished_total",
+            "Calls that ended, by gRPC status code.",
+            ["method", "code"],
+            registry=registry,
+        )
+        self._failures = Counter(
+            "lockstep_rpc_failures_total",
+            "Calls that failed, by typed reason.",
+            ["method", "reason"],
+            registry=registry,
+        )
 
     @contextmanager
-    def call(self, method: str) -> Iterator[None]:
+    def call(self, method: str) -> Generator[None]:
         """Counts and times the block as one call."""
         self._started.labels(method).inc()
         begin, code, reason = time.perf_counter(), "OK", ""

@@ -11,10 +11,10 @@ import signal
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 # Identifies this process, so that clients notice that a service was restarted.
 INCARNATION = uuid.uuid4().hex
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 _HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -61,9 +63,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith("/lockstep."):
@@ -76,14 +78,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return make(behavior, handler.request_deserializer, handler.response_serializer)
 
     def _unary(self, behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def call(request: Any, context: Context) -> Any:
             async with self._answering(context, method):
                 return await behavior(request, context)
 
         return call
 
-    def _stream(self, behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    def _stream(self, behavior: Callable[..., AsyncGenerator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
+        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
             async with self._answering(context, method), contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
@@ -91,7 +93,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     @contextlib.asynccontextmanager
-    async def _answering(self, context: grpc.aio.ServicerContext, method: str) -> AsyncIterator[None]:
+    async def _answering(self, context: Context, method: str) -> AsyncGenerator[None]:
         name = method.rpartition("/")[2]
         with incoming(context.invocation_metadata() or ()):
             try:
@@ -101,13 +103,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     yield
             except LockstepError as error:
                 log.info("%s: %s %s", method, error.reason, error.message)
-                await context.abort_with_status(to_status(error))
+                await _abort(context, error)
             except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
                 raise
             except Exception as error:
                 log.exception("%s failed", method)
                 why, where = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-4)
-                await context.abort_with_status(to_status(InternalError(why, traceback=where)))
+                await _abort(context, InternalError(why, traceback=where))
+
+
+async def _abort(context: Context, error: LockstepError) -> NoReturn:
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)
 
 
 @dataclass(frozen=True)

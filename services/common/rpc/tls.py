@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from cryptography import x509
@@ -117,7 +118,7 @@ class Credentials:
         """Returns credentials that require a certificate of every client; every handshake uses the newest files."""
         served = self._identity
 
-        def fetch() -> grpc.ServerCertificateConfiguration | None:
+        def fetch() -> Any:  # None if there is no other, which grpc's types leave out
             nonlocal served
             if (newest := self.current()) is served:
                 return None
@@ -127,7 +128,7 @@ class Credentials:
         return grpc.dynamic_ssl_server_credentials(_configuration(served), fetch, require_client_authentication=True)
 
     def _sign(self) -> Sequence[tuple[int, int, int]]:
-        signature = []
+        signature: list[tuple[int, int, int]] = []
         for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
             try:
                 stat = (self.directory / name).stat()

@@ -3,7 +3,7 @@
 On the wire it is two standard headers: `traceparent` (W3C Trace Context) and `baggage` (W3C Baggage).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -22,7 +22,7 @@ _fields: ContextVar[Mapping[str, object]] = ContextVar("lockstep_fields", defaul
 
 
 @contextmanager
-def scoped(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+def scoped(variable: ContextVar[Value], value: Value) -> Generator[None]:
     """Sets `variable` inside the block."""
     before = variable.get()
     variable.set(value)
@@ -33,7 +33,7 @@ def scoped(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 
 
 @contextmanager
-def within(**fields: object) -> Iterator[None]:
+def within(**fields: object) -> Generator[None]:
     """Adds `fields`, which are keys of FIELDS, to the context of the work in the block."""
     with scoped(_fields, {**_fields.get(), **fields}):
         yield
@@ -53,7 +53,7 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 @contextmanager
-def incoming(metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
+def incoming(metadata: Iterable[tuple[str, str | bytes]]) -> Generator[None]:
     """Gives the work in the block the context that a caller sent in `metadata`."""
     headers = dict(metadata)
     with scoped(TRACEPARENT, str(headers.get("traceparent", ""))), within(**_parse(str(headers.get("baggage", "")))):

@@ -1,6 +1,6 @@
 """Sends spans to an OpenTelemetry collector, with or without the trace file of services/common/telemetry/trace.py."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import version
 from urllib.parse import urlsplit
@@ -42,7 +42,7 @@ class Otel:
         self._headers = TraceContextTextMapPropagator()
 
     @contextmanager
-    def span(self, name: str, **arguments: object) -> Iterator[None]:
+    def span(self, name: str, **arguments: object) -> Generator[None]:
         """Records the block as a span, the parent of all spans in the block and in the services that it calls."""
         from opentelemetry.trace import StatusCode, set_span_in_context
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,7 +27,7 @@ class Trace:
         self._numbers = itertools.count()
 
     @contextmanager
-    def span(self, name: str, **arguments: object) -> Iterator[None]:
+    def span(self, name: str, **arguments: object) -> Generator[None]:
         """Records the block as a span; spans may overlap."""
         number = {"local": str(next(self._numbers))}
         self._write(ph="b", name=name, id2=number, args=arguments)

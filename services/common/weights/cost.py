@@ -1,7 +1,7 @@
 """Measures what a member spends on a publication in addition to moving the bytes: hashing time and memory."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ class Cost:
             self._held_bytes = torch.cuda.memory_allocated(self._cuda)
 
     @contextmanager
-    def hashing(self) -> Iterator[None]:
+    def hashing(self) -> Generator[None]:
         """Times the hashing of a bucket on the device that computes it."""
         if self._cuda:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -61,7 +61,7 @@ class WeightDigest:
 
     def sums(self) -> Sums:
         """Returns the sums of what was added so far. Waits for the device."""
-        first, second = self._sums.tolist()
+        first, second = map(int, self._sums.cpu())
         return first, second
 
     def hexdigest(self) -> str:

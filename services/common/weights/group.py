@@ -6,11 +6,15 @@ waits too long sets the epoch's kill key and aborts. The other members check the
 waits for a dead member.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch exports its stores and process groups without saying so.
+
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,18 +66,18 @@ class WeightGroup:
         self.device = device
         self._timeout_s, self._backend = group.timeout_s, group.backend
         self._pg: dist.ProcessGroup | None = None
-        self._client: StoreClient | None = None
         self._scratch: torch.Tensor | None = None  # buffer for buckets that this member only relays
         timeout = timedelta(seconds=group.timeout_s)
+        client: StoreClient | None = None
         try:
             # Every epoch has its own client, because one that was blocked in a failed wait must not be used again.
             address = StoreAddress(group.store_host, group.store_port, group.store_secret)
-            self._client = StoreClient(address, group.timeout_s)
-            self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", self._client)
-            self._store.set(f"member/{rank}", b"1")
+            self._client = client = StoreClient(address, group.timeout_s)
+            self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
+            self._store.set(f"member/{rank}", "1")
         except (OSError, RuntimeError) as error:
-            if self._client is not None:
-                self._client.leave()
+            if client is not None:
+                client.leave()
             store = f"{group.store_host}:{group.store_port}"
             message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {error}"
             raise Aborted(message, epoch=group.epoch) from error
@@ -88,12 +92,12 @@ class WeightGroup:
         members = [f"member/{r}" for r in range(group.world_size)]
         self._wait_until(lambda: self._store.check(members), "all members to join")
         try:
-            self._pg = self._make_backend(group.store_host, timeout)
+            self._pg = pg = self._make_backend(group.store_host, timeout)
         except RuntimeError as error:  # a member died after it had joined
             self._give_up(f"the members could not connect: {error}", cause=error)
         # Proves that every member is connected before any weight is sent.
         count = torch.ones(1, device=self.device)
-        self._wait(self._pg.allreduce([count]))
+        self._wait(pg.allreduce([count]))
         if int(count.item()) != self.world_size:
             self._give_up(f"{int(count.item())} of {self.world_size} members answered")
 
@@ -102,7 +106,7 @@ class WeightGroup:
 
         All members must start all broadcasts in the same order.
         """
-        return self._begin(flat.split(_part_sizes(flat.numel())), sender)
+        return self._begin(torch.split(flat, _part_sizes(flat.numel())), sender)
 
     def pass_on(self, num_bytes: int, sender: int) -> Transfer:
         """Takes part in the broadcast of a flat buffer that this member relays but does not use."""
@@ -161,7 +165,7 @@ class WeightGroup:
     def kill(self) -> None:
         """Makes every member of the epoch give up. Any thread of any member may call this."""
         with contextlib.suppress(RuntimeError):  # the store is gone; its other clients notice by themselves
-            self._store.set(_KILL_KEY, b"1")
+            self._store.set(_KILL_KEY, "1")
 
     def abort(self) -> None:
         """Leaves the epoch at once, even while broadcasts are in progress."""
@@ -222,13 +226,13 @@ class WeightGroup:
                 pace.wait()
 
     @contextlib.contextmanager
-    def _store_at_hand(self) -> Iterator[None]:
+    def _store_at_hand(self) -> Generator[None]:
         try:
             yield
         except RuntimeError as error:
             self._give_up(f"the trainer's store is gone ({error})", cause=error)
 
-    def _give_up(self, why: str, cause: BaseException | None = None) -> None:
+    def _give_up(self, why: str, cause: BaseException | None = None) -> NoReturn:
         self.kill()
         self.abort()
         raise Aborted(f"epoch {self.epoch}, member {self.rank}: {why}", epoch=self.epoch) from cause

@@ -170,7 +170,7 @@ def pack_rounds(
 def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a view of `flat` (uint8 [num_bytes]) for each tensor of the bucket, with its name."""
     typed = {dtype: flat.view(dtype) for dtype in {place.dtype for place in bucket.places}}
-    begin = flat.storage_offset()
+    begin = int(flat.storage_offset())
     for place in bucket.places:
         # One call instead of three (a slice and two views), because a large mixture of experts has 20,000 tensors.
         start = (begin + place.offset) // place.dtype.itemsize

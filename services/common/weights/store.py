@@ -5,6 +5,9 @@ listens on every interface. Here it listens on loopback only, and a gate in fron
 prove that they know the secret. Every run has its own secret, which is sent only in gRPC calls and therefore over mTLS.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch exports its stores and process groups without saying so.
+
 import asyncio
 import contextlib
 import hmac

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from services.common.errors import InvalidInput
@@ -60,7 +60,8 @@ def issue(
     Raises:
         InvalidInput: An argument is wrong; the message names the option and says what to change.
     """
-    names = dict.fromkeys([*hosts, *(["127.0.0.1"] if role is Role.COORDINATOR else [])])
+    own = ["127.0.0.1"] if role is Role.COORDINATOR else []
+    names = dict.fromkeys([*hosts, *own])
     if not names and role is not Role.OPERATOR:
         raise InvalidInput(
             f"--host: give the names or addresses that clients use to reach the {role} service", field="host"
@@ -163,7 +164,7 @@ def _general_name(host: str) -> x509.GeneralName:
     return x509.DNSName(host)
 
 
-def _read_authority(ca: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _read_authority(ca: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey]:
     try:
         certificate = x509.load_pem_x509_certificate((ca / CA_FILE).read_bytes())
         key = serialization.load_pem_private_key((ca / CA_KEY_FILE).read_bytes(), password=None)
@@ -172,7 +173,8 @@ def _read_authority(ca: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivate
             f"--ca {ca}: cannot read {CA_FILE} and {CA_KEY_FILE} ({error}); create them with `lockstep certs init`",
             field="ca",
         ) from error
-    if certificate.public_key() != key.public_key():
+    is_usable = isinstance(key, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey)
+    if not is_usable or certificate.public_key() != key.public_key():
         raise InvalidInput(f"--ca {ca}: {CA_KEY_FILE} is not the key of {CA_FILE}", field="ca")
     return certificate, key
 

@@ -7,32 +7,21 @@ this model's widths in every term: grouped-query attention, a gated MLP, and num
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
-from services.common.families.architecture import Architecture, Tensor
+from services.common.families.architecture import Architecture, Shape
+from services.common.families.record import Weight
 from services.common.megatron.layout import Layout
-from services.common.megatron.lora import FUSED, PARTS
+from services.common.megatron.lora import FUSED, PARTS, lora_layer
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _ACTIVATION = 2  # bfloat16
 _ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common.weights.plan
-
-# Maps LoRA's names of a layer's matrices to those in services.common.families.architecture.
-_PROJECTIONS = {
-    "linear_q": "q_proj",
-    "linear_k": "k_proj",
-    "linear_v": "v_proj",
-    "linear_proj": "o_proj",
-    "linear_fc1_gate": "gate_proj",
-    "linear_fc1_up": "up_proj",
-    "linear_fc2": "down_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -95,7 +84,7 @@ class StateBytes:
         return cls(gradient, master, moments, 1 - offloaded)
 
 
-def _num_bytes(options: Mapping[str, Any], name: str) -> int:
+def _num_bytes(options: Mapping[str, object], name: str) -> int:
     dtype, field = str(options.get(name, "fp32")).lower(), f"trainer.megatron.optimizer_config_kwargs.{name}"
     if dtype not in _BYTES:
         raise InvalidInput(f"{field}: {dtype!r} is not one of {', '.join(_BYTES)}", field=field)
@@ -176,7 +165,7 @@ def _layer_activations(model: Architecture, layout: Layout, has_sequence_paralle
     # q, k, v and the input of the output projection.
     attention = _ACTIVATION * (2 * model.query_size + 2 * model.key_value_size)
     # Gate, up and their product.
-    feed_forward = 3 * _ACTIVATION * model.intermediate_size
+    feed_forward = 3 * _ACTIVATION * (model.intermediate_size + model.shared_expert_intermediate_size)
     # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
     experts = model.num_experts_per_tok * (3 * _ACTIVATION * model.moe_intermediate_size + 2 * size * layout.etp)
     inputs = size // (layout.tp if has_sequence_parallel else 1)
@@ -188,11 +177,11 @@ def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layo
     sharded by columns its first (A).
     """
     total = 0
-    for tensors in _lora_targets(trainer, model):
-        first, outputs = tensors[0], sum(tensor.shape[0] for tensor in tensors)
-        by_rows = first.split == 0
-        inputs = first.shape[1] // (1 if by_rows else layout.tp)
-        total += trainer.lora.rank * (inputs + outputs // (layout.tp if by_rows else 1))
+    for weight, parts in _lora_targets(trainer, model):
+        by_columns = weight.cut == "columns"
+        outputs, inputs = sum(rows for rows, _ in parts), parts[0][1]
+        cut, whole = (inputs, outputs) if by_columns else (outputs, inputs)
+        total += trainer.lora.rank * (whole + cut // layout.tp)
     return total * (model.num_layers // layout.pp)
 
 
@@ -200,19 +189,25 @@ def publication(config: Config, model: Architecture) -> tuple[int, int]:
     """Returns the bytes and buckets of one publication: all weights, or each adapter's two factors."""
     trainer, sizes = config.trainer, model.tensor_sizes()
     if rank := trainer.lora.published_rank:
-        layer = [tensor.shape for tensors in _lora_targets(trainer, model) for tensor in tensors]
+        layer = [shape for weight, parts in _lora_targets(trainer, model) for shape in _adapted(weight, parts)]
         sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
     return _cut((size * weight_bytes(trainer) for size in sizes), config.weights.bucket_bytes)
 
 
-def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[list[Tensor]]:
-    """Yields the matrices of each adapter; matrices of one adapter share its first factor."""
-    tensors = {tensor.name: tensor for tensor in model.layer_tensors()}
-    targets = [part for parts in PARTS[trainer.lora.kind].values() for part in parts]
-    for target in trainer.lora.target_modules or targets:
-        names = [_PROJECTIONS[part] for part in FUSED.get(target, (target,))]
-        if names[0] in tensors:  # experts get no adapters
-            yield [tensors[name] for name in names]
+def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[tuple[Weight, list[Shape]]]:
+    """Yields the matrix of each adapter and the shapes of its parts that share the adapter's first factor."""
+    for weight in model.layer:
+        if weight.is_expert or (layer := lora_layer(weight.parameter)) is None:  # experts get no adapters
+            continue
+        shapes = dict(zip(FUSED[layer], model.part_shapes(weight), strict=True))
+        for target in PARTS[trainer.lora.kind][layer]:
+            if not trainer.lora.target_modules or target in trainer.lora.target_modules:
+                yield weight, [shapes[target]] if target in shapes else list(shapes.values())
+
+
+def _adapted(weight: Weight, parts: Sequence[Shape]) -> Sequence[Shape]:
+    """Returns the shapes of the checkpoint's matrices; it may stack the parts in one."""
+    return [(sum(rows for rows, _ in parts), parts[0][1])] if weight.is_fused else parts
 
 
 def _cut(sizes: Iterable[int], bucket_bytes: int) -> tuple[int, int]:

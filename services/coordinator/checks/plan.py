@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture, read_architecture
@@ -17,7 +18,7 @@ _GPUS_PER_HOST = 8
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
-def check_model(config: Config) -> None:
+def check_model(config: AnyConfig) -> None:
     """Checks the parallel layouts of strategy megatron against the model's shape, if the model is on this host.
 
     Raises:
@@ -54,11 +55,11 @@ def show_plan(config: Config, console: Console) -> None:
     _print_lines(console, [_offloaded(config), _publication(config, model), _batch(config), _assumptions(config)])
 
 
-def _layouts(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
+def _layouts(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig]]:
     return ((name, model) for name, model in config.models.items() if model.strategy == "megatron")
 
 
-def _check(config: Config, model: Architecture) -> None:
+def _check(config: AnyConfig, model: Architecture) -> None:
     for name, settings in _layouts(config):
         check_layout(settings.megatron, settings.num_ranks, architecture=model, key=f"{name}.megatron")
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from services.coordinator.data.bad_rows import NUM_NAMED
-from services.coordinator.data.prepare.arithmetic import problems
+from services.coordinator.data.prepare.arithmetic import Problem, problems
 from services.coordinator.data.prepare.convert import (
     FORMATS,
     ConversionOptions,
@@ -17,7 +17,7 @@ from services.coordinator.data.prepare.convert import (
     convert,
     write_splits,
 )
-from services.coordinator.data.prepare.formats import Format
+from services.coordinator.data.prepare.formats import Format, Split
 
 _ARITHMETIC_SCHEMA = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
 _DEFAULTS = ConversionOptions()
@@ -64,9 +64,12 @@ def _arithmetic(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
 ) -> None:
     """Generate the quickstart's task: additions and subtractions of numbers up to 99."""
-    rows = {"train": problems("train", num_train, seed), "test": problems("test", num_test, seed)}
+    rows: dict[Split, list[Problem]] = {
+        "train": problems("train", num_train, seed),
+        "test": problems("test", num_test, seed),
+    }
     files = write_splits({split: pa.Table.from_pylist(part, _ARITHMETIC_SCHEMA) for split, part in rows.items()}, out)
-    num_rows = {split: len(part) for split, part in rows.items()}
+    num_rows: dict[Split, int] = {split: len(part) for split, part in rows.items()}
     _show(ConversionReport("arithmetic", f"seed {seed}", files, num_rows, dropped=(), num_held_out=0))
 
 

@@ -181,6 +181,6 @@ def main() -> None:
         _errors.print("lockstep: stopped")
         sys.exit(130)
     except SystemExit as end:
-        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):  # typer prints nothing for it
+        if end.__context__ and isinstance(end.__context__.__cause__, KeyboardInterrupt):  # typer prints nothing for it
             _errors.print("lockstep: stopped")
         raise

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ _Tls = Annotated[
         "this host."
     ),
 ]
-_OPTIONS: dict[str, tuple[Any, object]] = {
+_OPTIONS: dict[str, tuple[object, object]] = {
     "rollout": (
         Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running rollout replica; repeat for more.")],
         None,
@@ -83,4 +84,4 @@ def _addresses(
     for name, address in [*others.items(), *(("rollout", address) for address in rollout or ())]:
         if address:
             require_secure(address, transport, field=f"--{name}")
-    return Addresses(tuple(rollout or ()), transport=transport, **others)
+    return replace(Addresses(tuple(rollout or ()), transport=transport), **others)

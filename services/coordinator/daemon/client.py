@@ -46,8 +46,7 @@ class Coordinator:
 
     async def start(self, config: Config, given: Addresses) -> pb.Run:
         """Starts a run in the coordinator's runs directory; `config.runs_dir` must be unset or that directory."""
-        names = pb.ServiceAddresses.DESCRIPTOR.fields_by_name
-        addresses = pb.ServiceAddresses(**{name: getattr(given, name) for name in names})
+        addresses = pb.ServiceAddresses(rollout=given.rollout, reward=given.reward, **given.trainers)
         request = pb.StartRunRequest(config_json=config.model_dump_json(), addresses=addresses)
         return (await self._call(CoordinatorService.StartRun, request)).run
 

@@ -24,8 +24,7 @@ def read_run(directory: Path) -> pb.Run | None:
     except (DataLoss, sqlite3.Error) as error:
         run.state, run.error = pb.RUN_STATE_FAILED, f"cannot read the run's files: {error}"
         return run
-    config = json.loads(opened["config"]) if opened else {}
-    if "reward" not in config:
+    if opened is None or "reward" not in (config := json.loads(opened["config"])):
         return None
     run.run_id, run.num_steps = opened["run_id"], config["num_steps"]
     run.state = pb.RUN_STATE_FINISHED if run.version >= run.num_steps else pb.RUN_STATE_STOPPED

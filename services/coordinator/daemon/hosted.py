@@ -67,7 +67,7 @@ class HostedRun(Reporter):
         if now or self._run is None:
             self._session.cancel()
 
-    async def watch(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:
+    async def events(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:
         """Yields all events after version `after`, and the state whenever it has changed, until the run ends."""
         sent, index = pb.Run(), 0
         while True:

@@ -28,10 +28,10 @@ async def read_log(
         file.seek(offset)
         written = _WriteWatcher(path, until, stack) if until is not None else None
         while True:
-            is_last = written is None or written.is_done
+            is_last = written is not None and written.is_done
             while data := file.read(_CHUNK_BYTES):
                 yield pb.ReadLogResponse(data=data, next_offset=file.tell())
-            if is_last:
+            if written is None or is_last:
                 return
             await written.more()
 

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from grpc.aio import ServicerContext
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
@@ -30,27 +31,29 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, runs: Runs, transport: Transport = LOCAL):
         self._runs, self._transport = runs, transport
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: ServicerContext) -> pb.GetInfoResponse:
         state = "ending" if self._runs.is_ending else "serving"
         info = service_info("coordinator", state, run=NO_RUN, libraries=("grpcio", "pyarrow"))
         return pb.GetInfoResponse(info=info, runs_dir=str(self._runs.directory), num_running=len(self._runs.running))
 
-    async def StartRun(self, request: pb.StartRunRequest, context: Any) -> pb.StartRunResponse:
+    async def StartRun(self, request: pb.StartRunRequest, context: ServicerContext) -> pb.StartRunResponse:
         config, given = parse_json(Config, request.config_json), _addresses(request.addresses, self._transport)
         given.require_own(config)
         await asyncio.to_thread(check_model, config)
         return pb.StartRunResponse(run=self._runs.start(config, given))
 
-    async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunResponse:
+    async def GetRun(self, request: pb.GetRunRequest, context: ServicerContext) -> pb.GetRunResponse:
         return pb.GetRunResponse(run=await self._runs.get(request.name))
 
-    async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
+    async def ListRuns(self, request: pb.ListRunsRequest, context: ServicerContext) -> pb.ListRunsResponse:
         return pb.ListRunsResponse(runs=await self._runs.all())
 
-    async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
+    async def WatchRun(
+        self, request: pb.WatchRunRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.WatchRunResponse]:
         hosted = self._runs.running.get(request.name)
         if hosted is not None:
-            async for answer in hosted.watch(request.after_version):
+            async for answer in hosted.events(request.after_version):
                 yield answer
             return
         run = await self._runs.get(request.name)
@@ -59,10 +62,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 yield with_state(event, run)
         yield pb.WatchRunResponse(run=run)
 
-    async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
+    async def StopRun(self, request: pb.StopRunRequest, context: ServicerContext) -> pb.StopRunResponse:
         return pb.StopRunResponse(run=await self._runs.stop(request.name, now=request.now))
 
-    async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.ReadLogResponse]:
+    async def ReadLog(self, request: pb.ReadLogRequest, context: ServicerContext) -> AsyncIterator[pb.ReadLogResponse]:
         run, hosted = await self._runs.get(request.name), self._runs.running.get(request.name)
         until = hosted.ended if hosted is not None and request.follow else None
         logs = Path(run.run_dir) / "logs"
@@ -73,8 +76,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 def _addresses(given: pb.ServiceAddresses, transport: Transport) -> Addresses:
     """Converts addresses. Raises InvalidInput if one is not HOST:PORT or would use plaintext over a network."""
-    others = {name: getattr(given, name) for name in ("reward", "trainer", "reference", "critic")}
+    others = {"reward": given.reward, "trainer": given.trainer, "reference": given.reference, "critic": given.critic}
     for name, address in [*others.items(), *(("rollout", address) for address in given.rollout)]:
         if address:
             require_secure(address, transport, field=f"addresses.{name}")
-    return Addresses(tuple(given.rollout), transport=transport, **others)
+    return replace(Addresses(tuple(given.rollout), transport=transport), **others)

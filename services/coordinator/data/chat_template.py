@@ -13,6 +13,8 @@ from typing import Any
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidInput
@@ -52,7 +54,7 @@ class ChatTemplate:
             message = f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             raise InvalidInput(message, field="data.chat_template") from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Renders `messages`, followed by the header of the assistant's turn if `add_generation_prompt`.
 
         Raises:
@@ -63,7 +65,7 @@ class ChatTemplate:
             message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self._variables))}"
             raise InvalidInput(message, field="data.chat_template_kwargs")
         inputs = {"messages": messages, "tools": None, "documents": None}
-        inputs |= {"add_generation_prompt": add_generation_prompt} | self._special_tokens | variables
+        inputs |= {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **variables}
         try:
             return self._template.render(inputs)
         except InvalidInput:  # raised by _strftime_now
@@ -83,9 +85,9 @@ class ChatTemplate:
 class _GenerationTag(Extension):
     """Accepts `{% generation %}`, which marks the assistant's text for training, and ignores it."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 as Jinja declares it
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -95,7 +97,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -1,10 +1,14 @@
 """Checks the types of columns and converts their values, which are text or messages."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 import pyarrow as pa
 
 from services.coordinator.data.bad_rows import BadRow
+from services.coordinator.data.chat_template import Message
+
+Value = TypeVar("Value")
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -40,15 +44,16 @@ def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def require(value: str | list[Any] | None, name: str) -> None:
+def require(value: Value | None, name: str) -> Value:
     """Raises BadRow if `value` is null, empty or blank text."""
     if not value or (isinstance(value, str) and not value.strip()):
         raise BadRow(f"the {name} is {'null' if value is None else 'empty'}")
+    return value
 
 
-def as_messages(prompt: str | list[dict[str, Any] | None] | None) -> list[dict[str, Any]]:
+def as_messages(prompt: str | Sequence[Message | None] | None) -> list[Message]:
     """Converts a prompt to messages. Raises BadRow if it cannot be used."""
-    require(prompt, "prompt")
+    prompt = require(prompt, "prompt")
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     messages = _without_nulls(prompt, " of the prompt")
@@ -59,10 +64,9 @@ def as_messages(prompt: str | list[dict[str, Any] | None] | None) -> list[dict[s
     return messages
 
 
-def as_conversation(value: list[dict[str, Any] | None] | None) -> list[dict[str, Any]]:
+def as_conversation(value: Sequence[Message | None] | None) -> list[Message]:
     """Returns the messages up to the last one of the assistant. Raises BadRow if they cannot be used."""
-    require(value, "conversation")
-    messages = _without_nulls(value)
+    messages = _without_nulls(require(value, "conversation"))
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for index in turns:
         if not messages[index]["content"].strip():
@@ -74,9 +78,11 @@ def as_conversation(value: list[dict[str, Any] | None] | None) -> list[dict[str,
     return messages[: turns[-1] + 1]
 
 
-def _without_nulls(messages: list[dict[str, Any] | None], whose: str = "") -> list[dict[str, Any]]:
+def _without_nulls(messages: Sequence[Message | None], whose: str = "") -> list[Message]:
     """Removes the null values that Parquet stores for keys that a message does not have."""
-    kept = [{key: value for key, value in (message or {}).items() if value is not None} for message in messages]
+    kept: list[Message] = [
+        {key: value for key, value in (message or {}).items() if value is not None} for message in messages
+    ]
     for index, message in enumerate(kept):
         if missing := {"role", "content"} - message.keys():
             raise BadRow(f"message {index}{whose} has no {min(missing)}")

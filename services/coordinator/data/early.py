@@ -2,20 +2,21 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
-from services.common.config.run import Config
+from services.common.config.any import AnyConfig
 from services.common.model_card import read_model_card, write_model_card
 from services.coordinator.data.tokenizer import Tokenizer
 
 Data = TypeVar("Data")
-Load = Callable[[Any, Tokenizer], Data]
+ConfigT = TypeVar("ConfigT", bound=AnyConfig)
+Load = Callable[[ConfigT, Tokenizer], Data]
 """Reads the data that a config names, with the tokenizer of its model."""
 
 
-def load_early(config: Config, load: Load[Data], *, model_is_remote: bool) -> Data | None:
+def load_early(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote: bool) -> Data | None:
     """Returns the run's data; None if only the trainer's host has the model.
 
     Raises:
@@ -27,7 +28,7 @@ def load_early(config: Config, load: Load[Data], *, model_is_remote: bool) -> Da
     return _load(config, Path(config.model), load)
 
 
-def load_late(config: Config, card: ModelCard, load: Load[Data]) -> Data:
+def load_late(config: ConfigT, card: ModelCard, load: Load[ConfigT, Data]) -> Data:
     """Returns the run's data, read with the model card that the trainer sent."""
     directory = config.run_dir / "model_card"
     directory.mkdir(exist_ok=True)
@@ -35,5 +36,5 @@ def load_late(config: Config, card: ModelCard, load: Load[Data]) -> Data:
     return _load(config, directory, load)
 
 
-def _load(config: Config, model: Path, load: Load[Data]) -> Data:
+def _load(config: ConfigT, model: Path, load: Load[ConfigT, Data]) -> Data:
     return load(config, Tokenizer.load(model, chat_template=config.data.chat_template, date=config.data.template_date))

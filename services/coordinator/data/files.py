@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
+from services.common.config.data import FilesConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.bad_rows import BadRow, BadRows
 from services.coordinator.data.chat_template import Message, TemplateRefusal
 from services.coordinator.data.columns import is_messages
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.parquet import iter_rows, read_table
+from services.coordinator.data.parquet import Record, iter_rows, read_table
 from services.coordinator.data.tokenizer import Tokenizer
 
-Tokenized = TypeVar("Tokenized")  # type of a tokenized row; it has num_tokens
 _ROWS_AT_ONCE = 4096
 
 
@@ -43,17 +43,39 @@ class Row:
         return f"{self.number}-{self.content_hash.hex()[:8]}"
 
 
-class RowFile(ABC, Generic[Tokenized]):
-    """One Parquet file with checked columns."""
+class HasLength(Protocol):
+    """A tokenized row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the config limits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes that a config sets, with their keys below `data`."""
+
+    per_step: tuple[str, int]
+    """Rows of one batch."""
+    max_tokens: tuple[str, int]
+    """Tokens of one row."""
+    max_eval: int | None
+    """Rows of each held-out file; all if None."""
+
+
+Files = TypeVar("Files", bound=FilesConfig)
+ReadRow = TypeVar("ReadRow", bound=Row)
+Tokenized = TypeVar("Tokenized", bound=HasLength)
+
+
+class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
+    """One Parquet file, with its columns checked."""
 
     noun: ClassVar[str]
     """Name of the rows in messages."""
-    # Names of config keys.
-    per_step: ClassVar[str]
-    max_tokens: ClassVar[str]
-    max_eval: ClassVar[str]
 
-    def __init__(self, path: Path, config: Any, tokenizer: Tokenizer, field: str, max_rows: int | None):
+    def __init__(self, path: Path, config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None):
         self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
         self._table = read_table(path, field=field).slice(0, max_rows)
         self.is_templated = is_messages(self._check_columns()) or config.chat
@@ -61,7 +83,7 @@ class RowFile(ABC, Generic[Tokenized]):
         self._check_template()
 
     @classmethod
-    def train(cls, config: Any, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenized], EpochOrder]:
+    def train(cls, config: Files, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenized], EpochOrder]:
         """Returns all examples of the files in `config.train`, and their order in the batches of a run with `seed`.
 
         Raises:
@@ -69,20 +91,21 @@ class RowFile(ABC, Generic[Tokenized]):
             InvalidInput: A column is missing or has a wrong type, rows cannot be used or need a template and the model
                 has none, or there are too few for one batch.
         """
-        examples, per_step = cls._read_all(config.train, config, tokenizer, "data.train"), getattr(config, cls.per_step)
+        examples = cls._read_all(config.train, config, tokenizer, "data.train")
+        key, per_step = cls._limits(config).per_step
         if per_step > len(examples):
-            message = f"data.{cls.per_step} is {per_step}, but data.train has {len(examples)} {cls.noun}"
-            raise InvalidInput(message, field=f"data.{cls.per_step}")
+            message = f"data.{key} is {per_step}, but data.train has {len(examples)} {cls.noun}"
+            raise InvalidInput(message, field=f"data.{key}")
         return examples, EpochOrder(len(examples), per_step, seed=seed, shuffle=config.shuffle)
 
     @classmethod
-    def held_out(cls, config: Any, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
+    def held_out(cls, config: Files, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
         """Returns the examples of `config.eval` by set name, each set in file order.
 
         Raises:
             LockstepError: See `train`.
         """
-        limit = getattr(config, cls.max_eval)
+        limit = cls._limits(config).max_eval
         return {
             name: cls._read_all((path,), config, tokenizer, f"data.eval.{name}", limit)
             for name, path in config.eval.items()
@@ -90,11 +113,11 @@ class RowFile(ABC, Generic[Tokenized]):
 
     @classmethod
     def _read_all(
-        cls, paths: Sequence[Path], config: Any, tokenizer: Tokenizer, field: str, max_rows: int | None = None
+        cls, paths: Sequence[Path], config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None = None
     ) -> list[Tokenized]:
-        limit = getattr(config, cls.max_tokens)
-        bad = BadRows(field, "bad", "Fix them, or set data.bad_rows=drop")
-        overlong = BadRows(field, f"above data.{cls.max_tokens} {limit}", "Increase it, or set data.overlong=drop")
+        key, limit = cls._limits(config).max_tokens
+        bad = BadRows(field, "bad", "Mend them, or set data.bad_rows=drop")
+        overlong = BadRows(field, f"above data.{key} {limit}", "Raise it, or set data.overlong=drop")
         kept: list[Tokenized] = []
         num_rows = 0
         for path in paths:
@@ -106,23 +129,28 @@ class RowFile(ABC, Generic[Tokenized]):
                     kept.append(example)
             num_rows += file._table.num_rows
         bad.settle(config.bad_rows, total=num_rows, field=field)
-        overlong.settle(config.overlong, total=num_rows, field=f"data.{cls.max_tokens}")
+        overlong.settle(config.overlong, total=num_rows, field=f"data.{key}")
         if not kept:
             rows = f"{num_rows}" if cls.noun == "rows" else f"{num_rows} rows"
             message = f"{field}: no {cls.noun} left of {rows} in {', '.join(map(str, paths))}"
             raise InvalidInput(message, field=field)
         return kept
 
+    @classmethod
+    @abstractmethod
+    def _limits(cls, config: Files) -> Limits:
+        """The sizes that `config` sets."""
+
     @abstractmethod
     def _check_columns(self) -> pa.DataType:
         """Checks the columns and returns the type of the column of prompts or conversations."""
 
     @abstractmethod
-    def _read(self, where: str, number: int, record: dict[str, Any]) -> Row:
+    def _read(self, where: str, number: int, record: Record) -> ReadRow:
         """Converts `record` to a row. Raises BadRow if it cannot be used."""
 
     @abstractmethod
-    def _example(self, row: Any, pieces: list[list[int]]) -> Tokenized:
+    def _example(self, row: ReadRow, pieces: list[list[int]]) -> Tokenized:
         """Converts `row` to an example; `pieces` are the tokens of its pieces. Raises BadRow if it cannot be used."""
 
     def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenized]]:
@@ -141,7 +169,7 @@ class RowFile(ABC, Generic[Tokenized]):
                 except BadRow as error:
                     bad.add(row.where, error)
 
-    def _rows(self, bad: BadRows, first_number: int) -> Iterator[Row]:
+    def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
         for index, record in enumerate(iter_rows(self._table)):
             where = f"{self.path} row {index}"
             try:
@@ -179,7 +207,9 @@ class RowFile(ABC, Generic[Tokenized]):
             need = "data.chat is set" if self.config.chat else f"the {self.noun} of {self.path} are messages"
             message = f"{need}, but the model has no chat template: set data.chat_template to a Jinja file"
             raise InvalidInput(message, field="data.chat_template")
-        ignored = [key for key in ("system_prompt", "chat_template_kwargs") if getattr(self.config, key)]
+        config = self.config
+        of_templates = {"system_prompt": config.system_prompt, "chat_template_kwargs": config.chat_template_kwargs}
+        ignored = [key for key, value in of_templates.items() if value]
         if ignored and not self.is_templated:
             message = f"data.{ignored[0]} is set, but {self.path} has text prompts: set data.chat to template them"
             raise InvalidInput(message, field=f"data.{ignored[0]}")

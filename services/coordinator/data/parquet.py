@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 
 from services.common.errors import InvalidInput, NotFound
 
+Record = Mapping[str, Any]
+"""A row: column -> value, as Parquet or JSON has it."""
 _ROWS_AT_ONCE = 4096
 
 
@@ -33,7 +35,7 @@ def read_table(path: Path, *, field: str) -> pa.Table:
         raise InvalidInput(f"{field}: {path} is not a readable Parquet file: {reason}", field=field) from error
 
 
-def iter_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+def iter_rows(table: pa.Table) -> Iterator[Record]:
     """Yields rows as dictionaries, in order."""
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
         yield from batch.to_pylist()

@@ -1,7 +1,7 @@
 """Checks that a chat template does not change earlier text when messages are added to a conversation."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.common.errors import InvalidInput
 from services.coordinator.data.chat_template import Message
@@ -18,11 +18,12 @@ _FIX_TURN = (
 class Renders(Protocol):
     """A ChatTemplate or a Tokenizer."""
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Renders `messages`; see ChatTemplate.render."""
+        ...
 
 
-def check_prefix_stable(template: Renders, messages: Sequence[Message], **variables: Any) -> None:
+def check_prefix_stable(template: Renders, messages: Sequence[Message], **variables: object) -> None:
     """Rejects a template whose training text differs from what the model sees when it answers.
 
     For each assistant message k, the rendering of messages[:k] with the header of the assistant's turn must be a prefix

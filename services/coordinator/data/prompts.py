@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class Prompt:
     """The text that was tokenized, after the chat template."""
     tokens: tuple[int, ...]
     answer: str
-    extra: dict[str, Any]
+    extra: dict[str, object]
     """Further columns, as JSON values."""
 
 

@@ -1,14 +1,15 @@
 """Reads files of prompts."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from services.common.config.data import DataConfig
 from services.coordinator.data.bad_rows import BadRow
 from services.coordinator.data.columns import as_messages, is_json, is_prompt, is_text, require
-from services.coordinator.data.files import Row, RowFile, hash_of
+from services.coordinator.data.files import Limits, Row, RowFile, hash_of
+from services.coordinator.data.parquet import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class PromptRow(Row):
     """
 
     answer: str
-    extra: dict[str, Any]
+    extra: dict[str, object]
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
 
     @property
@@ -28,10 +29,15 @@ class PromptRow(Row):
         return len(self.tokens)
 
 
-class PromptFile(RowFile[PromptRow]):
+class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     """A file with a prompt column, an answer column and extra columns for the scorers."""
 
-    noun, per_step, max_tokens, max_eval = "prompts", "prompts_per_step", "max_prompt_tokens", "max_eval_prompts"
+    noun = "prompts"
+
+    @classmethod
+    def _limits(cls, config: DataConfig) -> Limits:
+        per_step, max_tokens = config.prompts_per_step, config.max_prompt_tokens
+        return Limits(("prompts_per_step", per_step), ("max_prompt_tokens", max_tokens), config.max_eval_prompts)
 
     def _check_columns(self) -> pa.DataType:
         prompt, answer, wanted = self.config.prompt_column, self.config.answer_column, self.config.extra_columns
@@ -45,7 +51,7 @@ class PromptFile(RowFile[PromptRow]):
         self._require(is_text(kind_of_answer), answer, self.field, "not text")
         return kind
 
-    def _read(self, where: str, number: int, record: dict[str, Any]) -> PromptRow:
+    def _read(self, where: str, number: int, record: Record) -> PromptRow:
         prompt, answer = record[self.config.prompt_column], record[self.config.answer_column]
         extra = {name: record[name] for name in self._extra}
         messages = as_messages(prompt)

@@ -85,7 +85,7 @@ class Tokenizer:
         """Returns the text of `tokens`."""
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Renders `messages` with the chat template, followed by the header of the assistant's turn.
 
         Raises:
@@ -95,7 +95,7 @@ class Tokenizer:
         if self._template is None:
             message = "messages need a chat template and the model has none: set data.chat_template to a Jinja file"
             raise InvalidInput(message, field="data.chat_template")
-        return self._template.render(messages, **variables)
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -139,7 +139,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any]) -> No
             )
 
 
-def _content(token: str | Mapping[str, Any]) -> str:
+def _content(token: str | Mapping[str, str]) -> str:
     return token if isinstance(token, str) else token["content"]
 
 

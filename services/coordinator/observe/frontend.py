@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rich.console import Console
 
+from services.common.config.any import AnyConfig
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
@@ -14,7 +15,10 @@ from services.coordinator.runs.run import Run
 class Frontend(Protocol):
     """Shows what a session does. If `console` is None, the caller has already configured logging."""
 
-    console: Console | None
+    @property
+    def console(self) -> Console | None:
+        """Shows the log's warnings."""
+        ...
 
     def say(self, line: str) -> None:
         """Shows a line that says what the session does next."""
@@ -40,7 +44,7 @@ class TerminalFrontend:
         return Terminal(self._console, run.num_steps)
 
 
-def stop_on_signal(run: Run, console: Console) -> None:
+def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
     """Stops the run after its current step on the first Ctrl-C or SIGTERM, and immediately on the second."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 

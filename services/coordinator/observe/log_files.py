@@ -5,11 +5,11 @@ import logging
 from rich.console import Console
 from rich.logging import RichHandler
 
-from services.common.config.run import Config
+from services.common.config.any import AnyConfig
 from services.common.telemetry.logs import formatter
 
 
-def log_file(config: Config) -> logging.Handler:
+def log_file(config: AnyConfig) -> logging.Handler:
     """Returns a handler that appends to the run's logs/coordinator.log. Creates the directory."""
     path = config.run_dir / "logs" / "coordinator.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -18,7 +18,7 @@ def log_file(config: Config) -> logging.Handler:
     return to_file
 
 
-def log_to(config: Config, console: Console) -> None:
+def log_to(config: AnyConfig, console: Console) -> None:
     """Logs everything to coordinator.log and warnings also to `console`, unwrapped if it is not a terminal."""
     to_console: logging.Handler = logging.StreamHandler(console.file)
     line = "%(asctime)s %(levelname)s %(message)s"

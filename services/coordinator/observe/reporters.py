@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from services.common.config.run import Config
+from services.common.config.any import AnyConfig
 from services.coordinator.observe.columns import fitting
 from services.coordinator.runs.reporter import Reporter, in_order
 
@@ -123,7 +123,7 @@ def _line(cells: Sequence[str]) -> str:
     return "  ".join(f"{cell:>10}" for cell in cells)
 
 
-def files(config: Config, version: int) -> list[Reporter]:
+def files(config: AnyConfig, version: int) -> list[Reporter]:
     """Returns the reporters that write a run's metrics to files; the run continues from `version`."""
     directory = config.run_dir
     return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version)]

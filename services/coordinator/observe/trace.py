@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from services.common.config.run import Config
+from services.common.config.any import AnyConfig
 from services.common.rpc.server import INCARNATION
 from services.common.telemetry.otel import Otel
 from services.common.telemetry.trace import Trace, join
@@ -21,7 +21,7 @@ def trace_path(run_dir: Path, name: str) -> Path:
 class RunTrace(Reporter):
     """Records a span per step with the loop's phases in it. At the end, joins all spans of the run in trace.json."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: AnyConfig):
         self._run_dir = config.run_dir if config.trace else None
         path = trace_path(self._run_dir, "coordinator") if self._run_dir else ""
         endpoint, field = config.observability.otel_endpoint, "observability.otel_endpoint"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
+from services.common.config.any import AnyConfig
 from services.common.telemetry.metrics_server import Metrics, Page
 from services.coordinator.observe.prometheus import Prometheus
 from services.coordinator.observe.trace import RunTrace
@@ -11,7 +12,7 @@ from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
 
-def watchers(run: Run) -> list[Reporter]:
+def watchers(run: Run[AnyConfig]) -> list[Reporter]:
     """Creates the reporters before any service starts, so that a bad setting fails before a model is loaded.
 
     Raises:
@@ -25,7 +26,7 @@ def watchers(run: Run) -> list[Reporter]:
     return found
 
 
-def _open(run: Run) -> Iterator[Reporter]:
+def _open(run: Run[AnyConfig]) -> Iterator[Reporter]:
     settings = run.config.observability
     if run.config.trace or settings.otel_endpoint:
         yield RunTrace(run.config)

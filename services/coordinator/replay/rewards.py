@@ -1,7 +1,6 @@
 """Scores the recorded samples of a step again with the run's scorers."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
@@ -9,13 +8,13 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 from services.common.errors import LockstepError, NotFound, Reason
 from services.common.tasks import gather
 from services.coordinator.data.groups import FINISH_REASONS, SampledGroup
+from services.coordinator.data.parquet import Record as Row
 from services.coordinator.data.prompts import Prompt, PromptDataset
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.replay.record import Batch, Difference, compare, require_same_data
 from services.coordinator.services.clients.reward import Reward
 
 _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
-Row = Mapping[str, Any]
 
 
 async def replay_rewards(

@@ -12,6 +12,9 @@ from typing import Any
 
 from services.common.errors import PreconditionFailed
 
+Decision = dict[str, Any]
+"""A decision as it is read back: its `version`, and what was given to `Ledger.record`, after JSON."""
+
 
 class Kind(StrEnum):
     """Kind of a decision."""
@@ -58,19 +61,19 @@ class Ledger:
             "num_passed INTEGER NOT NULL, PRIMARY KEY (step, prompt_id)) WITHOUT ROWID"
         )
 
-    def record(self, kind: Kind, version: int | None = None, **body: Any) -> int:
+    def record(self, kind: Kind, version: int | None = None, **body: object) -> int:
         """Appends a decision and syncs it to disk. Returns its sequence number."""
         row = (time.time(), kind.value, version, json.dumps(body))
         cursor = self._db.execute("INSERT INTO decisions (time, kind, version, body) VALUES (?, ?, ?, ?)", row)
         assert cursor.lastrowid is not None
         return cursor.lastrowid
 
-    def all(self, kind: Kind) -> list[dict[str, Any]]:
+    def all(self, kind: Kind) -> list[Decision]:
         """Returns all decisions of a kind, oldest first, each with its `version`."""
         rows = self._db.execute("SELECT version, body FROM decisions WHERE kind = ? ORDER BY seq", (kind.value,))
         return [{"version": version, **json.loads(body)} for version, body in rows]
 
-    def last(self, kind: Kind, version: int | None = None) -> dict[str, Any] | None:
+    def last(self, kind: Kind, version: int | None = None) -> Decision | None:
         """Returns the newest decision of a kind, optionally only of one version; None if there is none."""
         row = self._db.execute(
             "SELECT version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2) "
@@ -79,7 +82,7 @@ class Ledger:
         ).fetchone()
         return {"version": row[0], **json.loads(row[1])} if row else None
 
-    def checkpoints(self, kind: Kind) -> list[dict[str, Any]]:
+    def checkpoints(self, kind: Kind) -> list[Decision]:
         """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""
         rows = self._db.execute(
             "SELECT version, body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("

@@ -5,7 +5,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,9 +50,9 @@ class RunRecord:
         batch: pa.Table,
         stamp: PolicyStamp,
         *,
-        decision: Mapping[str, Any],
+        decision: Mapping[str, object],
         outcomes: Mapping[str, tuple[int, int]],
-        **collected: Any,
+        **collected: object,
     ) -> None:
         """Writes a step's batch to disk and records how it was selected, before it is trained on.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config.run import Config
+from services.common.config.any import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.versions import installed
 from services.coordinator.runs.ledger import Kind, Ledger
@@ -43,7 +43,7 @@ class Start:
     critic_checkpoint: str = ""
 
 
-def open_run(config: Config) -> Start:
+def open_run(config: AnyConfig) -> Start:
     """Opens or creates the run's directory according to `config.resume`.
 
     Raises:
@@ -78,7 +78,7 @@ def is_path(resume: str) -> bool:
     return resume not in ("auto", "never", "must")
 
 
-def _open(config: Config, ledger: Ledger, checkpoint: str) -> Start:
+def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     opened = ledger.last(Kind.OPENED)
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
     if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
@@ -137,7 +137,7 @@ def step_of(checkpoint: str) -> int:
         raise DataLoss(f"resume: {manifest} is damaged: {error!r}") from error
 
 
-def _newest(ledger: Ledger, config: Config) -> str:
+def _newest(ledger: Ledger, config: AnyConfig) -> str:
     saved = ledger.checkpoints(Kind.SAVED)
     if not saved:
         if config.resume == "must":
@@ -152,7 +152,7 @@ def _newest(ledger: Ledger, config: Config) -> str:
     return newest["path"]
 
 
-def _require_same(config: Config, before: dict[str, object], ledger: Ledger) -> None:
+def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) -> None:
     now = json.loads(config.model_dump_json())
     changed = [key for key in differences(now, before) if not _may_change(key)]
     if changed:

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Generic
 
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
+from typing_extensions import TypeVar
 
+from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.telemetry.context import within
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
@@ -15,12 +18,15 @@ from services.coordinator.runs.record import RunRecord
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.resume import Start
 
+ConfigT = TypeVar("ConfigT", bound=AnyConfig, covariant=True, default=Config)
 
-class Run:
+
+class Run(Generic[ConfigT]):
     """Decides when checkpoints and evaluations are due, and notifies the reporters."""
 
-    def __init__(self, config: Config, start: Start):
-        self.config, self.run_id, self.num_steps = config, start.run_id, config.num_steps
+    def __init__(self, config: ConfigT, start: Start):
+        self.config, self.run_id = config, start.run_id
+        self.num_steps = config.num_steps or 0  # a supervised run may count epochs: sft.loop.use_rows
         self.resume_from, self.resume_critic_from = start.checkpoint, start.critic_checkpoint
         self.stopping = False
         self.version = 0

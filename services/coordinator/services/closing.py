@@ -1,7 +1,6 @@
 """Ends a run: exports the policy and closes the run on services that keep running."""
 
 import logging
-from typing import Any
 
 from google.protobuf.message import Message
 from lockstep.reward.v1 import reward_pb2
@@ -14,8 +13,9 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 
+from services.common.config.any import AnyConfig
 from services.common.errors import LockstepError
-from services.common.rpc.client import Client, Method
+from services.common.rpc.client import Client, Method, Request
 from services.common.tasks import gather
 from services.coordinator.observe.outcome import Outcome
 from services.coordinator.runs.clock import Phase
@@ -26,7 +26,7 @@ from services.coordinator.services.launch import Addresses
 log = logging.getLogger(__name__)
 
 
-async def finish(run: Run, trainer: Trainer) -> Outcome:
+async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
     """Exports the final policy if the run has done all its steps and `checkpoint.export_at_end` is set."""
     directory, export_path = run.config.run_dir, None
     if run.version >= run.num_steps and run.config.checkpoint.export_at_end:
@@ -38,28 +38,32 @@ async def finish(run: Run, trainer: Trainer) -> Outcome:
     return Outcome(directory, run.version, run.num_steps, run.record.evaluations(), export_path)
 
 
-async def close_run(run: Run, addresses: Addresses) -> None:
+async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
     """Tells services that were given by address to free what they hold for `run`, which ended without an error.
 
     If a service fails to do so, it is only logged: the next run opened there replaces this one, so nothing is lost.
     """
-    id_of = {"run_id": run.run_id}
-    trainers = {addresses.trainer, addresses.reference, addresses.critic}
-    kinds = (
-        ([addresses.reward], RewardServiceStub, RewardService.CloseRun, reward_pb2.CloseRunRequest(**id_of)),
-        (trainers, TrainerServiceStub, TrainerService.CloseRun, trainer_pb2.CloseRunRequest(**id_of)),
-        (addresses.rollout, RolloutServiceStub, RolloutService.CloseRun, rollout_pb2.CloseRunRequest(**id_of)),
+    run_id = run.run_id
+
+    def given(stub: type, *all_at: str) -> list[Client]:
+        """A client of each service that was not started here."""
+        there = [at for at in dict.fromkeys(all_at) if at and at not in addresses.started]
+        return [Client(at, stub, addresses.transport) for at in there]
+
+    reward, trainer = reward_pb2.CloseRunRequest(run_id=run_id), trainer_pb2.CloseRunRequest(run_id=run_id)
+    rollout = rollout_pb2.CloseRunRequest(run_id=run_id)
+    trainers = given(TrainerServiceStub, *addresses.trainers.values())
+    replicas = given(RolloutServiceStub, *addresses.rollout)
+    await gather(
+        [
+            *(_close(run, one, RewardService.CloseRun, reward) for one in given(RewardServiceStub, addresses.reward)),
+            *(_close(run, one, TrainerService.CloseRun, trainer) for one in trainers),
+            *(_close(run, one, RolloutService.CloseRun, rollout) for one in replicas),
+        ]
     )
-    given = [
-        (Client(at, stub, addresses.transport), method, request)
-        for all_at, stub, method, request in kinds
-        for at in all_at
-        if at and at not in addresses.started
-    ]
-    await gather(_close(run, client, method, request) for client, method, request in given)
 
 
-async def _close(run: Run, client: Client, method: Method[Any, Message], request: Any) -> None:
+async def _close(run: Run[AnyConfig], client: Client, method: Method[Request, Message], request: Request) -> None:
     try:
         await client.call(method, request, timeout_s=run.config.timeouts.info_s)
     except LockstepError as error:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 
@@ -32,7 +33,7 @@ def visible_gpus() -> list[str]:
 
 
 def split_gpus(
-    ranks: dict[str, int], config: Config, *, available: Sequence[str], start_rollout: bool
+    ranks: dict[str, int], config: AnyConfig, *, available: Sequence[str], start_rollout: bool
 ) -> dict[str, str]:
     """Returns CUDA_VISIBLE_DEVICES by service name; empty if the host has no GPU.
 
@@ -48,7 +49,7 @@ def split_gpus(
     if not available:
         return {}
     wanted = dict(ranks)
-    if start_rollout:
+    if start_rollout and isinstance(config, Config):
         replica = config.rollout.tensor_parallel_size
         wanted |= {f"rollout-{index}": replica for index in range(config.rollout.num_replicas)}
     total = sum(wanted.values())

@@ -3,7 +3,7 @@
 import json
 from contextlib import ExitStack
 
-from services.common.config.run import Config
+from services.common.config.any import AnyConfig
 from services.common.rpc.ports import hold_free_port
 
 TARGETS = "prometheus.json"
@@ -12,7 +12,7 @@ TARGETS = "prometheus.json"
 class ServiceFlags:
     """Builds these flags for each started service, and lists the metrics pages for Prometheus."""
 
-    def __init__(self, config: Config, host: str, ports: ExitStack):
+    def __init__(self, config: AnyConfig, host: str, ports: ExitStack):
         self._config, self._settings = config, config.observability
         self._host, self._ports = host, ports
         self._targets: list[dict[str, object]] = []

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.rpc.ports import hold_free_port
@@ -44,13 +45,19 @@ class Addresses:
 
     def of(self, model: str) -> str:
         """Returns the address of the trainer of config section `model`: its own if it has one, else the policy's."""
-        return getattr(self, model) or self.trainer
+        return self.trainers[model] or self.trainer
+
+    @property
+    def trainers(self) -> dict[str, str]:
+        """Address of the trainer of each model, by config section; may be empty."""
+        return {"trainer": self.trainer, "reference": self.reference, "critic": self.critic}
 
     def require_own(self, config: Config) -> None:
         """Raises InvalidInput if a model has an address here but `config` gives it no trainer of its own."""
         for name in ("reference", "critic"):
-            if getattr(self, name) and (name not in config.models or getattr(config, name).deployment != "own"):
-                raise InvalidInput(f"--{name}: set {name}.deployment=own, or omit the option", field=f"--{name}")
+            is_own = name in config.models and _has_own_ranks(config, name)
+            if self.trainers[name] and not is_own:
+                raise InvalidInput(f"--{name}: set {name}.deployment=own, or leave it out", field=f"--{name}")
 
 
 @dataclass
@@ -115,6 +122,7 @@ class Child:
         await self.process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
+        assert self.process is not None, "it was started"
         with contextlib.suppress(ProcessLookupError):  # no process is left in the session
             os.killpg(self.process.pid, number)
 
@@ -132,16 +140,18 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def launch(
-    config: Config, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
+    config: AnyConfig, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
 ) -> AsyncIterator[Fleet]:
     """Yields the services for `config`: those of `given`, and the others, which are started here and always stopped.
 
     Only kinds in `services` are started; an SFT run, for example, needs no rollout and no reward. If `sharing` is
     given, each rank gets as many CPU threads as in a run of that config, because sums depend on the number of threads.
     """
-    starts_rollout = "rollout" in services and not given.rollout
+    num_replicas = 0
+    if isinstance(config, Config) and "rollout" in services and not given.rollout:
+        num_replicas = config.rollout.num_replicas
     ranks = started_ranks(config, given) if "trainer" in services else {}
-    gpus = split_gpus(ranks, config, available=visible_gpus(), start_rollout=starts_rollout)
+    gpus = split_gpus(ranks, config, available=visible_gpus(), start_rollout=num_replicas > 0)
     children: list[Child] = []
     started: set[str] = set()
     with contextlib.ExitStack() as ports:
@@ -159,7 +169,7 @@ async def launch(
             started.add(address)
             return address
 
-        trainers = {name: getattr(given, name) for name in ("trainer", "reference", "critic")}
+        trainers = given.trainers
         threads = str(_threads_per_rank(started_ranks(sharing or config, given)))
         for name, count in ranks.items():
             sizes = ("--nproc-per-node", str(count), "--threads-per-rank", threads)
@@ -171,7 +181,7 @@ async def launch(
             rollout=given.rollout
             or tuple(
                 add(f"rollout-{index}", "-m", "services.rollout", restarts=_MAX_RESTARTS)
-                for index in range(config.rollout.num_replicas if starts_rollout else 0)
+                for index in range(num_replicas)
             ),
             started=frozenset(started),  # complete: the calls of add() above have been made
         )
@@ -185,7 +195,7 @@ async def launch(
         flags.remove_targets()
 
 
-def started_ranks(config: Config, given: Addresses) -> dict[str, int]:
+def started_ranks(config: AnyConfig, given: Addresses) -> dict[str, int]:
     """Returns the number of ranks of each model in `config` whose trainer is started here."""
     return {name: model.num_ranks for name, model in config.models.items() if _is_started(name, config, given)}
 
@@ -195,6 +205,10 @@ def _threads_per_rank(ranks: Mapping[str, int]) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, sum(ranks.values())))
 
 
-def _is_started(name: str, config: Config, given: Addresses) -> bool:
-    has_own = name == "trainer" or getattr(config, name).deployment == "own"
-    return has_own and not getattr(given, name)
+def _is_started(name: str, config: AnyConfig, given: Addresses) -> bool:
+    return _has_own_ranks(config, name) and not given.trainers[name]
+
+
+def _has_own_ranks(config: AnyConfig, name: str) -> bool:
+    section = role_section(config, name)
+    return section is None or section.deployment == "own"

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, closing, contextmanager
 
 from rich.console import Console
 
+from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import Unavailable
 from services.common.tasks import task_group
@@ -13,14 +14,14 @@ from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
 from services.coordinator.observe.watchers import watchers
 from services.coordinator.runs.resume import Start, open_run
-from services.coordinator.runs.run import Run
+from services.coordinator.runs.run import ConfigT, Run
 from services.coordinator.services.launch import SERVICES, Addresses, Fleet, launch
 
 _EXIT_ERROR_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def recorded_run(config: Config, console: Console | None, start: Start | None = None) -> Iterator[Run]:
+def recorded_run(config: ConfigT, console: Console | None, start: Start | None = None) -> Iterator[Run[ConfigT]]:
     """Opens the run's record, its log and its watchers.
 
     Args:
@@ -40,7 +41,7 @@ def recorded_run(config: Config, console: Console | None, start: Start | None = 
 
 @asynccontextmanager
 async def running_services(
-    run: Run, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
+    run: Run[AnyConfig], given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
 ) -> AsyncIterator[Addresses]:
     """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.config.sft import SftConfig
 from services.common.megatron.layout import samples_at_once
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
@@ -36,12 +37,8 @@ class SftTrainer(Trainer):
         logprobs = pc.list_flatten(await self.forward(batch)).filter(pc.list_flatten(batch["loss_mask"]))
         return -pc.sum(logprobs.cast(pa.float64())).as_py(), len(logprobs)
 
-    @property
-    def _temperature(self) -> float:
-        return 1.0
 
-
-def use_rows(run: Run, data: SftDataset) -> None:
+def use_rows(run: Run[SftConfig], data: SftDataset) -> None:
     """Records the training rows before the first step and sets `run.num_steps`, which may depend on their number.
 
     Raises:
@@ -49,10 +46,10 @@ def use_rows(run: Run, data: SftDataset) -> None:
     """
     run.record.require_same_data(data.digest)
     run.record.ledger.record(Kind.COLLECTED, dataset=data.digest, rows=len(data))
-    run.num_steps = run.config.num_steps or data.num_steps(run.config.num_epochs)
+    run.num_steps = run.config.num_steps or data.num_steps(run.config.num_epochs or 0)
 
 
-def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
+def step_metrics(run: Run[SftConfig], trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
     """Returns the metrics of the current step: of its batch, its update (`trained`) and its timing."""
     times = run.clock.metrics()
     num_tokens = sum(pc.sum(pc.list_value_length(batch[name])).as_py() for name in ("prompt_tokens", "tokens"))
@@ -66,7 +63,7 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
     }
 
 
-async def train(run: Run, data: SftData, trainer: SftTrainer, version: int) -> None:
+async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer, version: int) -> None:
     """Trains from `version`, which the trainer holds, to `run.num_steps` or until the run is stopped."""
     if run.eval_due(version) and not run.record.was_evaluated(version):
         await evaluate(run, data.held_out, trainer, version)
@@ -86,7 +83,9 @@ async def train(run: Run, data: SftData, trainer: SftTrainer, version: int) -> N
         await run.end_checkpoints([trainer])
 
 
-async def evaluate(run: Run, held_out: Mapping[str, Sequence[Example]], trainer: SftTrainer, version: int) -> None:
+async def evaluate(
+    run: Run[SftConfig], held_out: Mapping[str, Sequence[Example]], trainer: SftTrainer, version: int
+) -> None:
     """Computes the mean loss per held-out token, `eval/<set>/nll`, and its exponential, `eval/<set>/perplexity`."""
     metrics: dict[str, float] = {}
     with run.phase(Phase.EVALUATING):
@@ -97,7 +96,7 @@ async def evaluate(run: Run, held_out: Mapping[str, Sequence[Example]], trainer:
     run.finish_evaluation(version, metrics)
 
 
-def _parts(run: Run, rows: Sequence[Example], version: int) -> Iterator[pa.Table]:
+def _parts(run: Run[SftConfig], rows: Sequence[Example], version: int) -> Iterator[pa.Table]:
     """Yields batches of `samples_per_step` held-out rows, padded with masked rows so that every rank has one."""
     size, at_once = run.config.data.samples_per_step, samples_at_once(run.config.trainer)
     for begin in range(0, len(rows), size):

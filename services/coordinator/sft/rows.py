@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.bad_rows import BadRow
 from services.coordinator.data.chat_template import Message, TemplateRefusal
 from services.coordinator.data.columns import as_conversation, as_messages, is_messages, is_prompt, is_text, require
-from services.coordinator.data.files import Row, RowFile, hash_of
+from services.coordinator.data.files import Limits, Row, RowFile, hash_of
+from services.coordinator.data.parquet import Record
 from services.coordinator.data.prefix_stable import check_prefix_stable
 
 
@@ -37,10 +38,15 @@ class Example:
         return len(self.prompt_tokens) + len(self.tokens)
 
 
-class SftFile(RowFile[Example]):
+class SftFile(RowFile[SftDataConfig, Row, Example]):
     """A file with a prompt and a response column, or with one column of conversations."""
 
-    noun, per_step, max_tokens, max_eval = "rows", "samples_per_step", "max_tokens", "max_eval_rows"
+    noun = "rows"
+
+    @classmethod
+    def _limits(cls, config: SftDataConfig) -> Limits:
+        per_step = ("samples_per_step", config.samples_per_step)
+        return Limits(per_step, ("max_tokens", config.max_tokens), config.max_eval_rows)
 
     def _check_columns(self) -> pa.DataType:
         if self.config.messages_column:
@@ -59,7 +65,7 @@ class SftFile(RowFile[Example]):
         self._require(is_right(kind), column, key, problem)
         return kind
 
-    def _read(self, where: str, number: int, record: dict[str, Any]) -> Row:
+    def _read(self, where: str, number: int, record: Record) -> Row:
         config = self.config
         if config.messages_column:
             content = record[config.messages_column]
@@ -73,7 +79,7 @@ class SftFile(RowFile[Example]):
         except TemplateRefusal:  # only this row is bad; any other error of the template affects all rows
             raise
         except InvalidInput as error:
-            raise InvalidInput(f"{where}: {error.message}", **error.metadata) from error
+            raise InvalidInput(f"{where}: {error.message}", reason=error.reason, **error.metadata) from error
         return Row(where, number, hash_of(content), tuple(pieces))
 
     def _pieces(self, messages: Sequence[Message]) -> list[str]:

@@ -51,7 +51,7 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
 
 
 @asynccontextmanager
-async def _open_trainer(run: Run, addresses: Addresses) -> AsyncIterator[SftTrainer]:
+async def _open_trainer(run: Run[SftConfig], addresses: Addresses) -> AsyncIterator[SftTrainer]:
     trainer = SftTrainer(addresses.trainer, run.config, addresses.transport)
     try:
         await trainer.open(run.run_id, run.resume_from)

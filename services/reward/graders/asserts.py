@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-from typing import Any
 
 from services.reward.harness import encode
 
@@ -23,7 +22,7 @@ def __equal__(left, right):
 """
 
 
-def split_assert(code: str) -> tuple[str, Any] | None:
+def split_assert(code: str) -> tuple[str, object] | None:
     """Splits `assert EXPRESSION == LITERAL` into the expression and the literal as harness.encode writes it.
 
     Returns None if `code` has another form.

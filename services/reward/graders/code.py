@@ -39,7 +39,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class Test:
     config is wrong, not the program.
     """
 
-    request: dict[str, Any]
+    request: Mapping[str, object]
     accepts: Callable[[str], bool]
     input_bytes: int = 0
     output_bytes: int = 0
@@ -189,14 +189,14 @@ def _same_number(expected: float, output: float, tolerance: float) -> bool:
     return math.isclose(expected, output, rel_tol=tolerance, abs_tol=tolerance)
 
 
-def _same_json(expected: Any, tolerance: float, output: str) -> bool:
+def _same_json(expected: object, tolerance: float, output: str) -> bool:
     try:
         return _same_value(expected, json.loads(output), tolerance)
     except (ValueError, OverflowError, RecursionError):
         return False
 
 
-def _same_value(expected: Any, output: Any, tolerance: float) -> bool:
+def _same_value(expected: object, output: object, tolerance: float) -> bool:
     if isinstance(expected, list) and isinstance(output, list):
         pairs = zip(expected, output, strict=False)
         return len(expected) == len(output) and all(_same_value(*pair, tolerance) for pair in pairs)

@@ -5,15 +5,18 @@ limit ends it. math-verify's own time limits (SIGALRM) are off, because they can
 """
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
+import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from services.reward.compat.math_verify import refuse_eval
 from services.reward.scorers.base import FailureReason, ScoringError
 
 refuse_eval()
+
+Expression = sympy.Basic | sympy.MatrixBase | str
 
 MAX_ANSWER_CHARS = 2048
 """Maximum length of an answer, because the parser and the search patterns take quadratic time or more. A longer boxed
@@ -57,7 +60,7 @@ def last_boxed(text: str) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def _parse_gold(answer: str) -> tuple[str, tuple[Any, ...]]:
+def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
     boxed = last_boxed(answer)
     text = (answer if boxed is None else boxed).strip()
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
@@ -71,15 +74,15 @@ def _parse_gold(answer: str) -> tuple[str, tuple[Any, ...]]:
     return text, parsed
 
 
-def _parse_end(completion: str) -> tuple[Any, ...]:
-    return tuple(parse(completion[-MAX_ANSWER_CHARS:], _ANYWHERE, parsing_timeout=None))
+def _parse_end(completion: str) -> tuple[Expression, ...]:
+    return tuple(parse(completion[-MAX_ANSWER_CHARS:], _ANYWHERE, parsing_timeout=0))
 
 
-def _parse_answer(text: str) -> tuple[Any, ...]:
+def _parse_answer(text: str) -> tuple[Expression, ...]:
     """Returns the sympy expression and the normalized text of `text`; one or none of them if it cannot be parsed."""
     if len(text) > MAX_ANSWER_CHARS:
         return ()
-    return tuple(parse(f"\\boxed{{{text}}}", _BOXED, parsing_timeout=None))
+    return tuple(parse(f"\\boxed{{{text}}}", _BOXED, parsing_timeout=0))
 
 
 def _compare_texts(gold: str, predicted: str) -> bool | None:
@@ -91,7 +94,7 @@ def _compare_texts(gold: str, predicted: str) -> bool | None:
     return None
 
 
-def _equal(gold: Any, predicted: Any) -> bool:
+def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
     # parse() returns texts last. Compare them first, because sympy has nothing to do if they are equal.
     return verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True)
 

@@ -4,18 +4,30 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from services.reward.scorers.base import FailureReason, ScoringError
 
 _ROLES = ("user", "assistant")
 
 
+class Limits(TypedDict):
+    """Sizes of the work at once and of a sample."""
+
+    batch_size: int
+    max_tokens: int | None
+
+
 def load(
-    *, path: str, label: int | None, template: str, device: str, dtype: str, **limits: Any
+    *, path: str, label: int | None, template: str, device: str, dtype: str, **limits: Unpack[Limits]
 ) -> tuple[Callable[..., list[float | ScoringError]], str]:
     """Loads the model at `path`. Returns its scorer, and the hash of its files and settings.
 
@@ -44,16 +56,24 @@ def load(
 class RewardModel:
     """Returns the logits of `model` at `label`, computed for at most `batch_size` samples at a time."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, label: int, is_chat: bool, batch_size: int, **limits: int | None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        label: int,
+        is_chat: bool,
+        **limits: Unpack[Limits],
+    ):
         self._model, self._tokenizer, self._label, self._is_chat = model, tokenizer, label, is_chat
         self._pad_token_id = model.config.pad_token_id
         # Without a pad token the model cannot find the end of a padded sample.
-        self._batch_size = 1 if self._pad_token_id is None else batch_size
+        self._batch_size = 1 if self._pad_token_id is None else limits["batch_size"]
         self._max_tokens = limits["max_tokens"] or getattr(model.config, "max_position_embeddings", None)
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(re.escape(token) for token in special)) if special else None
 
-    def __call__(self, *, prompt: Sequence[str], completion: Sequence[str], **_: Any) -> list[float | ScoringError]:
+    def __call__(self, *, prompt: Sequence[str], completion: Sequence[str], **_: object) -> list[float | ScoringError]:
         """Returns one logit per sample, or an error for a sample of more than `max_tokens` tokens."""
         tokens = [self._encode(*texts) for texts in zip(prompt, completion, strict=True)]
         scores: list[float | ScoringError] = [self._refusal(ids) for ids in tokens]
@@ -72,9 +92,11 @@ class RewardModel:
         if self._is_chat:
             messages = [{"role": r, "content": c} for r, c in zip(_ROLES, (prompt, completion), strict=True)]
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            assert isinstance(text, str), "tokenize=False gives text"
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
         text = prompt + completion
-        has_bos = bool(self._tokenizer.bos_token) and text.startswith(self._tokenizer.bos_token)
+        bos = self._tokenizer.bos_token
+        has_bos = isinstance(bos, str) and bos != "" and text.startswith(bos)
         return self._tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
 
     @torch.inference_mode()

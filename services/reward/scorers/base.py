@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from services.common.tasks import gather
 
@@ -32,7 +31,7 @@ class Item:
 
     prompt: str
     answer: str
-    extra: Mapping[str, Any]
+    extra: Mapping[str, object]
     completion: str
     num_tokens: int
     finish_reason: str

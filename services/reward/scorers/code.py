@@ -2,7 +2,6 @@
 
 import asyncio
 import platform
-from typing import Any
 
 from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.section import RewardConfig
@@ -71,7 +70,7 @@ class CodeScorer(Scorer):
         await asyncio.gather(*self._running, return_exceptions=True)
         self._sandbox.close()
 
-    def _tests_of(self, item: Item) -> Any:
+    def _tests_of(self, item: Item) -> object:
         key = self._config.tests_key
         if key is None:
             return item.answer

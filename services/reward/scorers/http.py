@@ -17,7 +17,6 @@ any other status fails the group. The answer may have at most 4 MiB and must not
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from services.common.config.reward.remote import HttpConfig
 from services.common.config.reward.section import RewardConfig
@@ -63,7 +62,7 @@ class HttpScorer(Scorer):
         await self._remote.close()
 
 
-def _parse(answer: Any, num_samples: int) -> tuple[list[float | ScoringError], str]:
+def _parse(answer: object, num_samples: int) -> tuple[list[float | ScoringError], str]:
     if not isinstance(answer, dict) or set(answer) != {"scores", "version"}:
         raise _error("the answer is not an object with only the keys scores and version")
     scores, version = answer["scores"], answer["version"]
@@ -74,11 +73,11 @@ def _parse(answer: Any, num_samples: int) -> tuple[list[float | ScoringError], s
     return [_parse_score(score) for score in scores], version
 
 
-def _parse_score(score: Any) -> float | ScoringError:
+def _parse_score(score: object) -> float | ScoringError:
     if isinstance(score, dict) and set(score) == {"error"} and isinstance(score["error"], str):
         return _error(score["error"][:_MAX_ERROR_CHARS])
     try:
-        if type(score) in (int, float) and math.isfinite(score):
+        if isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score):
             return float(score)
     except OverflowError:  # an integer too large for a float
         pass

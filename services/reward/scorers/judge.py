@@ -48,7 +48,7 @@ class JudgeScorer(Scorer):
         Raises:
             ScoringError: TIMEOUT or ERROR if the judge does not answer, ERROR if its answer has no number.
         """
-        request: dict[str, Any] = {
+        request: dict[str, object] = {
             "model": self._config.model,
             "messages": [{"role": "user", "content": self._render(item)}],
             "temperature": self._config.temperature,

@@ -23,4 +23,4 @@ class PythonScorer(WorkerScorer):
         """Calls the function once for the group if the config says so, otherwise once per item."""
         if not self._takes_groups:
             return await super().score_group(items)
-        return await self._pool.call_group(columns(items) | self._kwargs, len(items))
+        return await self._pool.call_group({**columns(items), **self._kwargs}, len(items))

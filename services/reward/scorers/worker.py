@@ -1,8 +1,7 @@
 """Base class of scorers whose work can hang or crash: they call a function in a pool of killable processes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from services.common.config.reward.scorer import ITEM_FIELDS
 from services.common.config.reward.section import RewardConfig
@@ -13,7 +12,7 @@ from services.reward.scorers.base import Item, Scorer
 class WorkerScorer(Scorer):
     """Calls `target`, a `module:function`, in a worker process with the item's fields and `kwargs`."""
 
-    def __init__(self, target: str, kwargs: dict[str, Any], run: RewardConfig):
+    def __init__(self, target: str, kwargs: Mapping[str, object], run: RewardConfig):
         self._kwargs = kwargs
         self._pool = WorkerPool(
             Target(target, max_memory_bytes=int(run.max_memory_gib * 2**30)),
@@ -27,13 +26,13 @@ class WorkerScorer(Scorer):
 
     async def score(self, item: Item) -> float:
         """Returns the function's result."""
-        return await self._pool.call(asdict(item) | self._kwargs)
+        return await self._pool.call({**asdict(item), **self._kwargs})
 
     async def close(self) -> None:
         """Kills the workers."""
         await self._pool.close()
 
 
-def columns(items: Sequence[Item]) -> dict[str, list[Any]]:
+def columns(items: Sequence[Item]) -> dict[str, list[object]]:
     """Returns each field of the items as a list, in the order of `items`."""
-    return {name: [getattr(item, name) for item in items] for name in ITEM_FIELDS}
+    return {name: [vars(item)[name] for item in items] for name in ITEM_FIELDS}

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from services.common.compat.torch import copy_all
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES
-from services.rollout.compat.torch import OperatorWatch, writes_input
+from services.rollout.compat.torch import OperatorWatch, OpOverload, writes_input
 
 
 class Place(NamedTuple):
@@ -82,7 +82,7 @@ class Recorder(OperatorWatch):
             self._refuse("a weight was loaded but not into the engine")
         return None if self.problem else self._copies
 
-    def see(self, func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def see(self, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Takes note of what an operator copied or computed."""
         if outputs and all(output.is_meta for output in outputs):  # vLLM counts elements on meta tensors
             return
@@ -107,7 +107,7 @@ class Recorder(OperatorWatch):
             if target.dtype != source.dtype or target.shape != source.shape:
                 self._refuse(f"{tuple(source.shape)} {source.dtype} is converted when loaded")
             piece = Piece(self._buckets[source_address], source.dtype, _place(source))
-            copy = Copy(piece, target.untyped_storage(), target.storage_offset(), target.stride())
+            copy = Copy(piece, target.untyped_storage(), _offset(target), target.stride())
             # A second copy to the same place replaces the first, because vLLM loads a bias twice.
             self._between[address][_place(target)] = copy
         elif self._is_loading(source_address):
@@ -121,7 +121,7 @@ class Recorder(OperatorWatch):
         num_known = sum(math.prod(place.size) for place in parts)
         if target.stride() != source.stride() or target.dtype != source.dtype or num_known != source.numel():
             self._refuse("a weight is rearranged or completed after it was loaded")
-        shift, storage = target.storage_offset() - source.storage_offset(), target.untyped_storage()
+        shift, storage = _offset(target) - _offset(source), target.untyped_storage()
         moved = (copy for copy in parts.values() if copy)
         self._copies += [Copy(copy.piece, storage, copy.offset + shift, copy.stride) for copy in moved]
         self._done |= {_address(target), _address(source)}
@@ -146,8 +146,12 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _offset(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
 def _place(tensor: torch.Tensor) -> Place:
-    return Place(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return Place(_offset(tensor), tuple(tensor.shape), tensor.stride())
 
 
 class DirectMap:

@@ -1,11 +1,11 @@
 """Loads received buckets into the engine: first by a recorded reload, then by a checked one, then by direct copies."""
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig
 
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import Bucket, Plan, unpack
@@ -24,7 +24,7 @@ Arrivals = Iterator[tuple[int, Bucket, torch.Tensor]]
 class Loading:
     """Loads publications of one plan into one engine worker. Call `load` once for every publication."""
 
-    def __init__(self, model: nn.Module, model_config: Any, plan: Plan, device: torch.device):
+    def __init__(self, model: nn.Module, model_config: ModelConfig, plan: Plan, device: torch.device):
         self._model, self._model_config, self._device = model, model_config, device
         self._plan = plan
         self._map: DirectMap | None = None
@@ -32,17 +32,17 @@ class Loading:
         self._problem = not_plain(model)
 
     @property
-    def buffers(self) -> list[torch.Tensor] | None:
+    def buffers(self) -> Sequence[torch.Tensor] | None:
         """Returns the buffers to receive into (bucket i into buffer i % n), or None if each bucket needs new memory."""
         return self._map.buffers if self._map and self._is_checked else None
 
     def load(self, arrivals: Arrivals) -> None:
         """Loads one publication and waits for the device."""
-        if self._is_checked:
+        if self._map and self._is_checked:
             for index, _, _ in arrivals:
                 self._map.load(index)
         elif self._map:
-            self._reload_and_check(arrivals)
+            self._reload_and_check(self._map, arrivals)
         elif self._problem:
             self._reload(arrivals)
         else:
@@ -76,8 +76,8 @@ class Loading:
         buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
         self._map = DirectMap(recorder.copies, len(self._plan.buckets), buffers)
 
-    def _reload_and_check(self, arrivals: Arrivals) -> None:
-        direct, received = self._map, WeightDigest("", self._device)
+    def _reload_and_check(self, direct: DirectMap, arrivals: Arrivals) -> None:
+        received = WeightDigest("", self._device)
 
         def digested() -> Arrivals:
             for index, bucket, flat in arrivals:

@@ -6,7 +6,7 @@ code runs inside the engine's processes; calls arrive through `collective_rpc`, 
 
 import itertools
 import time
-from typing import Any
+from typing import TypedDict
 
 import torch
 from lockstep.types.v1 import types_pb2
@@ -16,7 +16,7 @@ from services.common.weights.cost import Cost
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import Transfer, WeightGroup
 from services.common.weights.plan import Plan, unpack
-from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loading
+from services.rollout.compat.vllm.worker import WorkerExtension, model_of, rank_of, weight_loading
 from services.rollout.weights.adapter import load_adapter
 from services.rollout.weights.loading import NUM_BUFFERS, Arrivals, Loading
 
@@ -24,13 +24,39 @@ from services.rollout.weights.loading import NUM_BUFFERS, Arrivals, Loading
 _DEPTH = NUM_BUFFERS - 1
 
 
-class WeightReceiver:
-    """Joins an epoch, and receives, loads and hashes weights.
+class Failed(TypedDict):
+    """Answer of a worker that failed."""
 
-    vLLM's Worker has the attributes model_runner, vllm_config, device and rank.
-    """
+    error: str
 
-    def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> dict[str, Any]:
+
+class Joined(TypedDict):
+    """The answer of a worker that is in the epoch."""
+
+    plan_digest: str
+
+
+class Received(TypedDict):
+    """The answer of a worker that has a publication; the fields of rollout.v1.ReceiveWeightsResponse."""
+
+    digest: str
+    num_bytes: int
+    duration_s: float
+    wait_s: float
+    digest_s: float
+    extra_bytes: int
+
+
+class WeightReceiver(WorkerExtension):
+    """Joins an epoch, and receives, loads and hashes weights."""
+
+    _lockstep_group: WeightGroup | None = None
+    _lockstep_plan_message = b""
+    _lockstep_plan: Plan
+    _lockstep_loading: Loading
+    _lockstep_base_sums: tuple[int, int]
+
+    def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
         """Joins the epoch; returns the plan's digest as computed here, or the error."""
         self.lockstep_leave()
         try:
@@ -42,12 +68,12 @@ class WeightReceiver:
             return {"error": error.message}
         return {"plan_digest": self._lockstep_plan.digest}
 
-    def lockstep_receive(self, version: int) -> dict[str, Any]:
+    def lockstep_receive(self, version: int) -> Received | Failed:
         """Receives one publication into the live model; returns its digest, or the error.
 
         Errors are returned, not raised, because vLLM would report the first failing worker only.
         """
-        loading, group, begin = self._lockstep_loading, self._lockstep_group, time.perf_counter()
+        loading, group, begin = self._lockstep_loading, self._lockstep_joined_group(), time.perf_counter()
         plan, timing, cost = self._lockstep_plan, {"wait_s": 0.0}, Cost(self.device)
         try:
             skips_base = self._lockstep_skips_base()
@@ -67,27 +93,38 @@ class WeightReceiver:
             self.lockstep_leave()
             return {"error": f"{type(error).__name__}: {error}"}
         num_bytes, duration_s = plan.num_bytes_sent(skips_base=skips_base), time.perf_counter() - begin
-        return {"digest": content, "num_bytes": num_bytes, "duration_s": duration_s, **timing, **cost.measured()}
+        spent = cost.measured()
+        return {
+            "digest": content,
+            "num_bytes": num_bytes,
+            "duration_s": duration_s,
+            "wait_s": timing["wait_s"],
+            "digest_s": spent["digest_s"],
+            "extra_bytes": int(spent["extra_bytes"]),
+        }
 
     def lockstep_leave(self) -> None:
         """Leaves the epoch, if one was joined."""
-        group = getattr(self, "_lockstep_group", None)
-        self._lockstep_group = None
+        group, self._lockstep_group = self._lockstep_group, None
         if group is not None:
             group.abort()
 
     def _lockstep_set_plan(self, message: bytes) -> None:
         """Sets the plan. What was learned about the engine's memory is kept as long as the plan is the same."""
-        if getattr(self, "_lockstep_plan_message", None) != message:
+        if self._lockstep_plan_message != message:
             self._lockstep_plan = Plan(types_pb2.WeightPlan.FromString(message))
             self._lockstep_loading = Loading(model_of(self), self.model_config, self._lockstep_plan, self.device)
             self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
+
+    def _lockstep_joined_group(self) -> WeightGroup:
+        assert self._lockstep_group is not None, "the servicer has workers receive what they have joined"
+        return self._lockstep_group
 
     def _lockstep_skips_base(self) -> bool:
         """Whether all members have the same base, so that it is not sent again; the senders decide in the same way."""
         if not self._lockstep_plan.has_adapter:
             return False
-        agrees = self._lockstep_group.agrees(self._lockstep_base_sums)
+        agrees = self._lockstep_joined_group().agrees(self._lockstep_base_sums)
         return agrees and self._lockstep_base_sums != (0, 0)
 
     def _lockstep_load_base(self, arrivals: Arrivals) -> None:
@@ -105,7 +142,8 @@ class WeightReceiver:
         load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
 
     def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float], cost: Cost) -> Arrivals:
-        group, buckets, buffers = self._lockstep_group, self._lockstep_plan.buckets, self._lockstep_loading.buffers
+        group, plan, buffers = self._lockstep_joined_group(), self._lockstep_plan, self._lockstep_loading.buffers
+        buckets = plan.buckets
 
         def post(index: int) -> tuple[torch.Tensor, Transfer]:
             size, sender = buckets[index].num_bytes, buckets[index].sender

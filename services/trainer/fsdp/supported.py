@@ -33,7 +33,7 @@ def require_supported(hf_config: PretrainedConfig, causal_lm: nn.Module) -> None
     if others := set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}:
         _refuse(f"layers of type {', '.join(sorted(others))}")
     modules = (hf_config, *causal_lm.modules())
-    if any(getattr(module, "sliding_window", None) is not None for module in modules):
+    if any(getattr(module, "sliding_window", None) for module in modules):  # 0 is none, as of Qwen2-MoE
         _refuse("sliding_window in its config.json")
     if any(isinstance(module, nn.Conv1d) for module in modules):
         _refuse("convolutions over tokens")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from services.common.config.trainer.section import TrainerConfig
-from services.common.families.architecture import Architecture, read_architecture
+from services.common.families.architecture import Architecture
 from services.common.megatron.layout import check_layout
 from services.trainer.backend import (
     Adapters,
@@ -34,7 +34,7 @@ from services.trainer.megatron.optim.adam import make_optimizer, set_rates, stat
 from services.trainer.megatron.optim.offload import Offloader
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import MegatronModel
-from services.trainer.megatron.transformer import read_config
+from services.trainer.megatron.transformer import model_architecture, read_config
 from services.trainer.megatron.weights.lora import add_adapters, merged_values, without_adapters
 from services.trainer.megatron.weights.lora_map import AdapterMap
 from services.trainer.megatron.weights.stream import (
@@ -56,8 +56,9 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         self.device = device
         self._role, self._config, self._dtype = role, config, compute_dtype(config, device)
         self._model_path, self._hf = model_path, read_config(model_path)
-        self._check_layout(read_architecture(model_path))
-        self._map = WeightMap(self._hf)
+        architecture = model_architecture(self._hf)
+        self._check_layout(architecture)
+        self._map = WeightMap(architecture)
         self._closing = contextlib.ExitStack()
         self._closing.callback(forget_parallelism)
         try:

@@ -1,32 +1,17 @@
-"""From a Hugging Face config to Megatron's: the one place that knows model families and transformers' config keys."""
+"""Makes Megatron's config of a model from transformers', by the record of the model's family."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import functional as F
 from transformers import AutoConfig, PretrainedConfig
 
 from services.common.errors import InvalidInput
-from services.common.families.architecture import FAMILIES
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """What the Hugging Face checkpoints of a family call the router, the experts, and gate, up and down of each."""
-
-    router: str
-    expert: str
-    parts: tuple[str, str, str]
-
-
-EXPERT_NAMES = {
-    "qwen3_moe": ExpertNames("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-    "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
-}
+from services.common.families.architecture import Architecture, make_architecture
+from services.common.families.registry import FAMILIES
 
 
 def read_config(model_path: str) -> PretrainedConfig:
-    """The config of a model directory.
+    """Reads the config of a model directory.
 
     Raises:
         InvalidInput: It cannot be read, or Megatron would compute something else than the model.
@@ -40,12 +25,7 @@ def read_config(model_path: str) -> PretrainedConfig:
             f"model: strategy megatron knows {', '.join(FAMILIES)}, not {hf.model_type}; use strategy fsdp",
             field="model",
         )
-    for key, wanted in (
-        ("hidden_act", "silu"),
-        ("sliding_window", None),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-    ):
+    for key, wanted in FAMILIES[hf.model_type].required.items():
         value = getattr(hf, key, wanted)
         if value != wanted and not (key == "sliding_window" and not getattr(hf, "use_sliding_window", True)):
             raise InvalidInput(
@@ -55,31 +35,37 @@ def read_config(model_path: str) -> PretrainedConfig:
     return hf
 
 
+def model_architecture(hf: PretrainedConfig) -> Architecture:
+    """Returns the model's shape, with transformers' defaults for what its config.json leaves out.
+
+    Raises:
+        InvalidInput: A size is missing, or dense layers and experts are mixed.
+    """
+    return make_architecture(hf.to_dict(), str(hf.name_or_path))
+
+
 def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
-    """The model's part of megatron.core.transformer.TransformerConfig."""
-    family = FAMILIES[hf.model_type]
+    """Returns the model's part of megatron.core.transformer.TransformerConfig."""
+    model = model_architecture(hf)
     settings = {
-        "num_layers": hf.num_hidden_layers,
-        "hidden_size": hf.hidden_size,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
         "ffn_hidden_size": hf.intermediate_size,
-        "num_attention_heads": hf.num_attention_heads,
-        "num_query_groups": hf.num_key_value_heads,
-        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_dim,
         "layernorm_epsilon": hf.rms_norm_eps,
         "attention_dropout": getattr(hf, "attention_dropout", 0.0),
-        "hidden_dropout": 0.0,
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "add_qkv_bias": family.has_qkv_bias,
-        "qk_layernorm": family.has_qk_norm,
+        "add_qkv_bias": model.has("self_attention.linear_qkv.bias"),
+        "qk_layernorm": model.has("self_attention.q_layernorm.weight"),
+        **(_expert_settings(hf, model) if model.num_experts else {}),
+        **model.family.settings,
     }
-    return settings | (_expert_settings(hf) if family.expert_width else {})
+    return settings | {"activation_func": getattr(F, settings["activation_func"])}
 
 
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
-    """The model's part of megatron.core.models.gpt.GPTModel's arguments.
+    """Returns the model's part of megatron.core.models.gpt.GPTModel's arguments.
 
     Raises:
         InvalidInput: A kind of rotary scaling that Megatron does not have.
@@ -107,12 +93,14 @@ def _llama3_constants(rope: dict[str, Any]) -> tuple[float, float, int]:
     return rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
 
 
-def _expert_settings(hf: PretrainedConfig) -> dict[str, Any]:
+def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, Any]:
     return {
-        "num_moe_experts": getattr(hf, "num_experts", None) or hf.num_local_experts,
-        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
-        "moe_router_topk": hf.num_experts_per_tok,
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_intermediate_size,
+        "moe_router_topk": model.num_experts_per_tok,
         "moe_router_score_function": "softmax",
         # Softmax over the chosen experts alone is softmax over all, renormalised.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+        "moe_shared_expert_intermediate_size": model.shared_expert_intermediate_size or None,
+        "moe_shared_expert_gate": model.has("mlp.shared_experts.gate_weight"),
     }

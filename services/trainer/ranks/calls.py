@@ -187,7 +187,7 @@ class Ranks:
 
     async def _received(self, timeout_s: float | None) -> list[bytes] | None:
         """What comes next; None if nothing came in time. Raises InternalError if a rank is lost before."""
-        receiving = self._socket.recv_multipart()
+        receiving: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._socket.recv_multipart())
         await asyncio.wait({receiving, self._watching}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if receiving.done():
             return receiving.result()

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
+from typing import Any
 
 from services.common.process import configure_logging, exit_with, import_before_fork
 
@@ -33,7 +34,7 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     else:
         resource_tracker.ensure_running()  # spawning would start it later, and it unblocks signals
     listener = socket.create_server((_HOST, 0))
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)  # Process is not of the base class
     shared = {
         "WORLD_SIZE": num_ranks,
         "LOCAL_WORLD_SIZE": num_ranks,

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from services.common.errors import PreconditionFailed, Reason
 from services.common.weights.cost import Cost
@@ -53,9 +54,9 @@ def send(
     most = 2 * plan.num_senders  # on their way: two rounds
     in_flight: deque[tuple[Transfer, bool]] = deque()  # and whether it is this sender's own
     packed = (
-        pack_rounds(plan, weights, group.device, sender=group.rank)
+        pack_rounds(plan, cast(Iterable[NamedTensors], weights), group.device, sender=group.rank)
         if plan.num_senders > 1
-        else pack(plan, weights, group.device, skips_base=skips_base)
+        else pack(plan, cast(NamedTensors, weights), group.device, skips_base=skips_base)
     )
     for bucket, flat in packed:
         if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:

@@ -8,6 +8,7 @@ from concurrent import futures
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -58,7 +59,7 @@ class Worker:
         self._group: WeightGroup | None = None
         self._model_path = ""
         self._profiler: Profiler | None = None
-        self._saving: futures.Future[dict[str, object]] | None = None
+        self._saving: futures.Future[dict[str, Any]] | None = None
         self._num_updates = 0
 
     @rank_command
@@ -122,7 +123,7 @@ class Worker:
     def train(
         self,
         *,
-        minibatches: list[dict[str, object]],
+        minibatches: list[dict[str, Any]],
         temperature: float,
         version: int,
         frames: Sequence[bytes],
@@ -137,11 +138,15 @@ class Worker:
             built.append(Minibatch(packs, Totals(**minibatch["totals"])))
             begin += sum(sizes)
         if role == Role.CRITIC:
-            metrics = update_critic(self._open(Role.CRITIC), built, self._configs[Role.CRITIC], version)
+            backend, config = self._open(Role.CRITIC), self._configs[Role.CRITIC]
+            assert isinstance(config, CriticSettings), "CONFIGS has it so"
+            metrics = update_critic(backend, built, config, version)
         else:
+            backend, profiler = self._open(), self._profiler
+            assert profiler is not None, "it is made with the policy"
             index, self._num_updates = self._num_updates, self._num_updates + 1
-            with self._profiler.update(index):
-                metrics = update(self._open(), built, self._configs[Role.POLICY], temperature, version)
+            with profiler.update(index):
+                metrics = update(backend, built, self._configs[Role.POLICY], temperature, version)
         if self._device.type != "cpu":
             torch.accelerator.synchronize()  # the optimizer's kernels, their time and their errors, are the update's
         return Message({"metrics": metrics})
@@ -153,7 +158,7 @@ class Worker:
         if self._rank in self._members:
             message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
             self._group = WeightGroup(message, rank=self._members.index(self._rank), device=self._device)
-        return Message({"plan_digest": self._plan.digest})
+        return Message({"plan_digest": self._open_plan().digest})
 
     @rank_command
     def agree(self) -> Message:
@@ -168,14 +173,15 @@ class Worker:
     @rank_command
     def send(self, *, version: int, skips_base: bool) -> Message:
         """Publishes. All ranks gather, some of them broadcast; if that fails, the gather is still finished on all."""
-        weights, base_sums = self._published(skips_base), self._base_sums if skips_base else None
+        plan, base_sums = self._open_plan(), self._base_sums if skips_base else None
+        weights = self._published(plan, skips_base=skips_base)
         with torch.no_grad():
             try:
                 if self._rank not in self._members:
                     return Message({})
                 if self._group is None:
                     raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
-                publication = send(self._group, self._plan, weights, version=version, base_sums=base_sums)
+                publication = send(self._group, plan, weights, version=version, base_sums=base_sums)
             except BaseException:
                 self.kill_epoch()  # nobody waits for this rank's part
                 raise
@@ -197,7 +203,7 @@ class Worker:
             group.kill()
 
     @rank_command
-    def save(self, *, path: str, state: dict[str, object], role: str = Role.POLICY) -> Message:
+    def save(self, *, path: str, state: dict[str, Any], role: str = Role.POLICY) -> Message:
         """Writes a checkpoint into its staging directory, which is there; rank 0 completes it.
 
         The answer is empty if the backend writes in the background; it is then that of `saved`.
@@ -213,7 +219,7 @@ class Worker:
         dist.barrier()
         return Message(self._complete(final, state))
 
-    def saved(self) -> dict[str, object]:
+    def saved(self) -> dict[str, Any]:
         """Waits for the end of the save in the background and returns its answer; called from another thread.
 
         Raises:
@@ -255,17 +261,17 @@ class Worker:
         config_json = json.dumps(adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
 
-    def _published(self, skips_base: bool) -> NamedTensors | Iterator[NamedTensors]:
+    def _published(self, plan: Plan, *, skips_base: bool) -> NamedTensors | Iterator[NamedTensors]:
         backend = self._open()
-        if self._plan.num_senders > 1:
+        if plan.num_senders > 1:
             assert isinstance(backend, SeveralSenders), "it has made the plan's slots"
-            return backend.sent_weights(self._plan.message.bucket_bytes)
-        if not self._plan.has_adapter:
+            return backend.sent_weights(plan.message.bucket_bytes)
+        if not plan.has_adapter:
             return backend.weights()
         adapters = self._adapters()
         return itertools.chain(() if skips_base else adapters.base(), adapters.adapter())
 
-    def _complete(self, path: Path, state: dict[str, object]) -> dict[str, object]:
+    def _complete(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         if self._rank != 0:
             return {}
         num_bytes, digest = checkpoint.finish(path, checkpoint.TrainState(**state))
@@ -280,6 +286,11 @@ class Worker:
         if role not in self._backends:
             raise PreconditionFailed(f"no {role} is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
         return self._backends[role]
+
+    def _open_plan(self) -> Plan:
+        self._open()
+        assert self._plan is not None, "it is made with the policy"
+        return self._plan
 
     def _adapters(self) -> Adapters:
         backend = self._open()

@@ -87,6 +87,11 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(4, {TP: 4}, {MODEL: replace(DENSE, intermediate_size=194)})],
         ["tensor_model_parallel_size 4", "intermediate_size 194", "nearest legal: 2"],
     ),
+    "TP divides the expert that computes every token": (
+        (4, {TP: 2}, {MODEL: replace(MOE, model_type="qwen2_moe", shared_expert_intermediate_size=194)}),
+        [(4, {TP: 4}, {MODEL: replace(MOE, model_type="qwen2_moe", shared_expert_intermediate_size=194)})],
+        ["tensor_model_parallel_size 4", "shared_expert_intermediate_size 194", "nearest legal: 2"],
+    ),
     "TP and the key-value heads divide": (
         (6, {TP: 6}, {MODEL: replace(DENSE, num_key_value_heads=3)}),
         [(4, {TP: 4}, {MODEL: replace(DENSE, num_key_value_heads=3)})],
@@ -384,8 +389,11 @@ def test_layers_and_experts_of_a_rank() -> None:
 def test_share_of_a_rank() -> None:
     """Matrices are cut, norms and the router are not."""
     matrices = 96 * (96 + 32 + 32) + 96 * 96
-    assert DENSE.layer_parameters(4) == (matrices + 3 * 96 * 192) // 4 + 2 * 96
-    assert MOE.layer_parameters(4) == matrices // 4 + 12 * 96 + 2 * 96
-    assert MOE.expert_parameters(4) == 3 * 96 * 36 // 4
-    assert replace(DENSE, has_qkv_bias=True).layer_parameters(4) == DENSE.layer_parameters(4) + 160 // 4
-    assert replace(DENSE, has_qk_norm=True).layer_parameters(4) == DENSE.layer_parameters(4) + 2 * 8
+    llama, mixtral = replace(DENSE, model_type="llama"), replace(MOE, model_type="mixtral")
+    assert llama.layer_parameters(4) == (matrices + 3 * 96 * 192) // 4 + 2 * 96
+    assert mixtral.layer_parameters(4) == matrices // 4 + 12 * 96 + 2 * 96
+    assert mixtral.expert_parameters(4) == 3 * 96 * 36 // 4
+    assert replace(llama, model_type="qwen2").layer_parameters(4) == llama.layer_parameters(4) + 160 // 4
+    assert replace(llama, model_type="qwen3").layer_parameters(4) == llama.layer_parameters(4) + 2 * 8
+    biased = replace(llama, flags=frozenset(["attention_bias"]))
+    assert biased.layer_parameters(4) == llama.layer_parameters(4) + 160 // 4 + 96

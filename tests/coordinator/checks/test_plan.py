@@ -135,6 +135,18 @@ def test_moe_memory(moe: Path) -> None:
     assert stage_memory(config, model, 0).activations == 8 * 16384 * (whole + 2 * 2 * 2 * 64 // 2)
 
 
+def test_memory_of_an_expert_that_computes_every_token(tmp_path: Path) -> None:
+    """TP cuts it like a dense feed-forward layer, and every rank of EP has it; its gate is whole."""
+    content = MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96}
+    config, model = make(write(tmp_path / "shared", content), num_ranks=4, megatron=sizes(tp=2, ep=4, etp=1))
+    attention = (ATTENTION + 256) // 2  # the biases of q, k and v
+    dense = 8 * (attention + 2 * 64 + 8 * 64 + 3 * 64 * 96 // 2 + 64) + 2 * 256 * 64 // 2 + 64
+    memory = stage_memory(config, model, 0)
+    assert memory.parameters == dense + 8 * 2 * 3 * 64 * 32
+    expert = 2 * (3 * 32 + 2 * 64)
+    assert memory.activations == 8 * 16384 * 2 * (4 * 64 + 2 * 128 + 2 * 64 + 3 * 96 + expert) // 2
+
+
 def test_keys_that_change_memory(dense: Path) -> None:
     def memory(megatron: dict[str, Any] | None = None, **trainer: Any) -> Memory:
         config, model = make(dense, num_ranks=4, megatron={**sizes(tp=2), **(megatron or {})}, **trainer)
@@ -215,6 +227,15 @@ def test_adapters_are_all_that_is_trained(dense: Path) -> None:
     assert stage_memory(canonical, model, 0).gradients == 4 * 8 * 4 * (
         3 * 64 + 256 // 2 + (128 // 2 + 64) + 2 * (64 + 128 // 2) + (128 // 2 + 64)
     )
+
+
+def test_adapters_of_matrices_that_checkpoints_fuse(tmp_path: Path) -> None:
+    """The adapters are those of any family; published they have two matrices for q, k and v together."""
+    lora = {"rank": 4, "target_modules": ["linear_qkv", "linear_fc1"], "publish": "adapter"}
+    config, model = make(write(tmp_path / "phi3", DENSE | {"model_type": "phi3"}), lora=lora)
+    adapters = 8 * 4 * ((64 + 256) + (64 + 2 * 128))
+    assert stage_memory(config, model, 0).gradients == 4 * adapters
+    assert publication(config, model)[0] == 2 * adapters
 
 
 def test_publication_is_cut_as_the_trainer_cuts_it(dense: Path) -> None:

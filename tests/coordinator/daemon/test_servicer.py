@@ -174,7 +174,7 @@ async def test_a_stop_that_does_not_wait(here: Daemon, fakes: Fakes):
 
 async def test_a_slow_watcher_holds_nobody_and_misses_no_step(here: Daemon, fakes: Fakes):
     await here.run(fakes, num_steps=20)
-    slow = here.runs.running["run"].watch(0)
+    slow = here.runs.running["run"].events(0)
     first = await anext(slow)
     assert steps(await here.watched()) == list(range(1, 21))
     rest = [answer async for answer in slow]

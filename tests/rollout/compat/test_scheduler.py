@@ -26,7 +26,7 @@ class PlayedScheduler:
     def __init__(self) -> None:
         self.failing: set[str] = set()
 
-    def update_from_output(self, said: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(self, said: dict[int, EngineCoreOutputs], _: None) -> dict[int, EngineCoreOutputs]:
         for request in self.finish_requests(self.failing, None):
             said[0].outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR))
         return said
@@ -36,7 +36,8 @@ class PlayedScheduler:
 
 
 class PlayedInChunks(InChunks, PlayedScheduler):
-    pass
+    def say(self, said: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        return self.update_from_output(said, None)
 
 
 def token(name: str, *tokens: int, logprobs: bool = True, **more: Any) -> EngineCoreOutput:
@@ -61,7 +62,7 @@ def test_every_token_comes_once_in_order_with_its_logprob(num_tokens: int, at_on
         tokens = range(begin, min(begin + at_once, num_tokens))
         last = {"finish_reason": FinishReason.STOP, "stop_reason": 7} if tokens[-1] == num_tokens - 1 else {}
         others = [token("other", 5000 + begin)]
-        for answer in played.update_from_output({0: step(token("it", *tokens, **last), *others)}).values():
+        for answer in played.say({0: step(token("it", *tokens, **last), *others)}).values():
             num_messages += 1
             buffers = MsgpackEncoder().encode(answer)
             assert len(buffers) == 1  # vLLM 0.26 sends a longer message of several frames from memory that it reuses
@@ -82,7 +83,7 @@ def test_every_token_comes_once_in_order_with_its_logprob(num_tokens: int, at_on
 
 def test_most_steps_send_nothing() -> None:
     played = PlayedInChunks()
-    said = [sent(played.update_from_output({0: step(token("a", number))})) for number in range(66)]
+    said = [sent(played.say({0: step(token("a", number))})) for number in range(66)]
     first, second = list(range(1, 33)), list(range(33, 65))
     assert {number: tokens for number, tokens in enumerate(said) if tokens} == {
         0: [("a", [0])],
@@ -94,12 +95,12 @@ def test_most_steps_send_nothing() -> None:
 def test_a_sample_without_logprobs_and_one_of_another_client() -> None:
     played = PlayedInChunks()
     for number in range(3):
-        played.update_from_output({0: step(token("a", number, logprobs=False)), 1: step(token("b", number))})
+        played.say({0: step(token("a", number, logprobs=False)), 1: step(token("b", number))})
     last = {0: step(token("a", 3, logprobs=False, **LENGTH)), 1: step(token("b", 4))}
-    answers = played.update_from_output(last)
+    answers = played.say(last)
     assert list(answers) == [0] and sent(answers) == [("a", [1, 2, 3])]
     assert answers[0].outputs[0].new_logprobs is None
-    answers = played.update_from_output({1: step(token("b", 5, **LENGTH))})
+    answers = played.say({1: step(token("b", 5, **LENGTH))})
     assert list(answers) == [1] and sent(answers) == [("b", [1, 2, 4, 5])]
     assert not played._held
 
@@ -107,9 +108,9 @@ def test_a_sample_without_logprobs_and_one_of_another_client() -> None:
 def test_one_that_fails_costs_no_other_its_tokens() -> None:
     played = PlayedInChunks()
     for number in range(3):
-        played.update_from_output({0: step(token("a", number), token("b", number))})
+        played.say({0: step(token("a", number), token("b", number))})
     played.failing = {"b"}
-    answers = played.update_from_output({0: step(token("a", 3, **LENGTH))})
+    answers = played.say({0: step(token("a", 3, **LENGTH))})
     assert sent(answers) == [("a", [1, 2, 3]), ("b", [])]
     assert [output.finish_reason for output in answers[0].outputs] == [FinishReason.LENGTH, FinishReason.ERROR]
     assert not played._held
@@ -118,19 +119,19 @@ def test_one_that_fails_costs_no_other_its_tokens() -> None:
 def test_what_vllm_counts_is_sent_at_once() -> None:
     played, prefill = PlayedInChunks(), PrefillStats()
     queued, preempted = (EngineCoreEvent(kind, 1.0) for kind in (QUEUED, PREEMPTED))
-    (first,) = played.update_from_output({0: step(token("a", 5, prefill_stats=prefill, events=[queued]))})[0].outputs
+    (first,) = played.say({0: step(token("a", 5, prefill_stats=prefill, events=[queued]))})[0].outputs
     assert first.prefill_stats is prefill and first.events == [queued]
-    answers = played.update_from_output({0: step(token("a", 6), scheduler_stats=SchedulerStats())})
+    answers = played.say({0: step(token("a", 6), scheduler_stats=SchedulerStats())})
     assert sent(answers) == [] and answers[0].scheduler_stats is not None
-    answers = played.update_from_output({0: step(finished_requests={"b"})})
+    answers = played.say({0: step(finished_requests={"b"})})
     assert answers[0].finished_requests == {"b"}
-    answers = played.update_from_output({0: step(token("a", 7, events=[preempted]))})
+    answers = played.say({0: step(token("a", 7, events=[preempted]))})
     assert sent(answers) == [("a", [6, 7])] and answers[0].outputs[0].events == [preempted]
 
 
 def test_what_is_aborted_is_forgotten() -> None:
     played = PlayedInChunks()
-    played.update_from_output({0: step(token("a", 5), token("b", 6))})
+    played.say({0: step(token("a", 5), token("b", 6))})
     assert [request.request_id for request in played.finish_requests(["a", "c"], None)] == ["a", "c"]
     assert list(played._held) == ["b"]
 

@@ -13,7 +13,7 @@ from tests.support import VOCAB
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, read, samples
 from tests.trainer.harness_processes import run_harness
-from tests.trainer.megatron_harness import FAMILIES, LOSS
+from tests.trainer.megatron_harness import FAMILIES, FAMILY_LAYOUTS, LOSS
 
 SHAPE = {
     "vocab_size": VOCAB,
@@ -27,6 +27,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CHANGES: dict[str, dict[str, Any]] = {
     "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
@@ -38,9 +39,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
     "qwen3_moe-bf16": {"head_dim": 32, **EXPERTS, "norm_topk_prob": True},
     "qwen3_moe-unnormalised": {"head_dim": 32, **EXPERTS, "norm_topk_prob": False},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80},
+    "qwen2_moe-normalized": {
+        **EXPERTS,
+        "shared_expert_intermediate_size": 80,
+        "norm_topk_prob": True,
+        "qkv_bias": False,
+    },
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}, **TOKENS},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 HALF = ("qwen3-bf16", "qwen3_moe-bf16")
+SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2]
 
 
 def make_family(directory: Path, kind: str) -> None:
@@ -64,40 +74,60 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_family(directory / "models" / kind, kind)
     results = directory / "results"
     run_harness("megatron_harness", results, 1, results, [*FAMILIES, *HALF])
+    run_harness("megatron_harness", results, 2, results, SPLIT)
     return directory
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *HALF])
-def test_export_is_the_checkpoint_bit_by_bit(families: Path, kind: str) -> None:
-    stored = load_file(families / "models" / kind / "model.safetensors")
-    exported, _ = read(families / "results", f"{kind}-before")
+@pytest.mark.parametrize("name", [*FAMILIES, *HALF, *SPLIT])
+def test_export_is_the_checkpoint_bit_by_bit(families: Path, name: str) -> None:
+    stored = load_file(families / "models" / FAMILY_LAYOUTS[name].kind / "model.safetensors")
+    exported, _ = read(families / "results", f"{name}-before")
     assert exported.keys() == stored.keys()
-    for name, tensor in stored.items():
-        assert exported[name].dtype == tensor.dtype == (torch.bfloat16 if kind in HALF else torch.float32)
-        assert torch.equal(exported[name], tensor), name
+    for tensor_name, tensor in stored.items():
+        assert exported[tensor_name].dtype == tensor.dtype == (torch.bfloat16 if name in HALF else torch.float32)
+        assert torch.equal(exported[tensor_name], tensor), tensor_name
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *HALF])
-def test_logprobs_are_those_of_transformers(families: Path, kind: str) -> None:
-    _, answers = read(families / "results", f"{kind}-before")
-    model = AutoModelForCausalLM.from_pretrained(families / "models" / kind, dtype=torch.float32)
-    with torch.no_grad():
-        want = [plain_grpo.score(model, row, TEMPERATURE)[0].numpy() for row in samples().to_pylist()]
+@pytest.mark.parametrize("name", [*FAMILIES, *HALF, *SPLIT])
+def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
+    _, answers = read(families / "results", f"{name}-before")
     # Two float32 forwards of logits of size 5 differ by a few times 5 x 2^-24; in bfloat16 every activation has 2^-9.
-    tolerance = 0.3 if kind in HALF else 1e-5
-    np.testing.assert_allclose(np.concatenate(answers["logprobs"]), np.concatenate(want), rtol=0, atol=tolerance)
+    tolerance = 0.3 if name in HALF else 1e-5
+    want = logprobs_of_transformers(families / "models" / FAMILY_LAYOUTS[name].kind)
+    np.testing.assert_allclose(np.concatenate(answers["logprobs"]), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize("name", [*FAMILIES, *SPLIT])
+def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also of biases and routers, and what decays and what does not."""
-    after, answers = read(families / "results", f"{kind}-after")
+    after, answers = read(families / "results", f"{name}-after")
     monkeypatch.setattr(harness, "_models", families / "models")
-    harness.open(kind, {"loss": LOSS})
+    harness.open(FAMILY_LAYOUTS[name].kind, {"loss": LOSS})
     metrics = harness.train(samples())
     want = {name: tensor.clone() for name, tensor in harness.backend.weights()}
     assert answers["updates"][0] == pytest.approx(metrics, rel=5e-6, abs=5e-6)
     assert after.keys() == want.keys()
-    for name, tensor in want.items():
-        gap = (after[name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
-        assert gap < 3e-6, f"{name}: {gap:.3g}"
+    for tensor_name, tensor in want.items():
+        gap = (after[tensor_name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
+        assert gap < 3e-6, f"{tensor_name}: {gap:.3g}"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_fsdp_computes_and_exports_the_same_model(
+    families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(harness, "_models", families / "models")
+    harness.open(kind, {})
+    want = logprobs_of_transformers(families / "models" / kind)
+    np.testing.assert_allclose(np.concatenate(harness.logprobs(samples())), want, rtol=0, atol=1e-5)
+    stored = load_file(families / "models" / kind / "model.safetensors")
+    exported = dict(harness.backend.weights())
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+
+
+def logprobs_of_transformers(model_path: Path) -> np.ndarray:
+    """Of all tokens of `samples`, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        return np.concatenate([plain_grpo.score(model, row, TEMPERATURE)[0] for row in samples().to_pylist()])

@@ -27,13 +27,14 @@ TOLERANCE = 1e-5
 # update, and B has entries of only 0.02: 3 x 2e-7 / 0.02. Merged weights are 50 times as large as the adapters' part.
 ADAPTER_TOLERANCE, MERGED_TOLERANCE = 3e-5, 1e-6
 GROUPS = ("untied-lora", "untied-canonical", "tied-canonical", "moe-lora", "some", "deep-lora")
+GROUPS += ("phi3-lora", "qwen2_moe-canonical")
 SPLITS = [name for name in LAYOUTS for group in GROUPS if name.startswith(group + "-") and LAYOUTS[name].world > 1]
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lora")
-    for kind in ("untied", "tied", "moe", "deep"):
+    for kind in ("untied", "tied", "moe", "deep", "phi3", "qwen2_moe"):
         make_model(directory / "models" / kind, kind)
     out = directory / "out"
     out.mkdir()
@@ -136,6 +137,7 @@ def test_export_holds_the_merged_model_and_the_adapter(results: Path, name: str)
 
 
 FORWARDS = ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-pp2", "deep-lora-vpp2", "dropout-tp2"]
+FORWARDS += ["phi3-lora-tp2", "qwen2_moe-canonical-tp2"]
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -235,6 +237,19 @@ def test_a_wrong_setting_is_refused(rank: MegatronHarness, lora: dict, field: st
     with pytest.raises(InvalidInput, match=words) as caught:
         rank.open(Layout("untied", 1, {}, {"lora": {"rank": RANK, **lora}}))
     assert caught.value.metadata["field"].endswith(field)
+
+
+def test_the_expert_that_computes_every_token_has_adapters(results: Path) -> None:
+    names = part(results, "qwen2_moe-canonical-tp2-after", "adapter")
+    prefix = "base_model.model.model.layers.1.mlp"
+    for matrix in ("gate_proj", "up_proj", "down_proj"):
+        assert {f"{prefix}.shared_expert.{matrix}.lora_{ab}.weight" for ab in "AB"} <= names.keys()
+    assert not any(".mlp.experts." in name for name in names)
+
+
+def test_one_part_of_a_matrix_that_checkpoints_have_whole_is_refused(rank: MegatronHarness) -> None:
+    with pytest.raises(InvalidInput, match=r"canonical_lora: .* linear_qkv in one tensor, .*qkv_proj.*; use kind lora"):
+        rank.open(Layout("phi3", 1, {}, {"lora": {"rank": RANK, "kind": "canonical_lora"}}))
 
 
 def test_a_model_without_a_target_is_refused(rank: MegatronHarness) -> None:

@@ -205,6 +205,8 @@ def write_config(directory: Path, model_type: str, **changes: Any) -> str:
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("llama", {"attention_bias": True}, "attention_bias True"),
         ("llama", {"mlp_bias": True}, "mlp_bias True"),
+        ("phi3", {"sliding_window": 2047}, "sliding_window 2047"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding_window 64"),
     ],
 )
@@ -219,6 +221,14 @@ def test_model_that_megatron_would_compute_otherwise_is_refused(
 def test_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="model"):
         read_config(str(tmp_path))
+
+
+def test_phi_with_longrope_is_refused(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    hf = read_config(write_config(tmp_path, "phi3", rope_parameters=rope, max_position_embeddings=128))
+    with pytest.raises(InvalidInput, match=r"rotary scaling .*longrope.* is not supported by strategy megatron"):
+        model_settings(hf)
 
 
 def test_window_that_is_switched_off_is_none(tmp_path: Path) -> None:

@@ -1,19 +1,26 @@
 """The weight map: which checkpoint tensors a Megatron parameter is made of, and its shards."""
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from services.common.errors import InternalError
+from services.common.errors import InternalError, InvalidInput
+from services.common.families.architecture import Architecture
+from services.common.families.registry import FAMILIES
+from services.trainer.megatron.weights.stream import Held, load_checkpoint_weights
 from services.trainer.megatron.weights.weight_map import WeightMap
 
 
-def hf_config(model_type: str = "qwen3", **changes: Any) -> SimpleNamespace:
-    shape = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 3, "hidden_size": 24}
-    shape |= {"num_hidden_layers": 2, "tie_word_embeddings": False}
-    return SimpleNamespace(model_type=model_type, **shape | changes)
+def shape_of(model_type: str = "qwen3", **changes: Any) -> Architecture:
+    sizes = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 3, "hidden_size": 24, "vocab_size": 16}
+    sizes |= {"num_layers": 2, "max_position_embeddings": 32, "tie_word_embeddings": False, "intermediate_size": 8}
+    if "num_experts" in FAMILIES[model_type].keys:
+        sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        sizes |= {"shared_expert_intermediate_size": 12}
+    return Architecture(model_type=model_type, **sizes | changes)
 
 
 # Name of the local layers, name of TransformerEngine's, model family, shapes of the checkpoint tensors.
@@ -30,6 +37,11 @@ PARAMETERS = [
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "llama", [(24,)]),
     ("mlp.linear_fc1.weight", None, "llama", [(8, 24), (8, 24)]),
     ("mlp.linear_fc2.weight", None, "llama", [(24, 8)]),
+    ("self_attention.linear_qkv.weight", None, "phi3", [(48, 24)]),
+    ("mlp.linear_fc1.weight", None, "phi3", [(16, 24)]),
+    ("mlp.shared_experts.linear_fc1.weight", None, "qwen2_moe", [(12, 24), (12, 24)]),
+    ("mlp.shared_experts.linear_fc2.weight", None, "qwen2_moe", [(24, 12)]),
+    ("mlp.shared_experts.gate_weight", None, "qwen2_moe", [(1, 24)]),
     ("mlp.router.weight", None, "qwen3_moe", [(6, 24)]),
     ("mlp.experts.local_experts.5.linear_fc1.weight", "mlp.experts.linear_fc1.weight5", "qwen3_moe", [(8, 24)] * 2),
     ("mlp.experts.local_experts.5.linear_fc2.weight", "mlp.experts.linear_fc2.weight5", "mixtral", [(24, 8)]),
@@ -45,27 +57,27 @@ def full_name(name: str) -> str:
 def test_joined_shards_are_the_checkpoint_bit_by_bit(
     name: str, family: str, shapes: list[tuple[int, ...]], size: int
 ) -> None:
-    part = WeightMap(hf_config(family)).part(full_name(name))
+    part = WeightMap(shape_of(family)).part(full_name(name))
     tensors = [torch.randn(shape) for shape in shapes]
     assert len(part.names) == len(tensors)
     shards = [part.cut(tensors, rank, size) for rank in range(size)]
     assert len({shard.shape for shard in shards}) == 1
     joined = part.join(shards)
     assert all(torch.equal(a, b) for a, b in zip(joined, tensors, strict=True))
-    if "norm" not in name and "router" not in name:
+    if not any(whole in name for whole in ("norm", "router", "gate_weight")):
         assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
 
 
 @pytest.mark.parametrize("name", ["linear_fc1.weight5", "linear_fc2.weight5"])
 def test_a_whole_expert_is_not_copied(name: str) -> None:
     held = torch.randn(16, 24)
-    joined = WeightMap(hf_config("qwen3_moe")).part(f"decoder.layers.1.mlp.experts.{name}").join([held])
+    joined = WeightMap(shape_of("qwen3_moe")).part(f"decoder.layers.1.mlp.experts.{name}").join([held])
     assert {tensor.untyped_storage().data_ptr() for tensor in joined} == {held.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize("size", [8, 16])
 def test_key_value_group_can_be_cut_too(size: int) -> None:
-    part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")
+    part = WeightMap(shape_of()).part("decoder.layers.0.self_attention.linear_qkv.weight")
     tensors = [torch.randn(rows, 24) for rows in (24, 12, 12)]
     shards = [part.cut(tensors, rank, size) for rank in range(size)]
     assert {shard.shape for shard in shards} == {(48 // size, 24)}
@@ -73,7 +85,7 @@ def test_key_value_group_can_be_cut_too(size: int) -> None:
 
 
 def test_queries_lie_with_their_key_value_group() -> None:
-    part = WeightMap(hf_config()).part("decoder.layers.0.self_attention.linear_qkv.weight")
+    part = WeightMap(shape_of()).part("decoder.layers.0.self_attention.linear_qkv.weight")
     q, k, v = torch.arange(24.0)[:, None], 100 + torch.arange(12.0)[:, None], 200 + torch.arange(12.0)[:, None]
     # 4 groups of 2 query heads, a key and a value head, 3 rows each; the second of 2 ranks has groups 2 and 3.
     want = [*range(12, 18), *range(106, 109), *range(206, 209), *range(18, 24), *range(109, 112), *range(209, 212)]
@@ -82,14 +94,24 @@ def test_queries_lie_with_their_key_value_group() -> None:
 
 @pytest.mark.parametrize(("local", "te", "family"), [p[:3] for p in PARAMETERS if p[1]])
 def test_names_of_transformer_engine_are_known_too(local: str, te: str, family: str) -> None:
-    weight_map = WeightMap(hf_config(family))
+    weight_map = WeightMap(shape_of(family))
     one, other = weight_map.part(full_name(local)), weight_map.part(full_name(te))
     assert (one.names, one.order, one.is_expert) == (other.names, other.order, other.is_expert)
 
 
+def test_a_fused_checkpoint_tensor_has_its_parts_one_below_the_other() -> None:
+    name, rows = "decoder.layers.1.self_attention.linear_qkv.weight", (24, 12, 12)
+    fused, apart = (WeightMap(shape_of(family)).part(name) for family in ("phi3", "qwen3"))
+    parts = [torch.randn(height, 24) for height in rows]
+    assert fused.names == ("model.layers.1.self_attn.qkv_proj.weight",) and fused.is_fused
+    for size in (1, 2, 4, 8):
+        for rank in range(size):
+            assert torch.equal(fused.cut([torch.cat(parts)], rank, size), apart.cut(parts, rank, size))
+
+
 def test_experts_have_their_familys_names() -> None:
     def names(family: str, name: str) -> tuple[str, ...]:
-        return WeightMap(hf_config(family)).part(f"decoder.layers.1.{name}").names
+        return WeightMap(shape_of(family)).part(f"decoder.layers.1.{name}").names
 
     moe, mixtral = "model.layers.1.mlp", "model.layers.1.block_sparse_moe"
     fc1, fc2 = (f"mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))
@@ -100,8 +122,10 @@ def test_experts_have_their_familys_names() -> None:
 
 
 def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> None:
-    weight_map = WeightMap(hf_config("qwen3_moe"))
-    names = [full_name(p[0]) for p in PARAMETERS]
+    weight_map = WeightMap(shape_of("qwen3_moe"))
+    others = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    is_own = lambda name, family: name not in others and family not in ("phi3", "qwen2_moe")  # noqa: E731
+    names = [full_name(p[0]) for p in PARAMETERS if is_own(p[0], p[2])]
     names += [name.replace("layers.1", "layers.0").replace("experts.5", "experts.2") for name in names[3:]]
     ordered = sorted(names, key=lambda name: weight_map.part(name).order)
     assert ordered[0] == "embedding.word_embeddings.weight"
@@ -112,16 +136,30 @@ def test_orders_are_all_different_and_go_from_the_embedding_to_the_head() -> Non
 
 
 def test_tied_head_is_the_embedding_and_is_not_published() -> None:
-    weight_map = WeightMap(hf_config(tie_word_embeddings=True))
+    weight_map = WeightMap(shape_of(tie_word_embeddings=True))
     assert weight_map.part("output_layer.weight").names == ("model.embed_tokens.weight",)
     assert not weight_map.is_published("output_layer.weight")
     assert weight_map.is_published("embedding.word_embeddings.weight")
-    assert WeightMap(hf_config()).is_published("output_layer.weight")
+    assert WeightMap(shape_of()).is_published("output_layer.weight")
 
 
 @pytest.mark.parametrize(
-    "name", ["decoder.layers.0.self_attention.linear_proj.bias", "mtp.weight", "decoder.layers.0.mlp.shared.weight", ""]
+    "name",
+    [
+        "decoder.layers.0.self_attention.linear_proj.bias",
+        "decoder.layers.0.self_attention.linear_qkv.bias",  # of another family
+        "mtp.weight",
+        "decoder.layers.0.mlp.shared.weight",
+        "",
+    ],
 )
 def test_parameter_that_the_map_does_not_know_is_an_error(name: str) -> None:
     with pytest.raises(InternalError, match="no checkpoint tensor is known"):
-        WeightMap(hf_config()).part(name)
+        WeightMap(shape_of()).part(name)
+
+
+def test_checkpoint_tensor_of_another_shape_than_the_configs_is_refused(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(25)}, tmp_path / "model.safetensors")
+    held = [Held("decoder.final_layernorm.weight", torch.zeros(24))]
+    with pytest.raises(InvalidInput, match=r"model\.norm\.weight is \[25\], by config\.json \[24\]"):
+        load_checkpoint_weights(held, WeightMap(shape_of()), None, str(tmp_path))  # type: ignore[arg-type]

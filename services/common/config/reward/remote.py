@@ -22,7 +22,7 @@ def parse_template(template: str) -> list[tuple[str, str | None]]:
     Raises:
         ValueError: A brace is not closed, or a field is unknown.
     """
-    parts = []
+    parts: list[tuple[str, str | None]] = []
     try:
         found = list(string.Formatter().parse(template))
     except ValueError as error:

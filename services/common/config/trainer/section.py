@@ -1,6 +1,6 @@
 """Defines the config section `trainer`: strategy, loss, optimizer, adapters and profiler."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -52,7 +52,7 @@ class OptimConfig(Strict):
             raise ValueError(f"decay_steps {self.decay_steps} must be above warmup_steps {self.warmup_steps}")
         if (self.schedule == "wsd") != (self.wsd_decay_steps is not None):
             raise ValueError("wsd_decay_steps and schedule wsd need each other: set both or neither")
-        if self.wsd_decay_steps is not None and self.wsd_decay_steps > self.decay_steps - self.warmup_steps:
+        if self.wsd_decay_steps and self.decay_steps and self.wsd_decay_steps > self.decay_steps - self.warmup_steps:
             raise ValueError(
                 f"wsd_decay_steps {self.wsd_decay_steps} must be at most decay_steps {self.decay_steps} "
                 f"- warmup_steps {self.warmup_steps}: the decay cannot start before the warmup has ended"
@@ -198,7 +198,7 @@ def require_used(section: Strict, strategy: str, *, key: str) -> None:
     value: Any = section.model_dump(include={other}, exclude_defaults=True).get(other)
     path = f"{key}.{other}"
     while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
+        name, value = next(iter(cast(dict[str, Any], value).items()))
         path += f".{name}"
     if path != f"{key}.{other}":
         raise ValueError(f"{path} is not used by strategy {strategy}: set {key}.strategy={other}, or leave it out")

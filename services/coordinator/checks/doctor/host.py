@@ -48,7 +48,7 @@ def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
         yield check_sandbox(config)
 
 
-def check_python(version: Sequence[int] = sys.version_info) -> Finding:
+def check_python(version: Sequence[int] = sys.version_info[:3]) -> Finding:
     """Checks that the Python version is supported."""
     found = ".".join(map(str, version[:3]))
     if tuple(version[:2]) < (3, 11):

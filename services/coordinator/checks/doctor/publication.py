@@ -1,10 +1,9 @@
 """Tests a broadcast from a trainer to its replicas over the network path that publications use."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
@@ -84,14 +83,17 @@ async def _broadcast_to(given: Addresses, rollouts: Sequence[str], timeout_s: fl
         answers = await stack.enter_async_context(aclosing(stream))
         group = (await anext(answers)).group
         receiving = [_receive(address, given, group, rank) for rank, address in enumerate(rollouts, 1)]
-        ends: list[Any] = await asyncio.gather(*receiving, _sent(answers), return_exceptions=True)
-    if unexpected := [end for end in ends if not isinstance(end, LockstepError | TestBroadcast)]:
-        raise unexpected[0]
-    *received, sent = ends
+        ends = await asyncio.gather(*receiving, _sent(answers), return_exceptions=True)
+    expected: list[TestBroadcast | LockstepError] = []
+    for end in ends:
+        if not isinstance(end, LockstepError | TestBroadcast):
+            raise end
+        expected.append(end)
+    *received, sent = expected
     return _BroadcastResult(group, sent, dict(zip(rollouts, received, strict=True)))
 
 
-async def _sent(answers: Any) -> TestBroadcast:
+async def _sent(answers: AsyncIterator[trainer_pb2.SendTestBroadcastResponse]) -> TestBroadcast:
     return (await anext(answers)).outcome
 
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import pyarrow as pa
 
@@ -20,6 +20,14 @@ FORMATS: Mapping[str, Format] = {format.name: format for format in (GSM8K, DEEPS
 
 _TEXT_COLUMNS = ("prompt", "answer", "source", "solution")
 _SCHEMA = pa.schema([*((name, pa.string()) for name in _TEXT_COLUMNS), ("index", pa.int64())])
+
+
+class _Row(TypedDict):
+    prompt: str
+    answer: str
+    source: str
+    solution: str
+    index: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
     """
     bad = BadRows(source, "bad", "Fix them, or drop them with --bad-rows drop")
     instruction = format.instruction if options.instruction is None else options.instruction
-    splits: dict[Split, list[dict[str, Any]]] = {}
+    splits: dict[Split, list[_Row]] = {}
     for split, paths in find_files(format, source, options.revision).items():
         splits[split] = [row for path in paths for row in _rows(format, path, instruction, bad)]
     num_good = sum(map(len, splits.values()))
@@ -71,19 +79,19 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
     if empty := [split for split, rows in splits.items() if not rows]:
         raise InvalidInput(f"{source} has no rows for {empty[0]}", field="source")
     files = write_splits({split: pa.Table.from_pylist(rows, _SCHEMA) for split, rows in splits.items()}, out)
-    num_rows = {split: len(rows) for split, rows in splits.items()}
+    num_rows: dict[Split, int] = {split: len(rows) for split, rows in splits.items()}
     return ConversionReport(format.name, source, files, num_rows, tuple(bad.rows), num_held_out)
 
 
 def write_splits(tables: Mapping[Split, pa.Table], out: Path) -> dict[Split, Path]:
     """Writes `<out>/<split>.parquet` for each split and returns the paths."""
-    files = {split: out / f"{split}.parquet" for split in tables}
+    files: dict[Split, Path] = {split: out / f"{split}.parquet" for split in tables}
     write_tables({files[split]: table for split, table in tables.items()})
     return files
 
 
-def _rows(format: Format, path: Path, instruction: str, bad: BadRows) -> list[dict[str, Any]]:
-    rows = []
+def _rows(format: Format, path: Path, instruction: str, bad: BadRows) -> list[_Row]:
+    rows: list[_Row] = []
     for where, index, record in read_records(path, bad):
         try:
             example = format.parse(record)
@@ -94,13 +102,13 @@ def _rows(format: Format, path: Path, instruction: str, bad: BadRows) -> list[di
     return rows
 
 
-def _row(example: Example, source: str, index: int, instruction: str) -> dict[str, Any]:
+def _row(example: Example, source: str, index: int, instruction: str) -> _Row:
     prompt = f"{example.problem}\n\n{instruction}" if instruction else example.problem
     answer, solution = example.answer, example.solution
     return {"prompt": prompt, "answer": answer, "source": source, "solution": solution, "index": index}
 
 
-def _hold_out(rows: list[dict[str, Any]], num_problems: int) -> dict[Split, list[dict[str, Any]]]:
+def _hold_out(rows: list[_Row], num_problems: int) -> dict[Split, list[_Row]]:
     """Moves the problems with the lowest hashes to test, independent of row order; copies of a problem go together."""
     hashes = [hashlib.blake2b(" ".join(row["prompt"].split()).encode(), digest_size=16).digest() for row in rows]
     ranked = sorted(set(hashes))
@@ -108,7 +116,7 @@ def _hold_out(rows: list[dict[str, Any]], num_problems: int) -> dict[Split, list
         message = f"--test-size {num_problems} leaves nothing to train on: the source has {len(ranked)} problems"
         raise InvalidInput(message, field="test_size")
     test = set(ranked[:num_problems])
-    splits: dict[Split, list[dict[str, Any]]] = {"train": [], "test": []}
+    splits: dict[Split, list[_Row]] = {"train": [], "test": []}
     for row, digest in zip(rows, hashes, strict=True):
         splits["test" if digest in test else "train"].append(row)
     return splits

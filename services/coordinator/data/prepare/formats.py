@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from services.coordinator.data.bad_rows import BadRow
+from services.coordinator.data.parquet import Record
 
 Split = Literal["train", "test"]
-Record = Mapping[str, Any]
-"""One row of a dataset as it is published."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.coordinator.data.bad_rows import BadRows
-from services.coordinator.data.parquet import iter_rows, read_table
-from services.coordinator.data.prepare.formats import Format, Record, Split
+from services.coordinator.data.parquet import Record, iter_rows, read_table
+from services.coordinator.data.prepare.formats import Format, Split
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FIELD = "source"
@@ -29,7 +28,7 @@ def find_files(format: Format, source: str, revision: str | None = None) -> dict
     if path.is_file():
         return {"train": [path]}
     folder = path if path.is_dir() else _download(format, source, revision)
-    found = {split: _first_match(folder, patterns) for split, patterns in format.files.items()}
+    found: dict[Split, list[Path]] = {split: _first_match(folder, patterns) for split, patterns in format.files.items()}
     if not found["train"]:
         inside = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*"))[:10]) or "nothing"
         wanted = " or ".join(format.files["train"])
@@ -80,7 +79,7 @@ def _download(format: Format, source: str, revision: str | None) -> Path:
     return Path(folder)
 
 
-def _read_array(path: Path) -> Iterator[tuple[str, int, Any]]:
+def _read_array(path: Path) -> Iterator[tuple[str, int, object]]:
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -89,7 +88,7 @@ def _read_array(path: Path) -> Iterator[tuple[str, int, Any]]:
         yield f"{path} row {index}", index, record
 
 
-def _read_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Any]]:
+def _read_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, int, object]]:
     with path.open(encoding="utf-8") as file:
         for index, line in enumerate(file):
             if not line.strip():

@@ -5,17 +5,34 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeVar
 
 from services.common.errors import DataLoss
 
 Row = Mapping[str, float]
+Item = TypeVar("Item")
 
 MAX_STEPS = 2000
 """Most steps in a curve, about as many as a screen has pixels; longer runs are thinned evenly."""
 
 _PHASES = ("generating", "training", "publishing", "checkpointing", "evaluating")
 _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
+
+
+class Series(TypedDict):
+    """A curve: its name, and a value `y` for each step `x`."""
+
+    name: str
+    x: list[float]
+    y: list[float | str]
+
+
+class Plot(TypedDict):
+    """Curves with the same axes; `log` if that of the values is logarithmic."""
+
+    title: str
+    log: bool
+    series: list[Series]
 
 
 @dataclass(frozen=True)
@@ -72,16 +89,16 @@ def steps_of(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "time/step_s" in row]
 
 
-def thin(rows: Sequence[Row], most: int = MAX_STEPS) -> Sequence[Row]:
+def thin(rows: Sequence[Item], most: int = MAX_STEPS) -> Sequence[Item]:
     """Returns at most about `most` rows, evenly spaced, including the last one."""
     every = math.ceil(len(rows) / most) if rows else 1
     return rows[(len(rows) - 1) % every :: every]
 
 
-def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def panels(rows: Sequence[Row]) -> list[Plot]:
     """Returns the plots that have data, each with `title`, `log` and `series` of name, x (steps) and y."""
     steps = thin(steps_of(rows))
-    made = []
+    made: list[Plot] = []
     for panel in (*_PANELS, _components(steps), *_learning_rate(steps)):
         series = [_series(name, metric, steps) for name, metric in panel.series.items()]
         if panel.held_out:
@@ -92,7 +109,7 @@ def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return made
 
 
-def phases(rows: Sequence[Row]) -> dict[str, Any]:
+def phases(rows: Sequence[Row]) -> dict[str, object]:
     """Returns the seconds of each phase in every step: `steps`, and `phases` of name and seconds.
 
     The phase "other" is the rest of a step. An evaluation counts in the step that made its weights; the evaluation of
@@ -133,7 +150,7 @@ def _learning_rate(steps: Sequence[Row]) -> list[_Panel]:
     return [_Panel("Learning rate", {"lr": "train/lr"})] if len(rates) > 1 else []
 
 
-def _series(name: str, metric: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _series(name: str, metric: str, rows: Sequence[Row]) -> Series:
     points = [(row["step"], number(row[metric])) for row in rows if metric in row]
     return {"name": name, "x": [step for step, _ in points], "y": [value for _, value in points]}
 

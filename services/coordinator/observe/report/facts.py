@@ -5,16 +5,26 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from services.common.errors import DataLoss
 from services.coordinator.observe.report.curves import Row
-from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.recorded import RecordedLedger, is_running
 
 
-def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns `name`, `state`, `config`, and `facts` as pairs of label and value.
+class Head(TypedDict):
+    """The head of the page: the run as a whole."""
+
+    name: str
+    state: str
+    facts: list[tuple[str, str]]
+    """Label and value."""
+    config: str
+
+
+def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> Head:
+    """Returns the head, from the ledger and the last of `rows`.
 
     Raises:
         DataLoss: The ledger has no record that the run was opened.
@@ -23,7 +33,7 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> dict[str
     if opened is None:
         raise DataLoss(f"{run_dir}: the ledger is empty; the run was never opened")
     config = json.loads(opened["config"])
-    version = max((row["step"] for row in rows), default=0)
+    version = int(max((row["step"] for row in rows), default=0))
     num_steps = config["num_steps"]  # None if the length is set in epochs
     sessions = _sessions(ledger)
     began, duration_s = sessions[0][0], sum(end - begin for begin, end in sessions)
@@ -42,7 +52,7 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> dict[str
     return {
         "name": config["name"],
         "state": _state(run_dir, version, num_steps),
-        "facts": [[label, value] for label, value in facts.items() if value],
+        "facts": [(label, value) for label, value in facts.items() if value],
         "config": json.dumps(config, indent=1, ensure_ascii=False),
     }
 
@@ -80,7 +90,7 @@ def _held_out(ledger: RecordedLedger) -> str:
     return f"{what} {first:.3f}" + (f" → {last:.3f}" if len(evaluations) > 1 else "")
 
 
-def _versions(opened: dict[str, Any]) -> str:
+def _versions(opened: Decision) -> str:
     versions = opened.get("versions")
     return ", ".join(f"{name} {version}" for name, version in versions.items()) if versions else "not recorded"
 

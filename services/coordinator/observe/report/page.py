@@ -3,17 +3,17 @@
 import base64
 import hashlib
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from services.common.errors import LockstepError, NotFound
 from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, facts, samples
 from services.coordinator.observe.report.failures import failures
 from services.coordinator.runs.recorded import RecordedLedger
@@ -40,7 +40,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     return path
 
 
-def gather(run_dir: Path) -> dict[str, Any]:
+def gather(run_dir: Path) -> dict[str, object]:
     """Returns everything that the page shows, as JSON values.
 
     Raises:
@@ -53,11 +53,12 @@ def gather(run_dir: Path) -> dict[str, Any]:
     found = samples.sources(run_dir)
     shown, left_out = samples.embed(found, decode)
     if scorers := dict.fromkeys(source["scorer"] for source in shown):
-        data["facts"].append(["scorer", "; ".join(scorers)])
+        data["facts"].append(("scorer", "; ".join(scorers)))
     num_steps = len(curves.steps_of(rows))
     if num_steps > curves.MAX_STEPS:
         notes.append(f"Curves show {len(curves.thin(curves.steps_of(rows))):,} of {num_steps:,} steps, evenly spaced.")
-    return data | {
+    return {
+        **data,
         "panels": curves.panels(rows),
         "timeline": curves.phases(rows),
         "histogram": samples.histogram(found),
@@ -67,14 +68,14 @@ def gather(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def render(data: dict[str, Any]) -> str:
+def render(data: Mapping[str, object]) -> str:
     """Renders the page of the data that `gather` returned."""
-    folder = files(__package__)
+    folder = files(report)
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n{{\n{script}\n}}\n'
     return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(data["name"]),
+        title=html.escape(str(data["name"])),
         style=style,
         style_hash=_hash(style),
         script=script,
@@ -88,7 +89,7 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _decoder(run_dir: Path, known: Sequence[Sequence[str]]) -> tuple[samples.Decode, list[str]]:
+def _decoder(run_dir: Path, known: Sequence[tuple[str, str]]) -> tuple[samples.Decode, list[str]]:
     """Returns a function from tokens to text; if this host has no tokenizer, one to token ids and a note about it."""
     places = [run_dir / "model", run_dir / "model_card", Path(dict(known)["model"])]
     errors = []
@@ -101,7 +102,7 @@ def _decoder(run_dir: Path, known: Sequence[Sequence[str]]) -> tuple[samples.Dec
     return lambda tokens: " ".join(map(str, tokens)), [note]
 
 
-def _left_out(shown: Sequence[dict[str, Any]], left_out: Sequence[samples.Source]) -> list[str]:
+def _left_out(shown: Sequence[samples.Shown], left_out: Sequence[samples.Source]) -> list[str]:
     notes = []
     total, embedded = sum(one["total"] for one in shown), sum(len(one["columns"]["group"]) for one in shown)
     if embedded < total:

@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from services.coordinator.data.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
 
 Decode = Callable[[Sequence[int]], str]
@@ -41,6 +42,20 @@ class Source:
         return f"held-out {self.held_out} after step {self.step}" if self.held_out else f"step {self.step}"
 
 
+class Shown(TypedDict):
+    """Samples of a source; `columns` have one value for each sample."""
+
+    label: str
+    step: int
+    heldOut: bool
+    total: int
+    scorer: str
+    components: list[str]
+    stamps: list[tuple[int, str]]
+    prompts: dict[int, tuple[str, str]]
+    columns: dict[str, list[object]]
+
+
 def sources(run_dir: Path) -> list[Source]:
     """Returns all files of samples, ordered by step. The batch sampled from version v belongs to step v + 1."""
     found = []
@@ -51,9 +66,7 @@ def sources(run_dir: Path) -> list[Source]:
     return sorted(found, key=lambda source: (source.step, source.held_out))
 
 
-def embed(
-    found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES
-) -> tuple[list[dict[str, Any]], list[Source]]:
+def embed(found: Sequence[Source], decode: Decode, max_bytes: int = MAX_BYTES) -> tuple[list[Shown], list[Source]]:
     """Returns the samples that the page shows, in the order of `found`, and the sources that did not fit.
 
     Tries the newest source first, then the oldest, then those halfway between, so that what fits is spread over the
@@ -63,7 +76,7 @@ def embed(
     evaluations = [source for source in found if source.held_out]
     both = bool(batches and evaluations)
     rooms = ((batches, 1 - _EVALUATIONS_SHARE * both), (evaluations, _EVALUATIONS_SHARE if both else 1.0))
-    shown: dict[Source, dict[str, Any]] = {}
+    shown: dict[Source, Shown] = {}
     for some, share in rooms:
         left = int(max_bytes * share)
         most = left // max(1, min(len(some), _MIN_SOURCES))
@@ -75,7 +88,7 @@ def embed(
     return [shown[source] for source in found if source in shown], [s for s in found if s not in shown]
 
 
-def histogram(found: Sequence[Source]) -> dict[str, Any]:
+def histogram(found: Sequence[Source]) -> dict[str, object]:
     """Returns the histogram of each batch's rewards: `labels` of the bins, and `counts` by step."""
     rewards = {
         source.step: pq.read_table(source.path, columns=["reward"])["reward"].to_numpy()
@@ -109,7 +122,7 @@ def _spread(some: Sequence[Source]) -> Iterator[Source]:
         gaps = [half for (low, high), middle in halves for half in ((low, middle), (middle, high))]
 
 
-def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[dict[str, Any], int]:
+def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[Shown, int]:
     """Returns a source's samples and their size in bytes, with every k-th prompt group so that they fit."""
     table = pq.read_table(source.path)
     groups = np.unique(table["group"].to_numpy())
@@ -124,7 +137,7 @@ def _fit(source: Source, decode: Decode, max_bytes: int) -> tuple[dict[str, Any]
         every = max(every + 1, math.ceil(every * num_bytes / max_bytes))
 
 
-def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -> dict[str, Any]:
+def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -> Shown:
     chosen = table.filter(pc.is_in(table["group"], value_set=pa.array(groups, table.schema.field("group").type)))
     rows = chosen.to_pylist()
     components = list(dict.fromkeys(name for row in rows for name, _ in row["components"]))
@@ -138,7 +151,7 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
         "scorer": ", ".join(dict.fromkeys(row["scorer"] for row in rows)),
         "components": components,
         "stamps": stamps,
-        "prompts": {group: [row["prompt_id"], _text(row["prompt_tokens"], decode)] for group, row in prompts.items()},
+        "prompts": {group: (row["prompt_id"], _text(row["prompt_tokens"], decode)) for group, row in prompts.items()},
         "columns": {
             "group": [row["group"] for row in rows],
             "sample": [row["sample"] for row in rows],
@@ -153,7 +166,7 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
     }
 
 
-def _values(row: dict[str, Any], components: Sequence[str]) -> Iterator[float]:
+def _values(row: Record, components: Sequence[str]) -> Iterator[float]:
     values = dict(row["components"])
     return (values.get(name, math.nan) for name in components)
 

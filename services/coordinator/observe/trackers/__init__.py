@@ -1,25 +1,23 @@
 """Experiment trackers. Each kind is an optional extra and is imported only when configured."""
 
-from importlib import import_module
-
-from services.common.config.observability import TrackerConfig
+from services.common.config.any import AnyConfig
+from services.common.config.observability import TrackerConfig, WandbConfig
 from services.common.errors import InvalidInput, PreconditionFailed
+from services.coordinator.observe.trackers.mlflow import Mlflow
+from services.coordinator.observe.trackers.wandb import Wandb
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
-_KINDS = {"wandb": "Wandb", "mlflow": "Mlflow"}
 
-
-def open_tracker(tracker: TrackerConfig, run: Run) -> Reporter:
+def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
     """Opens the tracker's run for this run; a resumed run continues in the same one.
 
     Raises:
         InvalidInput: The tracker's package is not installed.
         PreconditionFailed: The tracker does not start, for example because there is no account or server.
     """
-    module = import_module(f"services.coordinator.observe.trackers.{tracker.kind}")
     try:
-        return getattr(module, _KINDS[tracker.kind])(tracker, run)
+        return Wandb(tracker, run) if isinstance(tracker, WandbConfig) else Mlflow(tracker, run)
     except ImportError as error:
         raise InvalidInput(
             f"observability.trackers: {tracker.kind} cannot be imported ({error}); "

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from services.common.config.any import AnyConfig
 from services.common.config.observability import MlflowConfig
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
@@ -23,7 +24,7 @@ _NOT_ALLOWED = re.compile(r"[^\w./ -]")
 class Mlflow(Reporter):
     """Sends metrics by step from a thread, so that the loop never waits for the server."""
 
-    def __init__(self, settings: MlflowConfig, run: Run):
+    def __init__(self, settings: MlflowConfig, run: Run[AnyConfig]):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 

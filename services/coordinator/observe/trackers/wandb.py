@@ -2,6 +2,7 @@
 
 import json
 
+from services.common.config.any import AnyConfig
 from services.common.config.observability import WandbConfig
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
@@ -10,7 +11,7 @@ from services.coordinator.runs.run import Run
 class Wandb(Reporter):
     """Logs metrics by step. wandb sends them from its own process and keeps them if the network is down."""
 
-    def __init__(self, settings: WandbConfig, run: Run):
+    def __init__(self, settings: WandbConfig, run: Run[AnyConfig]):
         import wandb
 
         self._run = wandb.init(

@@ -9,6 +9,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common import batch as batches
+from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
@@ -25,7 +26,7 @@ _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
 class Model:
     """One model of a run, named like its config section. It may share its ranks with other models."""
 
-    def __init__(self, name: str, address: str, config: Config, transport: Transport = LOCAL):
+    def __init__(self, name: str, address: str, config: AnyConfig, transport: Transport = LOCAL):
         self.name = name
         self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub, transport)
         self._config, self._timeouts = config, config.timeouts
@@ -34,11 +35,11 @@ class Model:
 
     async def open(self, run_id: str, checkpoint: str = "") -> int:
         """Loads the model or, if given, the checkpoint at path `checkpoint`. Returns the version that was loaded."""
-        section = getattr(self._config, self.name)
+        section = role_section(self._config, self.name)
         request = pb.OpenRunRequest(
             run_id=run_id,
             config_json=self._config.models[self.name].model_dump_json(),
-            model_path=getattr(section, "model", None) or self._config.model,
+            model_path=(section and section.model) or self._config.model,
             checkpoint_path=checkpoint,
             seed=self._config.seed,
             bucket_bytes=self._config.weights.bucket_bytes,
@@ -88,13 +89,13 @@ class Model:
 
     @property
     def _temperature(self) -> float:
-        return self._config.rollout.sampling.temperature
+        return self._config.rollout.sampling.temperature if isinstance(self._config, Config) else 1.0
 
 
 class Trainer(Model):
     """Client of the policy's trainer, which also publishes and exports weights."""
 
-    def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
+    def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL):
         super().__init__("trainer", address, config, transport)
 
     async def join(self, group: WeightGroup) -> str:

@@ -30,8 +30,8 @@ def fork_engines(preload: Sequence[str]) -> None:
             os.close(alive)
             _serve(listener.fileno(), server_alive, [_CPU_WORKER, *preload])
     os.close(server_alive)
-    server = forkserver._forkserver
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive, pid
+    taken_over = {"_forkserver_address": address, "_forkserver_alive_fd": alive, "_forkserver_pid": pid}
+    vars(forkserver._forkserver).update(taken_over)
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "forkserver"
 
 

@@ -6,10 +6,10 @@ in every release. Captured CUDA graphs stay valid either way. Seen with vLLM 0.2
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
@@ -19,11 +19,12 @@ _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Unqu
 _PLAIN_ATTENTION = ("Attention",)
 
 
-def reload_weights(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def reload_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Loads `weights`, by their checkpoint names, as vLLM would from files. The device may still be busy on return."""
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         _unpack_experts_on_cpu(model)
+    assert callable(model.load_weights), "every model of vLLM has this method"
     with _without_adapters(model):
         initialize_layerwise_reload(model)
         model.load_weights(weights)
@@ -76,7 +77,7 @@ def _unpack_experts_on_cpu(model: nn.Module) -> None:
     """Removes the kernels of vLLM's CPU MoE layers, which pack loaded weights only while they have no kernel."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 

@@ -7,12 +7,17 @@ Schedulers can be set (`scheduler_cls`), but vLLM says that their interface is n
 """
 
 from array import array
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 # The last step of a chunk may add several tokens. A chunk must stay below 64, because vLLM sends an array of 64 numbers
 # as a frame of its own, and vLLM 0.26 then overwrites the memory of a long message that ZeroMQ has not sent yet.
@@ -29,13 +34,13 @@ class _Held:
     def is_chunk(self) -> bool:
         return len(self._tokens) >= _CHUNK_TOKENS
 
-    def add(self, output: Any) -> None:
+    def add(self, output: EngineCoreOutput) -> None:
         self._tokens.extend(output.new_token_ids)
         if output.new_logprobs is not None:  # has the sampled token only
             self._logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             self._ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
 
-    def move_into(self, output: Any) -> None:
+    def move_into(self, output: EngineCoreOutput) -> None:
         output.new_token_ids = self._tokens.tolist()
         if self._logprobs:
             tokens, logprobs = np.array(self._tokens)[:, None], np.array(self._logprobs)[:, None]
@@ -43,16 +48,21 @@ class _Held:
         del self._tokens[:], self._logprobs[:], self._ranks[:]
 
 
-class InChunks:
+_Base = Scheduler if TYPE_CHECKING else object
+
+
+class InChunks(_Base):
     """Mixin for vLLM's schedulers; it must come before the scheduler among the base classes."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}
 
-    def update_from_output(self, *args: Any) -> dict[int, Any]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """Returns what to send to each client: a sample's first token (for vLLM's statistics), chunks, and the rest."""
-        answers: dict[int, Any] = super().update_from_output(*args)  # type: ignore[misc]
+        answers = super().update_from_output(scheduler_output, model_runner_output)
         for answer in answers.values():
             answer.outputs = [output for output in answer.outputs if self._is_due(output)]
         return {
@@ -61,14 +71,14 @@ class InChunks:
             if answer.outputs or answer.scheduler_stats or answer.finished_requests
         }
 
-    def finish_requests(self, *args: Any) -> list[Any]:
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """Aborts requests and drops their unsent tokens."""
-        aborted: list[Any] = super().finish_requests(*args)  # type: ignore[misc]
+        aborted = super().finish_requests(request_ids, finished_status)
         for request in aborted:
             self._held.pop(request.request_id, None)
         return aborted
 
-    def _is_due(self, output: Any) -> bool:
+    def _is_due(self, output: EngineCoreOutput) -> bool:
         """Whether `output` is to be sent now; if so, adds the unsent tokens to it."""
         is_finished, held = output.finish_reason is not None, self._held.get(output.request_id)
         if held is None:
@@ -84,12 +94,12 @@ class InChunks:
         return True
 
 
-def kind_of(vllm_config: Any) -> type[Scheduler]:
+def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
     """Returns the scheduler class that vLLM would use."""
     return AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
 
 
-def scheduler(vllm_config: Any, **arguments: Any) -> Scheduler:
+def scheduler(vllm_config: VllmConfig, **arguments: object) -> Scheduler:
     """Returns vLLM's scheduler with InChunks mixed in; this is the engine argument `scheduler_cls`."""
     made: Scheduler = type("Scheduler", (InChunks, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
     return made

@@ -6,8 +6,8 @@ A [rank, in] and B [out, rank] are parameters of the layer itself, so every othe
     row parallel (linear_proj, linear_fc2):    A is cut by columns like W, B is whole on every rank
 
 Both products of a rank's matrices are its part of B A: merging needs no communication, and the forward communicates
-`rank` channels. The rest of the model is frozen. Experts get no adapters; a layer whose MLP is only experts has
-adapters in its attention alone.
+`rank` channels. The rest of the model is frozen. Experts get no adapters, but for one that computes every token; a
+layer whose MLP is only experts has adapters in its attention alone.
 """
 
 import contextlib

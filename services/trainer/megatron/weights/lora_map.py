@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from services.common.errors import InternalError
+from services.common.errors import InternalError, InvalidInput, Reason
 from services.common.megatron.lora import PARTS
 from services.trainer.megatron.weights.lora import COLUMN_PARALLEL
 from services.trainer.megatron.weights.weight_map import Part, WeightMap
@@ -23,6 +23,7 @@ class AdapterMap:
 
         Raises:
             InternalError: This is no adapter.
+            InvalidInput: It is of one part of a matrix that checkpoints have whole.
         """
         match = re.fullmatch(r"(.+\.(\w+))\.lora_([AB])\.(\w+)", name)
         if match is None:
@@ -31,6 +32,13 @@ class AdapterMap:
         base, is_column, place = self._weights.part(f"{module}.weight"), layer in COLUMN_PARALLEL, 0
         names = base.names
         if part != layer:
+            if base.is_fused:
+                raise InvalidInput(
+                    f"lora.kind canonical_lora: the model's checkpoints have the parts of {layer} in one tensor, "
+                    f"{names[0]}, of which an adapter file can only adapt all; use kind lora",
+                    reason=Reason.INVALID_CONFIG,
+                    field="lora.kind",
+                )
             place = PARTS["canonical_lora"][layer].index(part)
             names = (names[place],)
         if matrix == ("A" if is_column else "B"):

@@ -89,7 +89,7 @@ def load_checkpoint_weights(
     """Copies this rank's slices, and nothing else, out of the safetensors files of `model_path`.
 
     Raises:
-        InvalidInput: A tensor is missing.
+        InvalidInput: A tensor is missing, or has another shape than config.json says.
     """
     files = tensor_files(Path(model_path))
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
@@ -99,6 +99,10 @@ def load_checkpoint_weights(
         if missing:
             raise InvalidInput(f"model: {model_path} has no tensor {missing[0]}", field="model")
         slices = [opened[files[name]].get_slice(name) for name in part.names]
+        for name, found, shape in zip(part.names, slices, part.shapes, strict=True):
+            if tuple(found.get_shape()) != shape:
+                message = f"model: {model_path}: {name} is {found.get_shape()}, by config.json {list(shape)}"
+                raise InvalidInput(message, field="model")
         shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
         with torch.no_grad():
             parameter.tensor.copy_(shard)

@@ -1,20 +1,21 @@
-"""Which checkpoint tensors a Megatron parameter is made of, and how its shards are cut from and joined to them.
+"""Maps Megatron's parameters to checkpoint tensors, and cuts and joins their shards.
 
-Megatron fuses q, k, v into one matrix, rows interleaved by key-value group, and gate, up into another, stacked. A
-parameter of a tensor-parallel rank is a slice of those. Names of Megatron's local and TransformerEngine layers differ;
-both are known here.
+The record of the model's family says which tensors a parameter is made of. Megatron fuses q, k, v into one matrix with
+rows interleaved by key-value group, and stacks gate and up in another. A tensor-parallel rank holds a slice of those.
+Megatron's local and TransformerEngine layers have different names for some parameters; both are known here.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import PretrainedConfig
 
 from services.common.errors import InternalError
-from services.trainer.megatron.transformer import EXPERT_NAMES
+from services.common.families.architecture import Architecture, Shape
+from services.common.families.record import Weight
 
 
 class Sliceable(Protocol):
@@ -25,9 +26,11 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """Checkpoint tensors behind one parameter of the model, and the parameter's shards.
+    """Describes the checkpoint tensors of one parameter of the model, and makes the parameter's shards.
 
-    `cut(tensors, r, n)` is the shard of rank r of n; `join(shards)` gives the checkpoint tensors back, like `names`.
+    `cut(tensors, r, n)` returns the shard of rank r of n. `join(shards)` returns the checkpoint tensors, in the order
+    of `names` and with the `shapes`. `is_fused` says that the checkpoint stacks several parts, such as q, k and v, in
+    one tensor.
     """
 
     names: tuple[str, ...]
@@ -35,135 +38,143 @@ class Part:
     join: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     is_expert: bool = False
     order: tuple[int, ...] = ()
+    shapes: tuple[Shape, ...] = ()
+    is_fused: bool = False
 
 
 class WeightMap:
-    """The map of one model."""
+    """Maps the parameters of one model."""
 
-    def __init__(self, hf: PretrainedConfig):
-        self._names, self._is_tied = EXPERT_NAMES.get(hf.model_type), hf.tie_word_embeddings
-        self._num_groups = hf.num_key_value_heads
-        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        self._group_rows = (hf.num_attention_heads // hf.num_key_value_heads * head_dim, head_dim, head_dim)
-        self._num_layers = hf.num_hidden_layers
+    def __init__(self, model: Architecture):
+        self._model = model
+        self._layer = {weight.parameter: weight for weight in model.layer}
+        # What the same ranks hold is together in a publication, so that it travels together.
+        in_order = sorted(model.layer, key=lambda weight: (weight.is_expert, weight.cut == "whole"))
+        self._places = {weight.parameter: place for place, weight in enumerate(in_order)}
+        self._experts_place = sum(not weight.is_expert for weight in model.layer)
+        output = model.family.embedding if model.tie_word_embeddings else model.family.output
+        self._outside = {
+            model.family.embedding.parameter: (model.family.embedding, 0),
+            model.family.final_norm.parameter: (model.family.final_norm, 1),
+            model.family.output.parameter: (output, 2),
+        }
 
     def part(self, name: str) -> Part:
-        """The part of a parameter, whose `name` counts layers and experts over the whole model.
+        """Returns the part of a parameter, whose `name` counts layers and experts over the whole model.
 
         Raises:
             InternalError: Megatron has built a parameter that this map does not know.
         """
-        for pattern, rule in _TOP.items():
-            if name == pattern:
-                return self._top(name, *rule)
+        if name in self._outside:
+            weight, place = self._outside[name]
+            return self._part(weight, weight.tensors, order=(place * (self._model.num_layers + 1),))
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-        if match is None:
+        parameter, expert = _local_name(match[2]) if match else ("", 0)
+        weight = self._layer.get(parameter)
+        if match is None or weight is None:
             raise InternalError(f"no checkpoint tensor is known for Megatron's parameter {name}")
-        return self._layer(int(match[1]), match[2])
+        layer, place = int(match[1]), self._places[parameter]
+        prefix = f"{self._model.family.layers}.{layer}."
+        names = tuple(prefix + tensor.format(expert=expert) for tensor in weight.tensors)
+        order = (layer + 1, self._experts_place, expert, place) if weight.is_expert else (layer + 1, place)
+        return self._part(weight, names, order)
 
     def is_published(self, name: str) -> bool:
-        """False for the last pipeline stage's copy of a tied embedding."""
-        return not (self._is_tied and name == "output_layer.weight")
+        """Returns False for the last pipeline stage's copy of a tied embedding."""
+        return not (self._model.tie_word_embeddings and name == self._model.family.output.parameter)
 
-    def _top(self, name: str, hf_name: str, is_rows: bool, place: int) -> Part:
-        hf_name = "model.embed_tokens.weight" if self._is_tied and name == "output_layer.weight" else hf_name
-        cut, join = _ROWS if is_rows else _WHOLE
-        return Part((hf_name,), cut, join, order=(place * (self._num_layers + 1),))
+    def _part(self, weight: Weight, names: tuple[str, ...], order: tuple[int, ...]) -> Part:
+        return Part(
+            names,
+            functools.partial(self._cut, weight),
+            functools.partial(self._join, weight),
+            is_expert=weight.is_expert,
+            order=order,
+            shapes=tuple(self._model.tensor_shapes(weight)),
+            is_fused=weight.is_fused,
+        )
 
-    def _layer(self, layer: int, name: str) -> Part:
-        prefix = f"model.layers.{layer}."
-        for place, (pattern, (kind, suffixes)) in enumerate(_LAYER.items()):
-            match = re.fullmatch(pattern, name)
-            if match is None:
-                continue
-            order = (layer + 1, place)
-            if kind == "qkv":
-                names = tuple(f"{prefix}self_attn.{part}_proj.{match[1]}" for part in "qkv")
-                return Part(names, self._cut_qkv, self._join_qkv, order=order)
-            if kind.startswith("expert"):
-                return self._expert(prefix, kind, int(match[1]), order)
-            cut, join = {"whole": _WHOLE, "rows": _ROWS, "columns": _COLUMNS, "glu": _GLU}[kind]
-            names = tuple(prefix + (self._names.router + ".weight" if s == "router" else s) for s in suffixes)
-            return Part(names, cut, join, order=order)
-        raise InternalError(f"no checkpoint tensor is known for Megatron's parameter decoder.layers.{layer}.{name}")
+    def _cut(self, weight: Weight, tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Tensor:
+        if weight.cut == "whole":
+            return tensors[0][:]
+        if weight.cut == "columns":
+            columns = self._model.part_shapes(weight)[0][1] // size
+            return tensors[0][:, rank * columns : (rank + 1) * columns]
+        rows = self._rows(weight)
+        parts: Sequence[Sliceable] = _windows(tensors[0], rows) if weight.is_fused else tensors
+        if weight.cut == "groups":
+            return self._cut_groups(parts, rows, rank, size)
+        shares = [height // size for height in rows]
+        return torch.cat([part[rank * n : (rank + 1) * n] for part, n in zip(parts, shares, strict=True)])
 
-    def _expert(self, prefix: str, kind: str, expert: int, order: tuple[int, ...]) -> Part:
-        gate, up, down = (f"{prefix}{self._names.expert}.{expert}.{part}.weight" for part in self._names.parts)
-        names, (cut, join) = ((gate, up), _GLU) if kind == "expert fc1" else ((down,), _COLUMNS)
-        return Part(names, cut, join, is_expert=True, order=(order[0], _EXPERTS_PLACE, expert, order[1]))
+    def _join(self, weight: Weight, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if weight.cut in ("whole", "columns"):
+            return [shards[0] if weight.cut == "whole" else _cat(shards, 1)]
+        rows = self._rows(weight)
+        if weight.cut == "groups":
+            parts = self._join_groups(shards, rows)
+        else:
+            split = [shard.split([height // len(shards) for height in rows]) for shard in shards]
+            parts = [_cat(of_part) for of_part in zip(*split, strict=True)]
+        return [torch.cat(parts)] if weight.is_fused else parts
 
-    def _cut_qkv(self, tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Tensor:
+    def _rows(self, weight: Weight) -> list[int]:
+        return [shape[0] for shape in self._model.part_shapes(weight)]
+
+    def _cut_groups(self, parts: Sequence[Sliceable], rows: Sequence[int], rank: int, size: int) -> torch.Tensor:
         # With more ranks than groups a shard is a part of one group.
-        per_group = sum(self._group_rows)
-        rows = self._num_groups * per_group // size
-        first, last = rank * rows // per_group, -(-(rank + 1) * rows // per_group)
-        parts = []
-        for tensor, height in zip(tensors, self._group_rows, strict=True):
-            own = tensor[first * height : last * height]
-            parts.append(own.view(last - first, height, *own.shape[1:]))
-        begin = rank * rows - first * per_group
-        return torch.cat(parts, 1).flatten(0, 1)[begin : begin + rows]
+        heights = [height // self._model.num_key_value_heads for height in rows]
+        per_group = sum(heights)
+        share = sum(rows) // size
+        first, last = rank * share // per_group, -(-(rank + 1) * share // per_group)
+        groups = []
+        for part, height in zip(parts, heights, strict=True):
+            own = part[first * height : last * height]
+            groups.append(own.view(last - first, height, *own.shape[1:]))
+        begin = rank * share - first * per_group
+        return torch.cat(groups, 1).flatten(0, 1)[begin : begin + share]
 
-    def _join_qkv(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _join_groups(self, shards: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
         fused = _cat(shards)
-        grouped = fused.view(self._num_groups, -1, *fused.shape[1:])
-        return [part.flatten(0, 1) for part in grouped.split(self._group_rows, 1)]
+        groups = self._model.num_key_value_heads
+        grouped = fused.view(groups, -1, *fused.shape[1:])
+        return [part.flatten(0, 1) for part in grouped.split([height // groups for height in rows], 1)]
 
 
-def _cut_rows(tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Tensor:
-    rows = _shape(tensors[0])[0] // size
-    return torch.cat([tensor[rank * rows : (rank + 1) * rows] for tensor in tensors])
+@dataclass(frozen=True)
+class _Window:
+    """Shows a tensor from row `first` on, and reads only the rows that are asked for."""
+
+    tensor: Sliceable
+    first: int
+
+    def __getitem__(self, index: slice) -> torch.Tensor:
+        return self.tensor[self.first + index.start : self.first + index.stop]
 
 
-def _cut_columns(tensors: Sequence[Sliceable], rank: int, size: int) -> torch.Tensor:
-    columns = _shape(tensors[0])[1] // size
-    return tensors[0][:, rank * columns : (rank + 1) * columns]
-
-
-def _join_glu(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    halves = [shard.chunk(2) for shard in shards]
-    return [_cat([half[i] for half in halves]) for i in (0, 1)]
+def _windows(tensor: Sliceable, rows: Sequence[int]) -> list[_Window]:
+    """Returns the parts of a tensor that stacks them."""
+    return [_Window(tensor, sum(rows[:index])) for index in range(len(rows))]
 
 
 def _cat(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """One shard is not copied."""
+    """Concatenates the shards; does not copy a single one."""
     return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
 
 
-def _shape(tensor: Any) -> Sequence[int]:
-    return tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape
-
-
-_WHOLE = (lambda tensors, rank, size: tensors[0][:], lambda shards: [shards[0]])
-_ROWS = (_cut_rows, lambda shards: [_cat(shards)])
-_COLUMNS = (_cut_columns, lambda shards: [_cat(shards, 1)])
-_GLU = (_cut_rows, _join_glu)
-
-# Megatron's name -> checkpoint name, cut by rows over TP, and place: before the layers or after them.
-_TOP = {
-    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", True, 0),
-    "decoder.final_layernorm.weight": ("model.norm.weight", False, 1),
-    "output_layer.weight": ("lm_head.weight", True, 2),
+# TransformerEngine's names for the norms that it fuses with the layer that follows.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-# Megatron's name below a layer -> kind of cut, checkpoint names below the layer. The order is that of publication:
-# what the same ranks hold is together, so that it travels together.
-_LAYER: dict[str, tuple[str, tuple[str, ...]]] = {
-    r"self_attention\.linear_qkv\.(weight|bias)": ("qkv", ()),
-    r"self_attention\.linear_proj\.weight": ("columns", ("self_attn.o_proj.weight",)),
-    r"mlp\.linear_fc1\.weight": ("glu", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    r"mlp\.linear_fc2\.weight": ("columns", ("mlp.down_proj.weight",)),
-    r"self_attention\.q_layernorm\.weight": ("whole", ("self_attn.q_norm.weight",)),
-    r"self_attention\.k_layernorm\.weight": ("whole", ("self_attn.k_norm.weight",)),
-    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": ("whole", ("input_layernorm.weight",)),
-    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight": ("whole", ("post_attention_layernorm.weight",)),
-    r"mlp\.router\.weight": ("whole", ("router",)),
-    r"mlp\.experts\.(?:local_experts\.(?=\d+\.linear_fc1)|linear_fc1\.weight)(\d+)(?:\.linear_fc1\.weight)?": (
-        "expert fc1",
-        (),
-    ),
-    r"mlp\.experts\.(?:local_experts\.(?=\d+\.linear_fc2)|linear_fc2\.weight)(\d+)(?:\.linear_fc2\.weight)?": (
-        "expert fc2",
-        (),
-    ),
-}
-_EXPERTS_PLACE = list(_LAYER).index(next(pattern for pattern, (kind, _) in _LAYER.items() if kind == "expert fc1"))
+# An expert's number is in the middle of the local layers' names, and at the end of TransformerEngine's.
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<layer>linear_fc[12])\.weight")
+_FUSED_EXPERT = re.compile(r"mlp\.experts\.(?P<layer>linear_fc[12])\.weight(?P<expert>\d+)")
+
+
+def _local_name(parameter: str) -> tuple[str, int]:
+    """Returns a layer's parameter as the records name it, and the number of its expert, or 0 outside experts."""
+    match = _LOCAL_EXPERT.fullmatch(parameter) or _FUSED_EXPERT.fullmatch(parameter)
+    if match:
+        return f"mlp.experts.{match['layer']}.weight", int(match["expert"])
+    return _FUSED_NORMS.get(parameter, parameter), 0

@@ -1,0 +1,6 @@
+# What is used of grpcio-status, with the types that its own stubs leave out.
+import grpc
+from google.rpc.status_pb2 import Status
+
+def from_call(call: grpc.RpcError) -> Status | None: ...
+def to_status(status: Status) -> grpc.Status: ...
