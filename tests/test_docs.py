@@ -1,4 +1,4 @@
-"""README.md and docs/ agree with the repository: the loop is quoted as it is, and every file they name exists."""
+"""The pages agree with the repository: README.md quotes the loop as it is, and every file that a page names exists."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOM = re.compile(r"\b(?:services|protos|tests|deploy|benchmarks|requirements)/[\w./*<>-]*[\w*]")
 RESULTS = re.compile(r"`((?:algorithm|dataplane|experts|learn|loop|megatron|rollout|step|sync|train)\b[\w.*-]*\.json)`")
 

@@ -22,6 +22,8 @@ START_TIMEOUT_S = 60.0
 """Time limit for a worker to import its function. sympy takes about 1 s; a user's module may import torch."""
 MAX_REPLY_BYTES = 16 << 20
 """Enough for a group of 1000 samples that all fail with the longest error text that worker.py keeps."""
+# How long a process that has closed its pipe may take to exit, which on a busy machine is more than a moment.
+_EXIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,10 @@ class Worker:
         return reply
 
     async def _exit_code(self) -> int:
-        """Returns the exit code of a process that closed its pipe. Kills it if it does not exit within a second."""
+        """Returns the exit code of a process that closed its pipe. Kills it if it does not exit within `_EXIT_S`."""
         assert self._process, "start made it"
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(_EXIT_S):
                 await self._process.wait()
         await self.kill()
         return await self._process.wait()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from services.common.rpc.command import ServeOptions
+from tests.support import PATIENCE_S
 
 WATCHED = "import sys; sys.stdin.read()"
 # Says that it is up, then waits for ever.
@@ -30,7 +31,7 @@ def test_service_ends_with_the_process_that_it_watches() -> None:
         assert watcher.poll() is None
         watched.kill()
         # A zombie would do too: the pid ends before its parent asks for the exit code.
-        assert watcher.wait(5) == -signal.SIGTERM
+        assert watcher.wait(PATIENCE_S) == -signal.SIGTERM
     finally:
         watched.kill()
         watched.communicate()
@@ -41,7 +42,7 @@ def test_service_ends_with_the_process_that_it_watches() -> None:
 def test_service_ends_at_once_if_the_process_is_gone() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    watcher = subprocess.run([sys.executable, "-c", WATCHER, str(gone.pid), "hears"], timeout=30)
+    watcher = subprocess.run([sys.executable, "-c", WATCHER, str(gone.pid), "hears"])
     assert watcher.returncode == 1
 
 
@@ -54,7 +55,7 @@ def test_service_that_does_not_hear_is_ended_after_its_grace() -> None:
     try:
         assert watcher.stdout.readline() == "up\n"
         watched.kill()
-        assert watcher.wait(5) == 1
+        assert watcher.wait(PATIENCE_S) == 1
     finally:
         watched.kill()
         watched.communicate()
@@ -73,7 +74,7 @@ def test_command_line_refuses_what_it_does_not_know() -> None:
     )
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=60)
+        return subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True)
 
     assert run("--listen", "127.0.0.1:7").returncode == 3
     assert run().returncode == 4
@@ -89,7 +90,7 @@ HEAVY = ("torch", "vllm", "transformers", "zmq", "opentelemetry", "wandb", "mlfl
 
 def test_command_line_starts_without_torch() -> None:
     program = "import sys, services.coordinator.cli.main; sys.stdout.write(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())
     assert "services.coordinator.cli.main" in imported
     assert not imported & set(HEAVY)
@@ -101,5 +102,5 @@ def test_coordinator_needs_no_torch() -> None:
         f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\n"
         "import services.coordinator.cli.main, services.coordinator.rl.session"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.collect import Collector
 from services.coordinator.services.clients.reward import Reward
 from services.coordinator.services.clients.rollout import Rollout
+from tests.support import PATIENCE_S, free_port
 
 TOKENIZER = SimpleNamespace(eos_token_ids=(1,), decode=lambda tokens: " ".join(map(str, tokens)))
 
@@ -29,7 +30,7 @@ def make_config(**sections: Any) -> Config:
             "model": "m",
             "data": {"train": "x.parquet", "prompts_per_step": 8},
             "reward": {"scorers": [{"kind": "exact"}]},
-            "timeouts": {"info_s": 5, "open_s": 30, "generate_s": 30, "publish_s": 30},
+            "timeouts": dict.fromkeys(("info_s", "open_s", "generate_s", "score_s", "publish_s"), PATIENCE_S),
             **sections,
         }
     )
@@ -55,14 +56,13 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.num_opens = self.in_flight = self.peak = 0
         self.closed: list[str] = []
         self._server: Server | None = None
-        self.address = "127.0.0.1:0"
+        self.address = f"127.0.0.1:{free_port()}"
 
     async def start(self) -> None:
         """Starts to listen; on the same port when called again."""
         self._server = Server()
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, self._server.grpc)
-        port = await self._server.start(self.address, ["lockstep.rollout.v1.RolloutService"])
-        self.address = f"127.0.0.1:{port}"
+        await self._server.start(self.address, ["lockstep.rollout.v1.RolloutService"])
 
     async def die(self) -> None:
         """Stops the server; all calls in progress fail."""

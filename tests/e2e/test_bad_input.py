@@ -97,7 +97,7 @@ def test_before_a_service_starts(
     [
         (["trainer.optim.lrr=1"], ["trainer.optim.lrr", "did you mean trainer.optim.lr?"]),
         (
-            ["--trainer", NOWHERE, "--reward", NOWHERE, "--rollout", NOWHERE, "timeouts.open_s=2"],
+            ["--trainer", NOWHERE, "--reward", NOWHERE, "--rollout", NOWHERE, "timeouts.open_s=6"],
             ["OpenRun", NOWHERE, "Connection refused"],
         ),
     ],
@@ -124,7 +124,7 @@ def test_what_a_started_service_notices(workspace: Path):
         while run.process.poll() is None:
             below |= set(run.below())
             still_there([run.process.pid], after_s=0.2)
-        assert not still_there(below, after_s=1)
+        assert not still_there(below)
     line = refusal(run)
     assert "no-weights" in line and "safetensors" in line
 
@@ -159,7 +159,7 @@ def test_a_service_that_cannot_listen(workspace: Path, address: str, words: list
         holder.listen()
         taken = f"127.0.0.1:{holder.getsockname()[1]}"
         command = [sys.executable, "-m", "services.reward", "--listen", address.format(taken=taken)]
-        ended = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=30, check=False)
+        ended = subprocess.run(command, cwd=workspace, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stdout + ended.stderr
     last = ended.stderr.splitlines()[-1]

@@ -68,7 +68,7 @@ def by_prompt(samples: pa.Table) -> np.ndarray:
 
 
 def test_a_model_directory_with_two_sets(workspace: Path):
-    done = invoke("eval", QUICKSTART, "run.yaml", "--out", "runs/run/final", cwd=workspace, timeout_s=280)
+    done = invoke("eval", QUICKSTART, "run.yaml", "--out", "runs/run/final", cwd=workspace)
     assert done.returncode == 0, done.stderr + done.stdout
     assert sorted(path.name for path in (workspace / "runs" / "run").iterdir()) == [
         "config.json",

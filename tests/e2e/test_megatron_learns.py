@@ -17,7 +17,6 @@ def test_the_quickstart_learns_on_megatron(tmp_path: Path):
         *("trainer.strategy=megatron", "trainer.megatron.tensor_model_parallel_size=2"),
         *("num_steps=10", "rollout.num_replicas=1", "checkpoint={save_freq: 0, export_at_end: false}"),
         cwd=tmp_path,
-        timeout_s=300,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()

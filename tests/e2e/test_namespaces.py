@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lockstep_command import LOCKSTEP, invoke, make_workspace, numbers, reference
+from tests.e2e.lockstep_command import LOCKSTEP, RUN_S, invoke, make_workspace, numbers, reference
 from tests.e2e.namespaces import Host, received_bytes, two_hosts
 from tests.support import running
 
@@ -63,7 +63,7 @@ def make_certificates(workspace: Path, first: Host, second: Host) -> None:
 
 
 def until_it_listens(log: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + RUN_S
     while "listens on" not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
@@ -72,7 +72,7 @@ def until_it_listens(log: Path) -> None:
 def doctor(host: Host, options: list[str]) -> str:
     """What `lockstep doctor` says there, a line for each check."""
     command = host.command("env", "COLUMNS=400", LOCKSTEP, "doctor", *options, "--tls", "certs/coordinator")
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False).stdout
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
         command = second.command(
             LOCKSTEP, "run", "run.yaml", f"num_steps={NUM_STEPS}", *options, "--tls", "certs/operator"
         )
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
         logs = {path.name: path.read_text()[-3000:] for path in workspace.rglob("*.log")}
         assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *map(str, logs.items())])
         return workspace, done.stdout, received_bytes(second) - before

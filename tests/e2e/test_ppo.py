@@ -37,7 +37,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert len(run.services("trainer")) == 2
         below = run.below()
         run.process.kill()
-        assert_gone(below, within_s=15)
+        assert_gone(below)
     (directory / "before").write_text(json.dumps(steps(directory)[3]))
     with LockstepRun(directory, "rollout.num_replicas=1", "resume=must") as run:
         assert run.wait() == 0, run.output
@@ -102,7 +102,7 @@ def test_a_replay_trains_both_models_again_and_names_what_differs(workspace: Pat
             (f'$."{name}"',),
         )
         assert changed.rowcount == 2  # before the kill and after it
-    done = invoke("replay", "runs/run", "--step", 4, "--what", "train", cwd=copy, timeout_s=200)
+    done = invoke("replay", "runs/run", "--step", 4, "--what", "train", cwd=copy)
     assert done.returncode == 1, done.stdout + done.stderr
     was = steps(workspace)[3][name]
     assert f"\nstep 3: {name}: recorded 0.125, now {was!r}\n" in done.stdout

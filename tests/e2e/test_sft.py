@@ -87,7 +87,7 @@ def undisturbed(base: Path, killed: Path, trainer: str) -> Path:
     """Workspace of a run that nothing disturbs, on a trainer that it finds with the killed run still open."""
     workspace = make_workspace(base, "undisturbed")
     with SftRun(killed, trainer) as run:
-        run.until(lambda: run.has("finished", 13), "step 13", timeout_s=240)
+        run.until(lambda: run.has("finished", 13), "step 13")
         run.process.kill()
         run.process.wait()
         assert not run.has("finished", NUM_STEPS)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, replica_info, running_services, weights
 from tests.fault.stopping import stop_while_generating
-from tests.support import free_port, running, service_command
+from tests.support import PATIENCE_S, free_port, running, service_command
 
 NAMES = ("trainer", "reward", "rollout-0", "rollout-1")
 
@@ -27,7 +27,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
             services[name].terminate()
             if stopped is not None:
                 os.kill(stopped, signal.SIGCONT)
-            services[name].wait(30)
+            services[name].wait(PATIENCE_S)
             command = service_command(name.partition("-")[0], addresses[name])
             with chdir(workspace):
                 services[name] = stack.enter_context(running(command, workspace / f"{name}-again.log"))

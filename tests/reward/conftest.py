@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from services.common.config.reward.section import RewardConfig
 from services.reward.run import ScoringRun
 from services.reward.scorers.base import Item
+from tests.support import PATIENCE_S
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def make_item() -> Callable[..., Item]:
 def open_run() -> Callable[..., contextlib.AbstractAsyncContextManager[ScoringRun]]:
     @contextlib.asynccontextmanager
     async def opened(*scorers: dict, **settings: object) -> AsyncIterator[ScoringRun]:
-        run = ScoringRun(RewardConfig.model_validate({"scorers": scorers, **settings}))
+        run = ScoringRun(RewardConfig.model_validate({"scorers": scorers, "timeout_s": PATIENCE_S, **settings}))
         try:
             await run.open()
             yield run
@@ -52,8 +53,8 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture(scope="session")
 def gone() -> Callable[..., object]:
-    async def wait(pids: list[int], *, within_s: float) -> bool:
-        """Whether all processes end within `within_s`. pidfds report the end, so nothing is polled."""
+    async def wait(pids: list[int]) -> bool:
+        """Whether all processes end. pidfds report the end, so nothing is polled."""
         loop, ended = asyncio.get_running_loop(), []
         for pid in pids:
             if not is_running(pid):
@@ -63,7 +64,7 @@ def gone() -> Callable[..., object]:
                 loop.add_reader(descriptor, event.set)
                 ended.append((descriptor, event))
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*(event.wait() for _, event in ended))
             return True
         except TimeoutError:
@@ -74,6 +75,18 @@ def gone() -> Callable[..., object]:
                 os.close(descriptor)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def hurried() -> Callable[..., contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def limited(has_limit: object, timeout_s: float) -> Iterator[None]:
+        """Sets the time limit of a worker pool or a Remote for the block, for samples that never end."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(has_limit, "_timeout_s", timeout_s)
+            yield
+
+    return limited
 
 
 @pytest.fixture(scope="session")

@@ -59,9 +59,10 @@ def takes_memory(**_):
 
 
 def leaves_child(*, extra, **_):
-    child = subprocess.Popen(["sleep", "60"])
-    Path(extra["pid_file"]).write_text(str(child.pid))
-    time.sleep(60)
+    child, file = subprocess.Popen(["sleep", "600"]), Path(extra["pid_file"])
+    file.with_suffix(".part").write_text(str(child.pid))
+    file.with_suffix(".part").rename(file)
+    time.sleep(600)
 
 
 def ranks(*, completion, answer, prompt, extra, num_tokens, finish_reason, scale=1, **_):
@@ -83,6 +84,9 @@ async def of_group(*, completion, **_):
     }[kind]
 
 
-def by_completion(*, completion, **_):
-    """Hangs or answers, as the sample says."""
-    return hangs() if completion == "hang" else float(completion)
+def by_completion(*, completion, extra, **_):
+    """Returns the number that the completion is, or creates a file in extra["hanging"] and hangs."""
+    if completion != "hang":
+        return float(completion)
+    (Path(extra["hanging"]) / str(os.getpid())).touch()
+    return hangs()

@@ -21,6 +21,7 @@ from services.common.weights import group as weight_group
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore
 from services.trainer.ranks.publish import Publication, send
+from tests.support import PATIENCE_S
 
 MAX_MODEL_LEN = 512
 # Several buckets for each layer of the tiny models, so that a publication can end in the middle of one.
@@ -58,21 +59,21 @@ class Replica:
     async def open(self, model: Path, run_id: str, *, adapter_rank: int = 0, **config: object) -> pb.OpenRunResponse:
         config_json, card = json.dumps({"max_model_len": MAX_MODEL_LEN} | config), read_model_card(model)
         request = pb.OpenRunRequest(run_id=run_id, config_json=config_json, model_card=card, adapter_rank=adapter_rank)
-        return await self.client.call(RolloutService.OpenRun, request, timeout_s=400, wait_for_ready=True)
+        return await self.client.call(RolloutService.OpenRun, request, timeout_s=1200, wait_for_ready=True)
 
     async def info(self) -> pb.GetInfoResponse:
-        return await self.client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=10)
+        return await self.client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S)
 
     async def join(self, group: WeightGroup, plan: WeightPlan, base_rank: int = 1) -> pb.JoinWeightGroupResponse:
         request = pb.JoinWeightGroupRequest(group=group, base_rank=base_rank, plan=plan)
-        return await self.client.call(RolloutService.JoinWeightGroup, request, timeout_s=60)
+        return await self.client.call(RolloutService.JoinWeightGroup, request, timeout_s=PATIENCE_S)
 
     async def receive(self, epoch: int, version: int) -> pb.ReceiveWeightsResponse:
         request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
-        return await self.client.call(RolloutService.ReceiveWeights, request, timeout_s=60)
+        return await self.client.call(RolloutService.ReceiveWeights, request, timeout_s=PATIENCE_S)
 
     async def commit(self, stamp: PolicyStamp) -> None:
-        await self.client.call(RolloutService.CommitWeights, pb.CommitWeightsRequest(stamp=stamp), timeout_s=60)
+        await self.client.call(RolloutService.CommitWeights, pb.CommitWeightsRequest(stamp=stamp), timeout_s=PATIENCE_S)
 
     async def generate(
         self,
@@ -88,7 +89,7 @@ class Replica:
             prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
             sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | sampling),
         )
-        answers = [answer async for answer in self.client.stream(RolloutService.Generate, request, timeout_s=300)]
+        answers = [answer async for answer in self.client.stream(RolloutService.Generate, request, timeout_s=1200)]
         assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
         return sorted(answers, key=lambda answer: int(answer.prompt_id))
 
@@ -98,7 +99,7 @@ class Replica:
 
     async def until_sampling(self) -> None:
         """Returns when the engine has something to do."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not (await self.info()).samples_in_flight:
                 await asyncio.sleep(0.01)
 
@@ -127,7 +128,7 @@ class Stack:
             bucket_bytes=BUCKET_BYTES,
         )
         self.opened, *_ = await asyncio.gather(
-            self.trainer.call(TrainerService.OpenRun, request, timeout_s=400, wait_for_ready=True),
+            self.trainer.call(TrainerService.OpenRun, request, timeout_s=1200, wait_for_ready=True),
             *(replica.open(model, self.run_id, adapter_rank=adapter_rank) for replica in self.replicas),
         )
 
@@ -151,10 +152,10 @@ class Stack:
     async def form_group(self, members: list[Replica]) -> None:
         self.epoch += 1
         self.members, base_rank = members, self.opened.plan.num_senders
-        group = self.group(world_size=base_rank + len(members), timeout_s=30)
+        group = self.group(world_size=base_rank + len(members), timeout_s=60)
         request = trainer_pb2.JoinWeightGroupRequest(group=group)
         joined = await asyncio.gather(
-            self.trainer.call(TrainerService.JoinWeightGroup, request, timeout_s=60),
+            self.trainer.call(TrainerService.JoinWeightGroup, request, timeout_s=PATIENCE_S),
             *(replica.join(group, self.opened.plan, rank) for rank, replica in enumerate(members, base_rank)),
         )
         assert len({answer.plan_digest for answer in joined}) == 1
@@ -163,7 +164,7 @@ class Stack:
         """Another publication in the same epoch."""
         request = trainer_pb2.SendWeightsRequest(epoch=self.epoch, version=version)
         sent, *received = await asyncio.gather(
-            self.trainer.call(TrainerService.SendWeights, request, timeout_s=60),
+            self.trainer.call(TrainerService.SendWeights, request, timeout_s=PATIENCE_S),
             *(replica.receive(self.epoch, version) for replica in self.members),
         )
         assert {answer.digest for answer in received} == {sent.stamp.digest}
@@ -206,7 +207,7 @@ class PlayedTrainer:
             timeout_s=timeout_s,
         )
 
-    async def join(self, *, timeout_s: float = 30.0) -> weight_group.WeightGroup:
+    async def join(self, *, timeout_s: float = 60.0) -> weight_group.WeightGroup:
         self.epoch += 1
         message = self.describe_group(self.epoch, timeout_s)
         group, answer = await asyncio.gather(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -13,7 +12,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from tests.rollout.rollout_stack import PlayedTrainer, Replica
-from tests.support import descendants, engine_of, still_there
+from tests.support import PATIENCE_S, descendants, engine_of, still_there
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -69,7 +68,7 @@ async def test_a_killed_service_leaves_no_engine(opened: list):
     assert below
     process.kill()
     process.wait()
-    assert not still_there(below, after_s=5)
+    assert not still_there(below)
 
 
 async def test_a_killed_engine_ends_its_service_with_a_word(opened: list, model: Callable):
@@ -80,11 +79,9 @@ async def test_a_killed_engine_ends_its_service_with_a_word(opened: list, model:
     engine = engine_of(replica.pid)
     generating = asyncio.create_task(replica.generate(stamp, seeds=range(32), temperature=1.0, max_tokens=480))
     await replica.until_sampling()
-    began = time.perf_counter()
     os.kill(engine, signal.SIGKILL)
     with pytest.raises(Unavailable) as raised:
         await generating
     assert raised.value.reason is Reason.ENGINE_DEAD
-    assert await asyncio.to_thread(process.wait, 10) == 1
-    assert time.perf_counter() - began < 10
-    assert not still_there(below, after_s=1)
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
+    assert not still_there(below)

@@ -10,7 +10,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
 from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
-from tests.support import VOCAB, cpu_seconds, engine_of
+from tests.support import PATIENCE_S, VOCAB, cpu_seconds, engine_of
 
 
 async def publish(played: PlayedTrainer, version: int) -> PolicyStamp:
@@ -75,7 +75,7 @@ async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
 
     async def consume() -> None:
         async with contextlib.aclosing(
-            played.replica.client.stream(RolloutService.Generate, request, timeout_s=120)
+            played.replica.client.stream(RolloutService.Generate, request, timeout_s=1200)
         ) as answers:
             async for _ in answers:
                 raise AssertionError("a group finished before the call was cancelled")
@@ -85,9 +85,11 @@ async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    async with asyncio.timeout(3):
+    used_before = cpu_seconds(engine)
+    async with asyncio.timeout(PATIENCE_S):
         while (await played.replica.info()).samples_in_flight:
             await asyncio.sleep(0.05)
+    assert cpu_seconds(engine) - used_before < 5  # of the half minute
     await played.assert_exact(stamp)
     # Not only forgotten by the service: the engine's process rests.
     used_before = cpu_seconds(engine)

@@ -6,6 +6,7 @@ from services.common.config.rollout import RolloutConfig
 from services.rollout.metrics import with_statistics
 from tests.common.telemetry.watched import Labels, scrape
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PlayedTrainer
+from tests.support import PATIENCE_S
 
 GAUGES = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -20,7 +21,7 @@ async def test_the_use_of_the_kv_cache_is_on_the_page(played: PlayedTrainer) -> 
     stamp = await played.publish(106)
     prompts = [[3 + index] for index in range(30)]
     call = asyncio.create_task(played.replica.generate(stamp, prompts, seeds=range(12), max_tokens=MAX_MODEL_LEN - 1))
-    async with asyncio.timeout(30):  # more samples than max_samples, so that some wait
+    async with asyncio.timeout(PATIENCE_S):  # more samples than max_samples, so that some wait
         while not all([one(seen, name) for name in GAUGES] if GAUGES[0] in (seen := await page(played)) else [0]):
             await asyncio.sleep(0.05)
     assert 0 < one(seen, GAUGES[0]) <= 1

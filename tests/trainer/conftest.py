@@ -47,7 +47,7 @@ def worlds(trainer_files: Path, harness: Harness) -> dict[int, Path]:
     try:
         fsdp_harness.run_all(harness, results[1])
         for rank in ranks:
-            rank.join(300)
+            rank.join(1200)
         assert [rank.exitcode for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:

@@ -16,11 +16,11 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 from services.common import batch as batches
 from services.common.config.trainer.section import TrainerConfig
 from services.common.rpc.client import Client
-from tests.support import free_port, make_batch, running
+from tests.support import PATIENCE_S, free_port, make_batch, running
 from tests.trainer.fsdp_harness import config
 
 # Far above what any of these calls takes here, so that a hang is a failure and not a stuck suite.
-TIMEOUT_S = 60.0
+TIMEOUT_S = PATIENCE_S
 _numbers = itertools.count(1)
 
 
@@ -67,7 +67,7 @@ class Deployment:
         )
         return await self.call(TrainerService.OpenRun, request)
 
-    async def join(self, *, epoch: int | None = None, world_size: int | None = None, timeout_s: float = 10.0) -> None:
+    async def join(self, *, epoch: int | None = None, world_size: int | None = None, timeout_s: float = 60.0) -> None:
         self.epoch = self.epoch + 1 if epoch is None else epoch
         group = WeightGroup(
             run_id="r",
@@ -119,6 +119,6 @@ async def deployed(module: str, files: Path) -> AsyncIterator[Deployment]:
     command = [sys.executable, "-m", module, "--nproc-per-node", "2", "--listen", address]
     with running(command, files / f"{module}.log") as process:
         deployment = Deployment(address, files / "models", process.pid)
-        await deployment.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=400, wait_for_ready=True)
+        await deployment.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=1200, wait_for_ready=True)
         yield deployment
         await deployment.client.close()

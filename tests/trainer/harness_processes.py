@@ -26,7 +26,7 @@ def _main(name: str, arguments: tuple[object, ...]) -> None:
     raise SystemExit(main(*arguments))
 
 
-def run_harness(name: str, out: Path, *arguments: object, timeout_s: float = 300) -> None:
+def run_harness(name: str, out: Path, *arguments: object, timeout_s: float = 1200) -> None:
     """Runs a harness, whose ranks leave their results, and their errors, in `out`, to its end."""
     harness = start_harness(name, *arguments)
     try:

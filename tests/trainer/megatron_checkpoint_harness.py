@@ -23,7 +23,7 @@ from services.common.errors import LockstepError
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.megatron.checkpoint import save as megatron_checkpoint
 from services.trainer.megatron.checkpoint import shard_state, torch_dist
-from tests.support import descendants
+from tests.support import PATIENCE_S, descendants
 from tests.trainer.fsdp_harness import SMALL, samples, write
 from tests.trainer.megatron_harness import CP, EP, PP, TP, VPP, Layout, MegatronHarness, run_ranks
 
@@ -257,7 +257,7 @@ def _held_writers() -> Iterator[threading.Event]:
     let_go, original = threading.Event(), megatron_checkpoint.write
 
     def held(*args: Any) -> None:
-        assert let_go.wait(60)
+        assert let_go.wait(PATIENCE_S)
         original(*args)
 
     with _instead(megatron_checkpoint, "write", held):

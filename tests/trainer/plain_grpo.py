@@ -126,12 +126,8 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
             taus = [config.sapo.tau_positive if a > 0 else config.sapo.tau_negative for a in advantages.tolist()]
             tau = torch.tensor(taus, dtype=torch.float64)
             return -advantages / (1 + (-tau * (ratio - 1)).exp()) * 4 / tau
-        case "clip_cov":
-            chosen = (held["covariance"] < config.clip_cov.min_covariance).double()
-            return chosen * _clipped(ratio, advantages, config.clip_low, config.clip_high)
-        case "kl_cov":
-            chosen = (held["covariance"] >= config.kl_cov.min_covariance).double()
-            return -advantages * ratio + chosen * config.kl_cov.coef * (logprobs - held["old_logprobs"]).abs()
+        case "clip_cov" | "kl_cov":
+            return _by_covariance(logprobs, held, config)
         case "dppo":
             # Where the ratio is bounded, the gradient is that of a weighted log-probability.
             bound = config.dppo.max_ratio * (1 + logprobs - logprobs.detach())
@@ -140,6 +136,16 @@ def _token_losses(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config:
         case "reinforce":
             return -advantages * logprobs
     return _dual_clipped(ratio, advantages, config)
+
+
+def _by_covariance(logprobs: torch.Tensor, held: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:
+    advantages, covariance = held["advantages"], held["covariance"]
+    log_ratio = logprobs - held["old_logprobs"]
+    if config.kind == "clip_cov":
+        chosen = (covariance < config.clip_cov.min_covariance).double()
+        return chosen * _clipped(log_ratio.exp(), advantages, config.clip_low, config.clip_high)
+    chosen = (covariance >= config.kl_cov.min_covariance).double()
+    return -advantages * log_ratio.exp() + chosen * config.kl_cov.coef * log_ratio.abs()
 
 
 def _dual_clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: LossConfig) -> torch.Tensor:

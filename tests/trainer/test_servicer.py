@@ -315,7 +315,7 @@ async def test_sending_needs_the_joined_epoch_and_the_held_version(trainer: Depl
 
 async def test_absent_member_aborts_the_epoch_and_the_next_one_works(trainer: Deployment) -> None:
     with pytest.raises(Aborted, match="join"):
-        await trainer.join(world_size=2, timeout_s=0.5)
+        await trainer.join(world_size=2, timeout_s=3.0)
     with pytest.raises(LockstepError) as caught:
         await trainer.call(TrainerService.SendWeights, pb.SendWeightsRequest(epoch=trainer.epoch, version=0))
     assert caught.value.reason in (Reason.NOT_JOINED, Reason.EPOCH_ABORTED)

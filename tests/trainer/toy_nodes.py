@@ -16,8 +16,8 @@ from services.common.process import configure_logging
 from services.trainer.ranks import calls as ranks
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 
-# In the place of 5 s and 30 s.
-HEARTBEAT_MS, SILENCE_MS = 100, 1_000
+# Instead of 5 s and 30 s. On a busy machine the thread that answers may have to wait for a second or two.
+HEARTBEAT_MS, SILENCE_MS = 400, 4_000
 LOST = 3
 
 

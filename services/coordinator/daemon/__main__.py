@@ -9,6 +9,9 @@ from services.common.rpc.command import ServeOptions, serve_from_command_line
 from services.common.rpc.server import Server
 from services.common.rpc.tls import Transport
 
+# How long watchers may take to receive the last events of their runs, which have ended by then.
+_GRACE_S = 10.0
+
 
 async def run(runs_dir: Path, options: ServeOptions) -> int:
     """Serves until a signal, then lets each run finish its current step. Returns the exit code."""
@@ -24,7 +27,7 @@ async def run(runs_dir: Path, options: ServeOptions) -> int:
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server.grpc)
     options.metrics.serve()
     await server.start(options.listen, [NAME], insecure=options.insecure)
-    return await server.serve(drain=runs.drain)
+    return await server.serve(grace_s=_GRACE_S, drain=runs.drain)
 
 
 def main(args: Sequence[str] | None = None) -> None:

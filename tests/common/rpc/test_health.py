@@ -10,23 +10,24 @@ from services.common.rpc.identities import Role
 from services.common.rpc.tls import LOCAL
 from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.fake_services import replicas
+from tests.support import PATIENCE_S
 
 
 async def test_a_service_that_serves_is_healthy_and_one_that_ended_is_not() -> None:
     async with replicas(1) as (fake,):
         address = fake.address
-        await require_serving(address, LOCAL, timeout_s=5)
+        await require_serving(address, LOCAL, timeout_s=PATIENCE_S)
     with pytest.raises(Unavailable):
-        await require_serving(address, LOCAL, timeout_s=5)
+        await require_serving(address, LOCAL, timeout_s=PATIENCE_S)
 
 
 async def test_a_service_that_wants_certificates_says_so(tmp_path: Path) -> None:
     server, address = await serve(Certificates(tmp_path).of(Role.REWARD))
     with pytest.raises(Unauthenticated, match="the service requires mTLS: pass --tls"):
-        await require_serving(address, LOCAL, timeout_s=5)
+        await require_serving(address, LOCAL, timeout_s=PATIENCE_S)
     await server.grpc.stop(None)
 
 
 def test_the_command_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"lockstep-health: .*127\.0\.0\.1:1"):
-        main(["127.0.0.1:1", "--timeout", "5"])
+        main(["127.0.0.1:1", "--timeout", f"{PATIENCE_S}"])

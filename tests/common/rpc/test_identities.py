@@ -22,7 +22,7 @@ from services.common.rpc.identities import MAY_CALL, Role, roles_in
 from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE
 from services.coordinator.certs.authority import CA_KEY_FILE
 from tests.common.rpc.tls_harness import FILES, METHODS, UNLISTED, Certificates, call, calls, channel, serve
-from tests.support import ROOT
+from tests.support import PATIENCE_S, ROOT
 
 PROTOS = ROOT / "protos"
 DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
@@ -162,17 +162,19 @@ def test_roles_are_read_from_uris() -> None:
 async def test_any_valid_certificate_may_ask_for_health_but_not_for_the_schema(certificates, address) -> None:
     for role in Role:
         async with channel(address, certificates.of(role)) as to:
-            answer = await health_pb2_grpc.HealthStub(to).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            answer = await health_pb2_grpc.HealthStub(to).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await anext(
-                    aiter(reflection_pb2_grpc.ServerReflectionStub(to).ServerReflectionInfo(requests, timeout=10))
+                    aiter(
+                        reflection_pb2_grpc.ServerReflectionStub(to).ServerReflectionInfo(requests, timeout=PATIENCE_S)
+                    )
                 )
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     async with channel(address, None, ca=certificates.ca) as to:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await health_pb2_grpc.HealthStub(to).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            await health_pb2_grpc.HealthStub(to).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         assert caught.value.code() is UNAVAILABLE
 
 
@@ -192,5 +194,5 @@ async def test_roles_are_checked_before_a_stream_is_read(certificates, address) 
 
     async with channel(address, certificates.of(Role.REWARD)) as to:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await to.stream_unary("/lockstep.trainer.v1.TrainerService/Train")(endless(), timeout=10)
+            await to.stream_unary("/lockstep.trainer.v1.TrainerService/Train")(endless(), timeout=PATIENCE_S)
         assert caught.value.code() is DENIED

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -28,12 +29,14 @@ from services.common.errors import (
     Reason,
     Unavailable,
 )
+from services.common.rpc import channel
 from services.common.rpc.address import parse_address, require_loopback
+from services.common.rpc.channel import require_mutual_trust
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.stamps import require_stamp
 from services.common.tasks import gather
-from tests.support import free_port
+from tests.support import LIMITS_S, PATIENCE_S, free_port, until
 
 NAMES = ["lockstep.reward.v1.RewardService", "lockstep.rollout.v1.RolloutService"]
 
@@ -93,7 +96,7 @@ class Rig:
         self.rollout_client = Client(self.address, rollout_pb2_grpc.RolloutServiceStub)
 
     async def score(self, prompt: str = "") -> pb.ScoreResponse:
-        return await self.client.call(RewardService.Score, pb.ScoreRequest(prompt=prompt), timeout_s=10)
+        return await self.client.call(RewardService.Score, pb.ScoreRequest(prompt=prompt), timeout_s=PATIENCE_S)
 
     async def error_of(self, error: BaseException) -> LockstepError:
         self.reward.error = error
@@ -155,17 +158,22 @@ async def test_error_of_a_stream_arrives_after_its_answers(rig: Rig) -> None:
     rig.rollout.error = PreconditionFailed("moved on", reason=Reason.STALE_STAMP)
     received = 0
     with pytest.raises(PreconditionFailed, match="moved on") as caught:
-        async for _ in rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=10):
+        async for _ in rig.rollout_client.stream(
+            RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=PATIENCE_S
+        ):
             received += 1
     assert (received, caught.value.reason) == (2, Reason.STALE_STAMP)
 
 
 async def test_deadline_ends_the_call_on_both_ends(rig: Rig) -> None:
-    with pytest.raises(DeadlineExceeded) as caught:
-        await rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=0.2)
+    for limit_s in LIMITS_S:
+        with pytest.raises(DeadlineExceeded) as caught:
+            await rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=0.2 * limit_s)
+        if rig.reward.entered.is_set():
+            break
     assert caught.value.reason is Reason.DEADLINE
     assert rig.address in caught.value.message
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await rig.reward.cancelled.wait()
 
 
@@ -176,33 +184,33 @@ async def test_deadline_of_a_stream(rig: Rig) -> None:
 
 
 async def test_cancelled_call_is_cancelled_at_the_server(rig: Rig) -> None:
-    call = asyncio.create_task(rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=60))
+    call = asyncio.create_task(rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=PATIENCE_S))
     await rig.reward.entered.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await rig.reward.cancelled.wait()
 
 
 async def test_closed_stream_is_closed_at_the_server(rig: Rig) -> None:
-    stream = rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=60)
+    stream = rig.rollout_client.stream(RolloutService.Generate, rollout_pb2.GenerateRequest(), timeout_s=PATIENCE_S)
     async with contextlib.aclosing(stream) as answers:
         await anext(answers)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await rig.rollout.closed.wait()
 
 
 async def test_server_that_is_not_there_is_unavailable() -> None:
     client = Client(f"127.0.0.1:{free_port()}", reward_pb2_grpc.RewardServiceStub)
     with pytest.raises(Unavailable) as caught:
-        await client.call(RewardService.Score, pb.ScoreRequest(), timeout_s=10)
+        await client.call(RewardService.Score, pb.ScoreRequest(), timeout_s=PATIENCE_S)
     assert caught.value.reason is Reason.UNREACHABLE
     await client.close()
 
 
 async def test_server_that_goes_away_in_a_call_is_unavailable(rig: Rig) -> None:
-    call = asyncio.create_task(rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=60))
+    call = asyncio.create_task(rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=PATIENCE_S))
     await rig.reward.entered.wait()
     await rig.server.grpc.stop(None)
     with pytest.raises(Unavailable):
@@ -212,18 +220,33 @@ async def test_server_that_goes_away_in_a_call_is_unavailable(rig: Rig) -> None:
 async def test_server_that_nobody_can_reach_is_unavailable_once_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("services.common.rpc.channel._PATIENCE_S", 0.0)
+    monkeypatch.setattr(channel, "_PATIENCE_S", 0.0)
     client = Client(f"127.0.0.1:{free_port()}", reward_pb2_grpc.RewardServiceStub)
-    with pytest.raises(Unavailable, match=r"no connection within 2 s: Connection refused") as caught:
-        await client.call(RewardService.Score, pb.ScoreRequest(), timeout_s=2, wait_for_ready=True)
+    tried: list[str] = []
+
+    async def explain(*ends: Any) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(channel, "_EXPLAIN_S", PATIENCE_S)  # how long, not how often
+            tried.append(await require_mutual_trust(*ends))
+        return tried[-1]
+
+    monkeypatch.setattr(channel, "_EXPLAIN_S", 0.05)
+    monkeypatch.setattr(channel, "require_mutual_trust", explain)
+    call = functools.partial(client.call, RewardService.Score, pb.ScoreRequest(), wait_for_ready=True)
+    waiting = asyncio.create_task(call(timeout_s=PATIENCE_S))
+    await until(lambda: len(tried) == 3)
+    said = f"Score at {client.address}: no connection yet, waiting up to {PATIENCE_S:g} s: Connection refused"
+    assert caplog.messages == [said]  # once, while the reason stays the same
+    waiting.cancel()
+    with pytest.raises(Unavailable, match=r"no connection within 0\.1 s: Connection refused") as caught:
+        await call(timeout_s=0.1)
     assert caught.value.reason is Reason.UNREACHABLE
     assert client.address in caught.value.message
-    waiting = f"Score at {client.address}: no connection yet, waiting up to 2 s: Connection refused"
-    assert caplog.messages == [waiting]  # once, while the reason stays the same
     await client.close()
 
 
 async def test_server_that_was_there_but_is_slow_is_not_unavailable(rig: Rig) -> None:
+    await rig.score()  # connects
     with pytest.raises(DeadlineExceeded):
         await rig.client.call(RewardService.OpenRun, pb.OpenRunRequest(), timeout_s=0.5, wait_for_ready=True)
 
@@ -233,10 +256,13 @@ async def test_address_of_another_service_is_named(rig: Rig) -> None:
     for wait_for_ready in (False, True):
         with pytest.raises(InvalidInput, match=f"{rig.address} is not a trainer service.* OpenRun"):
             await client.call(
-                TrainerService.OpenRun, trainer_pb2.OpenRunRequest(), timeout_s=10, wait_for_ready=wait_for_ready
+                TrainerService.OpenRun,
+                trainer_pb2.OpenRunRequest(),
+                timeout_s=PATIENCE_S,
+                wait_for_ready=wait_for_ready,
             )
     with pytest.raises(InvalidInput, match="a trainer service"):
-        async for _ in client.stream(TrainerService.Forward, iter([]), timeout_s=10):
+        async for _ in client.stream(TrainerService.Forward, iter([]), timeout_s=PATIENCE_S):
             pass
     await client.close()
 
@@ -286,10 +312,10 @@ async def test_health_is_told(rig: Rig) -> None:
     async with grpc.aio.insecure_channel(rig.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", *NAMES):
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=10)
+            await stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=PATIENCE_S)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -297,7 +323,7 @@ async def test_reflection_lists_the_services(rig: Rig) -> None:
     async with grpc.aio.insecure_channel(rig.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]), timeout=10)]
+        (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]), timeout=PATIENCE_S)]
         listed = {service.name for service in answer.list_services_response.service}
     assert listed >= {*NAMES, "grpc.health.v1.Health"}
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import re
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,9 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicySt
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PermissionDenied, Reason, Unauthenticated, Unavailable
+from services.common.rpc import channel
 from services.common.rpc.address import require_secure
+from services.common.rpc.channel import require_mutual_trust
 from services.common.rpc.client import Client
 from services.common.rpc.command import serve_from_command_line
 from services.common.rpc.identities import Role
@@ -30,7 +31,7 @@ from services.coordinator.services.clients.reward import Reward
 from services.coordinator.services.launch import Addresses, launch
 from tests.common.rpc.tls_harness import HOST, Certificates, serve
 from tests.coordinator.fake_services import make_config, make_prompt
-from tests.support import free_port
+from tests.support import PATIENCE_S, free_port
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def mtls(directory: Path) -> Transport:
     return Transport(Credentials(directory))
 
 
-async def score(address: str, transport: Transport, *, timeout_s: float = 30.0) -> pb.ScoreResponse:
+async def score(address: str, transport: Transport, *, timeout_s: float = PATIENCE_S) -> pb.ScoreResponse:
     client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
     try:
         return await client.call(RewardService.Score, pb.ScoreRequest(), timeout_s=timeout_s, wait_for_ready=True)
@@ -63,18 +64,16 @@ async def test_two_ends_of_one_authority_talk(certificates, address) -> None:
 
 async def test_the_wrong_role_arrives_typed(certificates, address) -> None:
     with pytest.raises(
-        PermissionDenied, match=r"of reward, and /lockstep.reward.v1.RewardService/Score .* coordinator"
+        PermissionDenied, match=r"for reward, but /lockstep.reward.v1.RewardService/Score .* coordinator"
     ) as e:
         await score(address, mtls(certificates.of(Role.REWARD)))
     assert e.value.reason is Reason.WRONG_ROLE
 
 
 async def unauthenticated(address: str, transport: Transport) -> str:
-    """What is said at once, not after gRPC's deadline."""
-    begin = time.monotonic()
+    """What is said at once; after gRPC's deadline it would be Unavailable."""
     with pytest.raises(Unauthenticated) as caught:
         await score(address, transport)
-    assert time.monotonic() - begin < 10
     assert caught.value.reason is Reason.BAD_CERTIFICATE
     assert address in caught.value.message
     return caught.value.message
@@ -82,7 +81,7 @@ async def unauthenticated(address: str, transport: Transport) -> str:
 
 async def test_a_name_that_the_certificate_lacks_is_named_with_the_fix(certificates, address) -> None:
     why = await unauthenticated(address.replace(HOST, "localhost"), mtls(certificates.of(Role.COORDINATOR)))
-    assert "not for 'localhost'" in why
+    assert "not valid for 'localhost'" in why
     assert "--host localhost" in why
 
 
@@ -113,12 +112,19 @@ async def test_plaintext_and_tls_do_not_wait_for_each_other(certificates, addres
     await server.grpc.stop(None)
 
 
-async def test_a_service_that_is_not_there_is_waited_for(certificates) -> None:
+async def test_a_service_that_is_not_there_is_waited_for(certificates, monkeypatch) -> None:
+    tried_in_vain = asyncio.Event()
+
+    async def explain(*ends: object) -> str:
+        tried_in_vain.set()
+        return await require_mutual_trust(*ends)
+
     port, transport = free_port(), mtls(certificates.of(Role.COORDINATOR))
     with pytest.raises(Unavailable, match="no connection within"):
         await score(f"{HOST}:{port}", transport, timeout_s=0.3)
+    monkeypatch.setattr(channel, "require_mutual_trust", explain)
     waiting = asyncio.create_task(score(f"{HOST}:{port}", transport))
-    await asyncio.sleep(0.1)  # it has tried in vain
+    await tried_in_vain.wait()
     server, _ = await serve(certificates.of(Role.REWARD), port)
     await waiting
     await server.grpc.stop(None)

@@ -19,6 +19,7 @@ from services.common.rpc.identities import Role
 from services.common.rpc.server import Server
 from services.common.rpc.tls import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Credentials
 from services.coordinator.certs.authority import init, issue
+from tests.support import PATIENCE_S
 
 HOST = "127.0.0.1"
 FILES = (rollout_pb2, trainer_pb2, reward_pb2, coordinator_pb2)
@@ -104,7 +105,7 @@ async def call(to: grpc.aio.Channel, path: str) -> grpc.aio.AioRpcError | None:
     request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
     make = getattr(to, _KINDS[method.client_streaming, method.server_streaming])
     function = make(path, request.SerializeToString, response.FromString)
-    calling = function(_once(request()) if method.client_streaming else request(), timeout=10)
+    calling = function(_once(request()) if method.client_streaming else request(), timeout=PATIENCE_S)
     try:
         if method.server_streaming:
             assert [answer async for answer in calling] == [response()]

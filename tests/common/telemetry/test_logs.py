@@ -18,6 +18,7 @@ from services.common.rpc.client import Client
 from services.common.telemetry.context import fields, incoming, outgoing, within
 from services.common.telemetry.logs import formatter
 from tests.common.telemetry.watched import Service, reward_service
+from tests.support import PATIENCE_S
 
 
 def record(message: str = "%d samples", *arguments: object, **more: object) -> logging.LogRecord:
@@ -109,12 +110,14 @@ async def test_lines_of_a_service_are_about_the_callers_work(service: Service) -
     scorers = '{"scorers": [{"kind": "python", "path": "number:score"}], "num_workers": 1}'
     candidates = [pb.Candidate(text=text, finish_reason=FINISH_REASON_STOP) for text in ("1", "x")]
     with within(run="r-1"):
-        await client.call(RewardService.OpenRun, pb.OpenRunRequest(run_id="r-1", config_json=scorers), timeout_s=60)
+        await client.call(
+            RewardService.OpenRun, pb.OpenRunRequest(run_id="r-1", config_json=scorers), timeout_s=PATIENCE_S
+        )
         with within(step=5, group="p7"):
             request = pb.ScoreRequest(run_id="r-1", prompt_id="p7", candidates=candidates)
-            await client.call(RewardService.Score, request, timeout_s=60)
+            await client.call(RewardService.Score, request, timeout_s=PATIENCE_S)
         with pytest.raises(InvalidInput), within(step=6):
-            await client.call(RewardService.Score, pb.ScoreRequest(run_id="r-1"), timeout_s=60)
+            await client.call(RewardService.Score, pb.ScoreRequest(run_id="r-1"), timeout_s=PATIENCE_S)
     await client.close()
     lines = [json.loads(line) for line in service.end()]
     told = [{name: line.get(name) for name in ("run", "step", "group", "sample")} for line in lines]

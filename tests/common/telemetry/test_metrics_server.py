@@ -1,6 +1,7 @@
 """What Prometheus reads of a real service, and who may read it."""
 
 import asyncio
+import time
 import urllib.error
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from services.common.rpc.client import Client
 from services.common.rpc.metrics import RpcMetrics
 from services.common.telemetry.metrics_server import Metrics, Page
 from tests.common.telemetry.watched import Service, reward_service, scrape, value
+from tests.support import PATIENCE_S
 
 FAILING = "def score(*, completion, **_):\n    return float(completion)\n"
 
@@ -36,10 +38,12 @@ async def test_a_reward_service_says_what_it_has_done(service: Service) -> None:
     candidates = [pb.Candidate(text=text, finish_reason=FINISH_REASON_STOP) for text in ("1", "2", "x")]
     request = pb.ScoreRequest(run_id="r", prompt_id="p", answer="1", candidates=candidates)
     with pytest.raises(PreconditionFailed):
-        await client.call(RewardService.Score, request, timeout_s=30)
-    await client.call(RewardService.OpenRun, pb.OpenRunRequest(run_id="r", config_json=scorers), timeout_s=60)
+        await client.call(RewardService.Score, request, timeout_s=PATIENCE_S)
+    begin = time.monotonic()
+    await client.call(RewardService.OpenRun, pb.OpenRunRequest(run_id="r", config_json=scorers), timeout_s=PATIENCE_S)
+    opened_s = time.monotonic() - begin
     for _ in range(2):
-        await client.call(RewardService.Score, request, timeout_s=60)
+        await client.call(RewardService.Score, request, timeout_s=PATIENCE_S)
     await client.close()
 
     metrics = await asyncio.to_thread(scrape, page)
@@ -50,7 +54,7 @@ async def test_a_reward_service_says_what_it_has_done(service: Service) -> None:
     assert value(metrics, "lockstep_rpc_finished_total", method="Score", code="FAILED_PRECONDITION") == 1
     assert value(metrics, "lockstep_rpc_failures_total", method="Score", reason="RUN_NOT_OPEN") == 1
     assert value(metrics, "lockstep_rpc_seconds_count", method="Score") == 3
-    assert 0 < value(metrics, "lockstep_rpc_seconds_sum", method="OpenRun") < 60
+    assert 0 < value(metrics, "lockstep_rpc_seconds_sum", method="OpenRun") < opened_s
     counted = {tuple(sorted(labels)): count for labels, count in metrics["lockstep_reward_scores_total"].items()}
     assert counted == {
         (("outcome", "scored"), ("scorer", "exact")): 6,

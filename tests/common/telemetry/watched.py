@@ -15,12 +15,14 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support import PATIENCE_S
+
 Labels = frozenset[tuple[str, str]]
 
 
 def scrape(address: str) -> dict[str, dict[Labels, float]]:
     """What a page says now."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
         return parse(answer.read().decode())
 
 
@@ -56,7 +58,7 @@ class Service:
     def end(self) -> list[str]:
         """Asks it to end; all of its lines."""
         self.process.terminate()
-        _, rest = self.process.communicate(timeout=30)
+        _, rest = self.process.communicate(timeout=PATIENCE_S)
         self.lines += rest.splitlines()
         return self.lines
 

@@ -1,8 +1,8 @@
 """Members of a weight group: as threads of one process, or, run as a program, as a process of its own.
 
-`python -m tests.common.weights.group_harness` obeys one JSON object per line of its standard input and answers
-each with a line: `{"epoch", "rank", "world_size", "port", "secret", "timeout_s", "receive"}` joins and receives a
-publication.
+`python -m tests.common.weights.group_harness` says `{}` when it has imported what it needs. Then it obeys one JSON
+object per line of its standard input and answers each with a line: `{"epoch", "rank", "world_size", "port", "secret",
+"timeout_s", "receive"}` joins and receives a publication.
 """
 
 import json
@@ -32,7 +32,7 @@ def some_weights(num_large: int = 4, large: int = 1 << 16) -> list[NamedTensor]:
     return [*weights, ("bytes", torch.arange(5, dtype=torch.uint8))]
 
 
-def message(store: StoreAddress, *, epoch: int, world_size: int, timeout_s: float = 5.0) -> GroupMessage:
+def message(store: StoreAddress, *, epoch: int, world_size: int, timeout_s: float = 30.0) -> GroupMessage:
     return GroupMessage(
         run_id="test",
         epoch=epoch,
@@ -70,6 +70,7 @@ def digest_of(plan: Plan, weights: Sequence[NamedTensor]) -> str:
 
 
 def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
+    yield {}
     for line in commands:
         order = json.loads(line)
         store = StoreAddress("127.0.0.1", order["port"], bytes.fromhex(order["secret"]))
@@ -82,7 +83,7 @@ def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
             plan = Plan.of(some_weights(**order["receive"]), bucket_bytes=1 << 20)
             yield {"digest": receive(group, plan, version=order["epoch"])[0]}
         except LockstepError as error:
-            yield {"error": error.reason.value}
+            yield {"error": error.reason.value, "message": error.message}
 
 
 if __name__ == "__main__":

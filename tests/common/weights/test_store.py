@@ -20,6 +20,7 @@ from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 from services.common.errors import Aborted, InvalidInput
 from services.common.weights.group import WeightGroup
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
+from tests.support import PATIENCE_S
 
 HOST = "127.0.0.1"
 
@@ -46,11 +47,11 @@ def test_a_store_of_torch_tells_whoever_connects_everything() -> None:
     (name,) = stranger.list_keys()
     assert name.endswith("/key")
     # And it listens everywhere: on an address of this host that it was not given.
-    socket.create_connection(("127.0.0.2", bare.port), 5).close()
+    socket.create_connection(("127.0.0.2", bare.port), PATIENCE_S).close()
 
 
 def test_who_knows_the_secret_has_a_store(store) -> None:
-    first, second = (StoreClient(store.address, 5.0) for _ in range(2))
+    first, second = (StoreClient(store.address, PATIENCE_S) for _ in range(2))
     first.set("a", b"x" * 1_000_000)
     assert second.get("a") == b"x" * 1_000_000
     assert second.check(["a", "digest"])
@@ -62,24 +63,24 @@ def test_who_knows_the_secret_has_a_store(store) -> None:
 @pytest.mark.parametrize("secret", [b"", b"x", bytes(32)])
 def test_who_does_not_has_none(store, secret) -> None:
     with pytest.raises(ConnectionRefusedError, match="does not accept the secret"):
-        StoreClient(StoreAddress(HOST, store.address.port, secret), 5.0)
+        StoreClient(StoreAddress(HOST, store.address.port, secret), PATIENCE_S)
     with pytest.raises(dist.DistError):
         raw(store)
     # The refusals of others do not keep a member out.
-    assert StoreClient(store.address, 5.0).get("digest") == b"secret of the run"
+    assert StoreClient(store.address, PATIENCE_S).get("digest") == b"secret of the run"
 
 
 def test_a_proof_cannot_be_used_again(store) -> None:
-    with socket.create_connection((HOST, store.address.port), 5) as seen:
+    with socket.create_connection((HOST, store.address.port), PATIENCE_S) as seen:
         seen.sendall(b"\xfe")
         nonce = seen.recv(32, socket.MSG_WAITALL)
-    with socket.create_connection((HOST, store.address.port), 5) as again:
+    with socket.create_connection((HOST, store.address.port), PATIENCE_S) as again:
         again.sendall(b"\xfe")
         assert again.recv(32, socket.MSG_WAITALL) != nonce
 
 
 def test_who_knows_it_does_not_open_it_for_others_of_its_host(store) -> None:
-    member = StoreClient(store.address, 5.0)
+    member = StoreClient(store.address, PATIENCE_S)
     with pytest.raises(dist.DistError):
         raw(store)
     assert member.get("digest") == b"secret of the run"
@@ -89,39 +90,39 @@ STRANGER = """
 import socket, sys
 source, port = sys.argv[1], int(sys.argv[2])
 own = port if source != "127.0.0.1" else 0  # a port that the member itself has on another address
-print(socket.create_connection(("127.0.0.1", port), 5, (source, own)).recv(1))
+print(socket.create_connection(("127.0.0.1", port), 120, (source, own)).recv(1))
 """
 
 
 def test_the_way_of_a_member_is_closed_to_other_processes_of_its_host(store) -> None:
-    member = StoreClient(store.address, 5.0)
+    member = StoreClient(store.address, PATIENCE_S)
     for source in ("127.0.0.1", "127.0.0.2"):
         command = [sys.executable, "-c", STRANGER, source, str(member.port)]
-        assert subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout == "b''\n"
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "b''\n"
     # This very process may come as often as it likes, as torch's backends do, until the member has left.
     other = dist.TCPStore(HOST, member.port, is_master=False, wait_for_workers=False)
     assert other.get("digest") == b"secret of the run"
     member.leave()
     member.leave()
     assert other.get("digest") == member.get("digest")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     with pytest.raises(ConnectionRefusedError):
         while time.monotonic() < deadline:
-            socket.create_connection((HOST, member.port), 5).close()
+            socket.create_connection((HOST, member.port), PATIENCE_S).close()
 
 
 def test_a_secret_is_of_one_run(store) -> None:
     before = store.address
-    member = StoreClient(before, 5.0)
+    member = StoreClient(before, PATIENCE_S)
     assert member.get("digest") == b"secret of the run"
     now = store.renew()
     assert (now.host, now.port, now.secret != before.secret) == (before.host, before.port, True)
     # Neither on a new connection nor on the one that it has.
     with pytest.raises(ConnectionRefusedError, match="does not accept the secret"):
-        StoreClient(before, 5.0)
+        StoreClient(before, PATIENCE_S)
     with pytest.raises(dist.DistError):
         member.get("digest")
-    assert StoreClient(now, 5.0).get("digest") == b"secret of the run"
+    assert StoreClient(now, PATIENCE_S).get("digest") == b"secret of the run"
 
 
 def test_only_the_given_address_listens(store) -> None:
@@ -145,12 +146,10 @@ def test_a_host_that_is_not_this_one_is_refused(host) -> None:
 
 def test_a_member_with_another_secret_is_told_at_once(store) -> None:
     group = GroupMessage(
-        run_id="r", epoch=1, store_host=HOST, store_port=store.address.port, world_size=2, timeout_s=30.0
+        run_id="r", epoch=1, store_host=HOST, store_port=store.address.port, world_size=2, timeout_s=PATIENCE_S
     )
-    begin = time.monotonic()
-    with pytest.raises(Aborted, match="does not accept the secret"):
+    with pytest.raises(Aborted, match="does not accept the secret"):  # and not that it waited for the others
         WeightGroup(group, rank=1, device=torch.device("cpu"))
-    assert time.monotonic() - begin < 5
     assert not store.tcp_store.check(["r/1/member/1"])
 
 
@@ -166,7 +165,7 @@ def test_a_member_that_the_store_fails_leaves_no_thread(store, monkeypatch: pyte
         store_port=store.address.port,
         store_secret=store.address.secret,
         world_size=2,
-        timeout_s=5.0,
+        timeout_s=PATIENCE_S,
     )
     before = set(threading.enumerate())
     with pytest.raises(Aborted, match="cannot be reached: failed to send") as caught:
@@ -174,7 +173,7 @@ def test_a_member_that_the_store_fails_leaves_no_thread(store, monkeypatch: pyte
     del caught  # its traceback holds the client, whose connection the proxy sees to the end
     gc.collect()
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread
 
 

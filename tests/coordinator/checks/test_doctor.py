@@ -22,7 +22,7 @@ from services.common.errors import Unavailable
 from services.common.rpc import ports
 from services.common.rpc.identities import Role
 from services.common.rpc.server import Server
-from services.coordinator.checks.doctor import broadcast, host, session
+from services.coordinator.checks.doctor import broadcast, host, running, session
 from services.coordinator.checks.doctor.broadcast import check_broadcast
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.inputs import examine_inputs
@@ -39,7 +39,7 @@ from services.coordinator.services.launch import Addresses
 from services.reward.servicer import NAME, RewardServicer
 from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.fake_services import make_config
-from tests.support import ROOT, free_port
+from tests.support import PATIENCE_S, ROOT, free_port
 
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 GIB = 2**30
@@ -183,7 +183,10 @@ async def reward() -> AsyncIterator[str]:
     await server.grpc.stop(0)
 
 
-async def test_services(reward: str) -> None:
+async def test_services(reward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_SLOW_S", PATIENCE_S)  # this machine may be busy
+    monkeypatch.setattr(running, "_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(running, "_SKEW_WARN_S", PATIENCE_S)
     answered, clock = await examine_services(Addresses(reward=reward))
     assert (answered.verdict, clock.verdict) == (OK, OK)
     assert "idle" in answered.found and "no run" in answered.found
@@ -223,8 +226,8 @@ def test_answers_clocks_and_versions() -> None:
 
 
 async def test_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_fails(await check_broadcast(), OK, "64 MiB in", "")
-    dead = await check_broadcast(("-c", "raise SystemExit('no gloo here')"), timeout_s=1)
+    assert_fails(await check_broadcast(timeout_s=PATIENCE_S), OK, "64 MiB in", "")
+    dead = await check_broadcast(("-c", "raise SystemExit('no gloo here')"))
     assert_fails(dead, FAIL, "no gloo here", "gloo")
 
     async def wrong(group: object, rank: int) -> types_pb2.TestBroadcast:

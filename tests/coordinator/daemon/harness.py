@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,19 @@ from services.coordinator.daemon.runs import Runs
 from services.coordinator.daemon.servicer import NAME, CoordinatorServicer
 from services.coordinator.services.launch import Addresses
 from tests.coordinator.fake_services import FakeReplica, FakeReward
-from tests.support import ROOT
+from tests.support import PATIENCE_S, ROOT, free_port, until
 
 MODEL = ROOT / "deploy" / "quickstart" / "model"
 NUM_STEPS = 3
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """A trainer that only counts. Train raises `error`; each batch waits for a permit of `permits`."""
+    """A trainer that only counts. Train raises `error`; OpenRun waits for `may_open`, each batch for a permit."""
 
     def __init__(self) -> None:
         self.version = 0
+        self.may_open = asyncio.Event()
+        self.may_open.set()
         self.permits = asyncio.Semaphore(1000)
         self.training = asyncio.Event()
         self.error: LockstepError | None = None
@@ -55,6 +57,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             self.permits.release()
 
     async def OpenRun(self, request: trainer_pb2.OpenRunRequest, context: Any) -> trainer_pb2.OpenRunResponse:
+        await self.may_open.wait()
         self.version = 0
         if request.checkpoint_path:
             self.version = json.loads((Path(request.checkpoint_path) / "manifest.json").read_text())["version"]
@@ -152,12 +155,12 @@ class Daemon:
     def __init__(self, directory: Path):
         self.directory, self.runs = directory, Runs(directory / "runs")
         self._server: Server | None = None
-        self.address = "127.0.0.1:0"
+        self.address = f"127.0.0.1:{free_port()}"
 
     async def start(self) -> None:
         self._server = Server()
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(CoordinatorServicer(self.runs), self._server.grpc)
-        self.address = f"127.0.0.1:{await self._server.start(self.address, [NAME])}"
+        await self._server.start(self.address, [NAME])
         self.client = Client(self.address, coordinator_pb2_grpc.CoordinatorServiceStub)
         self.coordinator = await Coordinator(self.address).__aenter__()
 
@@ -181,8 +184,35 @@ class Daemon:
 
     async def watched(self, name: str = "run") -> list[pb.WatchRunResponse]:
         """Returns all events that a watcher gets until the run ends."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             return [answer async for answer in self.coordinator.watch(name)]
+
+    def watcher(self, name: str = "run") -> "Watcher":
+        """Starts to listen to the run."""
+        return Watcher(self.coordinator.watch(name))
+
+
+class Watcher:
+    """Listens to a run and keeps all events."""
+
+    def __init__(self, answers: AsyncIterator[pb.WatchRunResponse]):
+        self.heard: list[pb.WatchRunResponse] = []
+        self._listening = asyncio.create_task(self._listen(answers))
+
+    async def _listen(self, answers: AsyncIterator[pb.WatchRunResponse]) -> None:
+        async for answer in answers:
+            self.heard.append(answer)
+
+    async def until(self, condition: Callable[[pb.WatchRunResponse], object]) -> None:
+        """Waits until `condition` holds for one of the events so far."""
+        await until(lambda: self._listening.done() or any(map(condition, self.heard)))
+        assert any(map(condition, self.heard)), self.heard
+
+    async def end(self) -> list[pb.WatchRunResponse]:
+        """Waits for the end of the run. Returns all events."""
+        async with asyncio.timeout(PATIENCE_S):
+            await self._listening
+        return self.heard
 
 
 @contextlib.asynccontextmanager

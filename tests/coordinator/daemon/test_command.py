@@ -16,9 +16,7 @@ from lockstep.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServi
 
 from services.common.rpc.client import Client
 from tests.coordinator.daemon.harness import Fakes, fake_services, run_settings
-from tests.support import ROOT, free_port
-
-_TIMEOUT_S = 120.0
+from tests.support import PATIENCE_S, ROOT, free_port, until
 
 
 class Command:
@@ -42,11 +40,11 @@ class Command:
 
     async def end(self) -> tuple[int, str]:
         """Waits for the end of the command. Returns its exit code and output."""
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.process.wait(), self.output
 
     async def until(self, text: str) -> None:
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while text not in self.output:
                 assert self.process.returncode is None, self.output
                 await asyncio.sleep(0.02)
@@ -59,7 +57,7 @@ async def served(directory: Path, address: str) -> AsyncIterator[Command]:
     client = Client(address, coordinator_pb2_grpc.CoordinatorServiceStub)
     try:
         info = await client.call(
-            CoordinatorService.GetInfo, pb.GetInfoRequest(), timeout_s=_TIMEOUT_S, wait_for_ready=True
+            CoordinatorService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S, wait_for_ready=True
         )
         assert (info.info.service, info.runs_dir) == ("coordinator", str(directory / "runs"))
         yield daemon
@@ -97,6 +95,7 @@ async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
             assert code == 0 and "running" in output and "1 of 3" in output
             await watch.until("2.000")
             await log.until("run run-")
+            await until(fakes.trainer.training.is_set)  # the second step
             daemon.process.terminate()
             await daemon.until("stopping 1 runs after their current steps")
             fakes.trainer.permits.release()

@@ -20,6 +20,7 @@ from services.coordinator.daemon.following import follow
 from services.coordinator.daemon.runs import Runs
 from services.coordinator.services.launch import Addresses
 from tests.coordinator.daemon.harness import NUM_STEPS, Daemon, Fakes, daemon, fake_services, run_settings, steps
+from tests.support import PATIENCE_S, until
 
 STARTING, STOPPING, FINISHED = pb.RUN_STATE_STARTING, pb.RUN_STATE_STOPPING, pb.RUN_STATE_FINISHED
 ALL_STEPS = list(range(1, NUM_STEPS + 1))
@@ -38,10 +39,22 @@ async def fakes() -> AsyncIterator[Fakes]:
 
 
 async def test_a_run_is_watched_from_its_first_step_to_its_end(here: Daemon, fakes: Fakes):
+    may_answer = asyncio.Event()
+    fakes.trainer.may_open.clear()
+    fakes.trainer.hold_after(0)
+    fakes.replica.before_answer = lambda prompt: may_answer.wait()
     started = await here.run(fakes)
     assert (started.name, started.state, started.num_steps) == ("run", STARTING, NUM_STEPS)
-    early, other = await asyncio.gather(here.watched(), here.watched())
-    late = await here.watched()
+    # Nothing goes on before both have heard of it.
+    first, second = watchers = here.watcher(), here.watcher()
+    for hears, go_on in (
+        (lambda answer: answer.run.state == STARTING, fakes.trainer.may_open.set),
+        (lambda answer: answer.run.phase == "generating", may_answer.set),
+        (lambda answer: answer.run.phase == "training", fakes.trainer.let_go),
+    ):
+        await asyncio.gather(*(watcher.until(hears) for watcher in watchers))
+        go_on()
+    early, other, late = await first.end(), await second.end(), await here.watched()
     assert steps(early) == steps(other) == steps(late) == ALL_STEPS
     states = list(dict.fromkeys(answer.run.state for answer in early))
     assert states == [STARTING, pb.RUN_STATE_RUNNING, FINISHED]
@@ -110,7 +123,7 @@ async def test_what_cannot_be_started_is_refused_with_the_reason(here: Daemon, f
         await here.coordinator.start(Config(**run_settings(here.directory)), Addresses(trainer="nowhere"))
     with pytest.raises(InvalidInput, match="num_stepz: unknown key; did you mean num_steps"):
         await here.client.call(
-            CoordinatorService.StartRun, pb.StartRunRequest(config_json='{"num_stepz": 1}'), timeout_s=10
+            CoordinatorService.StartRun, pb.StartRunRequest(config_json='{"num_stepz": 1}'), timeout_s=PATIENCE_S
         )
     for method in ("get", "stop"):
         with pytest.raises(NotFound, match=r"there is no run \.\./runs/run"):
@@ -130,15 +143,14 @@ async def test_what_cannot_be_started_is_refused_with_the_reason(here: Daemon, f
 async def test_a_stop_lets_the_step_end_and_a_new_daemon_goes_on_from_there(here: Daemon, fakes: Fakes):
     fakes.trainer.hold_after(1)
     await here.run(fakes)
-    watching = asyncio.create_task(here.watched())
-    async with asyncio.timeout(20):
-        while (await here.coordinator.get("run")).version < 1 or not fakes.trainer.training.is_set():
-            await asyncio.sleep(0.01)
+    watcher = here.watcher()
+    await watcher.until(lambda answer: answer.run.version == 1)
+    await until(fakes.trainer.training.is_set)
     assert (await here.coordinator.stop("run", now=False)).state == STOPPING
+    await watcher.until(lambda answer: answer.run.state == STOPPING)
     fakes.trainer.permits.release()
-    first = await watching
+    first = await watcher.end()
     assert (steps(first), first[-1].run.state, first[-1].run.version) == ([1, 2], pb.RUN_STATE_STOPPED, 2)
-    assert STOPPING in [answer.run.state for answer in first]
 
     (here.runs.directory / "unrelated").mkdir()
     here.runs = Runs(here.runs.directory)
@@ -158,9 +170,8 @@ async def test_a_stop_lets_the_step_end_and_a_new_daemon_goes_on_from_there(here
 async def test_a_stop_that_does_not_wait(here: Daemon, fakes: Fakes):
     fakes.trainer.hold_after(1)
     await here.run(fakes)
-    async with asyncio.timeout(20):
-        while (await here.coordinator.get("run")).version < 1 or not fakes.trainer.training.is_set():
-            await asyncio.sleep(0.01)
+    await here.watcher().until(lambda answer: answer.run.version == 1)
+    await until(fakes.trainer.training.is_set)
     await here.coordinator.stop("run", now=True)
     answers = await here.watched()
     assert (steps(answers), answers[-1].run.state) == ([1], pb.RUN_STATE_STOPPED)
@@ -173,9 +184,11 @@ async def test_a_stop_that_does_not_wait(here: Daemon, fakes: Fakes):
 
 
 async def test_a_slow_watcher_holds_nobody_and_misses_no_step(here: Daemon, fakes: Fakes):
+    fakes.trainer.may_open.clear()
     await here.run(fakes, num_steps=20)
     slow = here.runs.running["run"].events(0)
     first = await anext(slow)
+    fakes.trainer.may_open.set()
     assert steps(await here.watched()) == list(range(1, 21))
     rest = [answer async for answer in slow]
     assert steps(rest) == list(range(1, 21))
@@ -186,24 +199,17 @@ async def test_a_slow_watcher_holds_nobody_and_misses_no_step(here: Daemon, fake
 async def test_a_watcher_comes_back_after_a_break(here: Daemon, fakes: Fakes):
     fakes.trainer.hold_after(1)
     await here.run(fakes)
-    heard: list[pb.WatchRunResponse] = []
-
-    async def watch() -> None:
-        async for answer in here.coordinator.watch("run"):
-            heard.append(answer)
-
-    watching = asyncio.create_task(watch())
-    async with asyncio.timeout(30):
-        while not steps(heard):
-            await asyncio.sleep(0.01)
-        await here.break_off()
-        fakes.trainer.let_go()
+    watcher = here.watcher()
+    await watcher.until(lambda answer: answer.HasField("step"))
+    await here.break_off()
+    fakes.trainer.let_go()
+    async with asyncio.timeout(PATIENCE_S):
         await here.runs.running["run"].ended.wait()
-        coordinator, client = here.coordinator, here.client
-        await here.start()
-        await watching
-        await coordinator.__aexit__()
-        await client.close()
+    coordinator, client = here.coordinator, here.client
+    await here.start()
+    heard = await watcher.end()
+    await coordinator.__aexit__()
+    await client.close()
     assert (steps(heard), heard[-1].run.state) == (ALL_STEPS, FINISHED)
 
 
@@ -221,13 +227,12 @@ async def test_logs_of_one_service_as_they_are_written(here: Daemon, fakes: Fake
             heard.append(data)
 
     following = asyncio.create_task(follow())
-    async with asyncio.timeout(20):
-        for line in (b"one\n", b"two\n"):
-            with (logs / "trainer.log").open("ab") as file:
-                file.write(line)
-            while not b"".join(heard).endswith(line):
-                await asyncio.sleep(0.005)
-        fakes.trainer.let_go()
+    for line in (b"one\n", b"two\n"):
+        with (logs / "trainer.log").open("ab") as file:
+            file.write(line)
+        await until(lambda line=line: b"".join(heard).endswith(line))
+    fakes.trainer.let_go()
+    async with asyncio.timeout(PATIENCE_S):
         await following
     assert b"".join(heard) == b"x" * 600_000 + b"one\ntwo\n"
     assert max(map(len, heard)) == 256 << 10

@@ -18,7 +18,7 @@ from services.coordinator.services.launch import Addresses
 from tests.common.rpc.tls_harness import HOST, Certificates, channel
 from tests.coordinator.daemon.harness import run_settings
 from tests.coordinator.daemon.test_command import Command
-from tests.support import free_port
+from tests.support import PATIENCE_S, free_port
 
 REQUESTS = {
     "StartRun": pb.StartRunRequest(config_json='{"name": "stranger"}'),
@@ -54,7 +54,7 @@ async def codes(to: grpc.aio.Channel) -> dict[str, grpc.StatusCode]:
     """Calls every method and returns the status of each."""
     stub, found = coordinator_pb2_grpc.CoordinatorServiceStub(to), {}
     for method, request in REQUESTS.items():
-        calling = getattr(stub, method)(request, timeout=10)
+        calling = getattr(stub, method)(request, timeout=PATIENCE_S)
         try:
             _ = [answer async for answer in calling] if method in ("WatchRun", "ReadLog") else await calling
             found[method] = grpc.StatusCode.OK
@@ -75,7 +75,7 @@ def operator(certificates: Certificates, address: str) -> Coordinator:
 async def test_an_operator_starts_watches_and_stops_a_run(certificates, address, tmp_path):
     nowhere = f"{HOST}:{free_port()}"
     config = Config(**run_settings(tmp_path))
-    async with asyncio.timeout(60), operator(certificates, address) as coordinator:
+    async with asyncio.timeout(PATIENCE_S), operator(certificates, address) as coordinator:
         started = await coordinator.start(config, Addresses((nowhere,), reward=nowhere, trainer=nowhere))
         assert (started.name, started.state) == ("run", pb.RUN_STATE_STARTING)
         watching = coordinator.watch("run")

@@ -12,7 +12,7 @@ def test_no_model_library_is_imported():
         "import services.common.config.data\n"
         "print(len(names), sorted({'torch', 'vllm', 'transformers'} & sys.modules.keys()))\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     num_modules, _, heavy = out.strip().partition(" ")
     assert int(num_modules) >= 10
     assert heavy == "[]"

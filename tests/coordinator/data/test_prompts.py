@@ -236,7 +236,11 @@ class TestBadInput:
             ({"prompt": [["a"]], "answer": ["b"]}, {}, r"prompt of .* not text or a list"),
             ({"prompt": [[{"role": "user"}]], "answer": ["b"]}, {}, r"prompt of .* not text or a list"),
             ({"prompt": ["a"], "answer": [42]}, {}, r"answer of .* is int64, not text"),
-            ({"prompt": ["a"], "answer": ["b"], "image": [b"x"]}, {}, r"image of .* is binary, which is not JSON"),
+            (
+                {"prompt": ["a"], "answer": ["b"], "image": [b"x"]},
+                {},
+                r"image of .* is binary, which JSON cannot represent",
+            ),
             (
                 {"prompt": ["a"], "answer": ["b"]},
                 {"prompts_per_step": 2},

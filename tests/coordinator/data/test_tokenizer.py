@@ -82,7 +82,9 @@ def test_template_variables_as_transformers(make_model, load_transformers):
     assert ours.render(CHATS[0], enable_thinking=False) == text
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(text=st.text(max_size=60) | st.sampled_from(["a<|im_end|>b", " <|im_start|> x", "it 's . don 't 2024"]))
 def test_encode_and_decode_as_transformers(pair, text):
     ours, theirs = pair

@@ -159,7 +159,7 @@ def test_everything_of_the_run_is_in_the_page(run_dir: Path) -> None:
     ]
     newest = data["samples"][2]
     assert (newest["total"], len(newest["columns"]["group"]), newest["stamps"]) == (32, 32, [(2, f"{2:032x}")])
-    assert newest["prompts"][0] == ["p0", HOSTILE[0]]
+    assert newest["prompts"][0] == ("p0", HOSTILE[0])
     row = {name: values[5] for name, values in newest["columns"].items()}
     assert row["completion"] == f"word1 {HOSTILE[1]}<eos>"
     assert (row["reward"], row["components"], row["advantage"], row["stop"]) == (1.0, [1.0, 0.5], -1.0, "stop")
@@ -273,7 +273,7 @@ def test_a_browser_draws_it_without_errors(run_dir: Path, tmp_path: Path) -> Non
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]
     command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     tags = Tags(done.stdout).tags
     assert tags.count("figure") == 6 + 1  # panels, histogram

@@ -19,6 +19,7 @@ from services.coordinator.observe.watchers import watchers
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
+from tests.support import PATIENCE_S
 
 STEP, EVALUATION = {"reward/mean": 0.5, "time/step_s": 2.0}, {"eval/test/pass@4": 0.25}
 
@@ -132,7 +133,7 @@ class FakeMlflow:
         self.runs[key]["status"] = status
 
     def log_batch(self, key: str, metrics: Any = (), params: Any = ()) -> None:
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
         if self.error:
             raise self.error
         self.runs[key]["metrics"] += metrics

@@ -37,10 +37,18 @@ async def collect(
 async def test_the_batch_does_not_depend_on_who_is_first():
     tables = []
     for number in range(2):
-        chance = random.Random(number)
+        chance, late, last = random.Random(number), f"p{3 * number}", asyncio.Event()
+
+        async def before_answer(prompt: object, chance=chance, late=late, last=last) -> None:
+            if prompt.prompt_id == late:  # after one that is asked for last
+                await last.wait()
+            await asyncio.sleep(chance.uniform(0, 0.03))
+            if prompt.prompt_id == PROMPTS[-1].prompt_id:
+                last.set()
+
         async with replicas(1 + number, max_samples=6) as fakes:
             for fake in fakes:
-                fake.before_answer = lambda prompt: asyncio.sleep(chance.uniform(0, 0.03))  # noqa: B023
+                fake.before_answer = before_answer
             tables.append(to_table(await collect(fakes)))
             answered = [prompt_id for fake in fakes for prompt_id in fake.answered]
             assert answered != [prompt.prompt_id for prompt in PROMPTS]

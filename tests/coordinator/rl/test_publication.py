@@ -14,6 +14,7 @@ from services.coordinator.rl.publication import Publisher
 from services.coordinator.services.clients.replica import ReplicaState
 from services.coordinator.services.clients.rollout import Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
+from tests.support import PATIENCE_S, until
 
 DEAD, STALE, SERVING = ReplicaState.DEAD, ReplicaState.STALE, ReplicaState.SERVING
 
@@ -66,9 +67,7 @@ class Parts:
         return [replica.state for replica in self.rollout.replicas]
 
     async def until(self, *states: ReplicaState) -> None:
-        async with asyncio.timeout(10):
-            while self.states != list(states):
-                await asyncio.sleep(0.005)
+        await until(lambda: self.states == list(states))
 
 
 @pytest_asyncio.fixture
@@ -105,9 +104,9 @@ async def test_one_that_dies_drops_out_and_the_rest_get_a_new_epoch(parts: Parts
     await mortal.die()
     await mortal.start()  # the handlers are bound when the server starts
     publishing = asyncio.create_task(parts.publisher.publish(5))
-    await asyncio.wait_for(dying.wait(), 10)
+    await asyncio.wait_for(dying.wait(), PATIENCE_S)
     await mortal.die()
-    stamp = await asyncio.wait_for(publishing, 10)
+    stamp = await asyncio.wait_for(publishing, PATIENCE_S)
     assert parts.states == [SERVING, DEAD]
     assert parts.run.epochs == [2, 1]
     assert parts.run.published == [5]

@@ -29,6 +29,7 @@ from services.reward.scorers.base import Item
 from services.reward.scorers.length import LengthScorer
 from tests.coordinator.fake_services import make_config, make_prompt
 from tests.coordinator.fake_steps import GREEDY_TOKEN, stamp_of, steps
+from tests.support import until
 
 
 def config_of(prompts_per_step: int = 4, **sections: Any) -> Config:
@@ -264,9 +265,7 @@ async def test_over_sampling_aborts_in_the_engine_and_replicas_go_on(tmp_path: P
         given.replica.before_answer = before_answer
         batch = (await given.live(0, 1))[0]
         assert not set(batch["prompt_id"].to_pylist()) & slow
-        async with asyncio.timeout(10):
-            while given.replica.in_flight:  # the calls are cancelled in the engine too
-                await asyncio.sleep(0.005)
+        await until(lambda: not given.replica.in_flight)  # the calls are cancelled in the engine too
         replica = given.collector._rollout.replicas[0]
         assert replica.state is ReplicaState.SERVING and replica.samples_in_flight == 0
         # A restarted coordinator uses the recorded batch, although other groups would be faster now.

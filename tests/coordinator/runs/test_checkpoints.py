@@ -15,6 +15,7 @@ from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
+from tests.support import until
 
 DIRECTORIES = ("critic_checkpoints", "checkpoints")
 
@@ -63,7 +64,7 @@ async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callabl
     run, trainer = open_again(), FakeTrainer()
     await run.checkpoints.begin([trainer], 1)  # returns although the save hangs
     second = asyncio.create_task(run.checkpoints.begin([trainer], 2))
-    await asyncio.sleep(0)
+    await until(lambda: trainer.saving)
     run.checkpoints.check()
     assert not second.done() and trainer.saving == [1] and recorded(run, Kind.SAVED) == []
     trainer.ends.put_nowait(None)
@@ -100,8 +101,7 @@ async def test_neither_model_is_trained_before_the_policy_is_saved_too(open_agai
     stamp, context = PolicyStamp(version=1, digest="d"), SimpleNamespace(trainer=trainer, critic=critic)
     updating = asyncio.create_task(update(run, context, None, stamp))
     critic.ends.put_nowait(None)
-    while trainer.saving == []:
-        await asyncio.sleep(0.01)
+    await until(lambda: trainer.saving)
     assert trainer.trained == []
     trainer.ends.put_nowait(None)
     assert await updating == (2, {})
@@ -168,7 +168,7 @@ async def test_an_error_is_raised_when_the_loop_looks(open_again: Callable[[], R
 async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again: Callable[[], Run]) -> None:
     run, trainer = open_again(), FakeTrainer()
     await run.checkpoints.begin([trainer], 1)
-    await asyncio.sleep(0)
+    await until(lambda: trainer.saving)
     run.close()
     # The trainer continues: the checkpoint is complete, but the ledger does not have it.
     path = run.config.run_dir / "checkpoints" / "step-000001"

@@ -24,6 +24,7 @@ from services.coordinator.services.clients import rollout as fleet
 from services.coordinator.services.clients.replica import ReplicaState
 from services.coordinator.services.clients.rollout import Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
+from tests.support import PATIENCE_S, until
 
 STAMP = PolicyStamp(version=3, digest="d" * 32)
 SAMPLING = SamplingParams(temperature=1, max_tokens=10)
@@ -48,12 +49,6 @@ async def generate(rollout: Rollout, index: int, *, num_tokens: int = 3, num_sam
     return await rollout.generate(index, make_prompt(index, num_tokens), seeds, SAMPLING, STAMP)
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_a_group_goes_where_the_fewest_tokens_are_in_flight():
     async with replicas(2) as (first, second), serving([first, second]) as rollout:
         gate = asyncio.Event()
@@ -74,13 +69,18 @@ async def test_a_group_goes_where_the_fewest_tokens_are_in_flight():
 
 async def test_no_replica_gets_more_than_it_runs_at_once_and_as_many_to_follow():
     async with replicas(2, max_samples=5) as fakes, serving(fakes) as rollout:
-        for fake in fakes:
-            fake.before_answer = lambda prompt: asyncio.sleep(0.01)
-        await asyncio.gather(*(generate(rollout, index) for index in range(20)))
-        assert [fake.peak for fake in fakes] == [10, 10]
         # A group that is larger than the limit is sent alone.
-        await asyncio.gather(*(generate(rollout, index, num_samples=11) for index in range(4)))
-        assert [fake.peak for fake in fakes] == [11, 11]
+        for num_samples, num_groups, in_flight in ((2, 20, [10, 10]), (11, 4, [11, 11])):
+            gate = asyncio.Event()
+            for fake in fakes:
+                fake.before_answer = lambda prompt, gate=gate: gate.wait()
+            tasks = [
+                asyncio.create_task(generate(rollout, index, num_samples=num_samples)) for index in range(num_groups)
+            ]
+            await until(lambda wanted=in_flight: [fake.in_flight for fake in fakes] == wanted)
+            gate.set()
+            await asyncio.gather(*tasks)
+            assert [fake.peak for fake in fakes] == in_flight
 
 
 async def test_a_dead_replicas_groups_go_to_another():
@@ -113,7 +113,7 @@ async def test_when_all_are_gone_every_waiting_group_is_told():
         tasks = [asyncio.create_task(generate(rollout, index)) for index in range(8)]
         await until(lambda: all(fake.in_flight for fake in fakes))
         await asyncio.gather(*(fake.die() for fake in fakes))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, Unavailable) and outcome.reason is Reason.NO_REPLICA for outcome in outcomes)
 
@@ -163,7 +163,7 @@ async def test_a_replica_that_refuses_the_run_is_asked_once(kind: type[LockstepE
     async with replicas(2) as (strict, other), serving([strict, other]) as rollout:
         strict.error["OpenRun"], strict.failures_left = kind("no"), 100
         rollout.mark_dead(rollout.replicas[0], Unavailable("gone"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*rollout._reviving.values())
         assert strict.failures_left == 99
         assert f"cannot reopen replica {strict.address}: no" in caplog.text
@@ -192,15 +192,23 @@ async def test_the_answers_stamp_is_kept_not_the_requests():
 async def test_random_kills_lose_and_double_nothing(seed: int):
     chance = random.Random(seed)
     async with replicas(4, max_samples=6) as fakes, serving(fakes) as rollout:
+        first_kill = asyncio.Event()
+
+        async def before_answer(prompt: object) -> None:
+            await first_kill.wait()
+            await asyncio.sleep(chance.uniform(0, 0.06))
+
         for fake in fakes:
-            fake.before_answer = lambda prompt: asyncio.sleep(chance.uniform(0, 0.06))
+            fake.before_answer = before_answer
         tasks = [asyncio.create_task(generate(rollout, index)) for index in range(60)]
+        await until(lambda: all(fake.in_flight for fake in fakes))
         for victim in chance.sample(fakes, 3):
-            await asyncio.sleep(chance.uniform(0, 0.08))
             await victim.die()
             if chance.random() < 0.5:
                 await victim.start()  # back at once, but STALE
-        async with asyncio.timeout(20):
+            first_kill.set()
+            await asyncio.sleep(chance.uniform(0, 0.08))  # the next is killed with any number of groups in it
+        async with asyncio.timeout(PATIENCE_S):
             groups = await asyncio.gather(*tasks)
         assert rollout.num_redispatched > 0
         assert [group.index for group in groups] == list(range(60))

@@ -1,7 +1,6 @@
 """math against hostile texts: nothing of them runs, none holds a worker beyond its limit, and honest ones score."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from services.reward.scorers.base import FailureReason
 from tests.reward.hostile_math import ANSWERED, CODE_AROUND_A_NUMBER, ENDLESS
 
 TIMEOUT_S = 1.0
-IN_TIME_S = 2.0  # and as much again to kill the worker on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +25,7 @@ async def runs(open_run, canaries):
     """Two of one worker each, so that no text waits for another one's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(canaries)
-        settings = {"timeout_s": TIMEOUT_S, "num_workers": 1}
-        async with open_run({"kind": "math"}, **settings) as one, open_run({"kind": "math"}, **settings) as other:
+        async with open_run({"kind": "math"}, num_workers=1) as one, open_run({"kind": "math"}, num_workers=1) as other:
             yield one, other
 
 
@@ -37,7 +34,7 @@ async def patient(open_run, canaries):
     """With one worker and all the time that a busy machine may take; what counts is the worker's CPU time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(canaries)
-        async with open_run({"kind": "math"}, timeout_s=60, num_workers=1) as run:
+        async with open_run({"kind": "math"}, num_workers=1) as run:
             yield run
 
 
@@ -72,15 +69,16 @@ async def test_nothing_of_a_hostile_text_runs_or_takes_long(patient, make_item, 
     assert list(canaries.iterdir()) == []
 
 
-async def test_endless_texts_end_typed_and_in_time_and_the_next_samples_are_right(runs, make_item, to_item, canaries):
+async def test_endless_texts_end_typed_and_in_time_and_the_next_samples_are_right(
+    runs, make_item, to_item, canaries, hurried
+):
     honest = [make_item(rf"\boxed{{{n}}}", "5") for n in (5, 6)]
 
     async def one_by_one(run: ScoringRun, texts: list[str]) -> list[tuple[str, Outcome]]:
         outcomes = []
         for text in texts:
-            begin = time.monotonic()
-            outcomes += [(text[:80], outcome) for outcome in await run.score([to_item(text)])]
-            assert time.monotonic() - begin < IN_TIME_S, text[:80]
+            with hurried(run._scorers[0]._pool, TIMEOUT_S):
+                outcomes += [(text[:80], outcome) for outcome in await run.score([to_item(text)])]
             # On the same worker, which has to start again.
             followers = await run.score(honest)
             assert [outcome.components for outcome in followers] == [{"math": 1.0}, {"math": 0.0}], text[:80]

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import functools
 import json
 import os
 import platform
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from services.reward.scorers.base import FailureReason
 from tests.reward.forged_verdicts import FORGE
 from tests.reward.honest_programs import ADD, CALL, HONEST, STATEMENTS, pairs
 from tests.reward.hostile_programs import BREAK, LEAVE, STEAL
+from tests.support import PATIENCE_S, descendants, until
 
 BWRAP = shutil.which("bwrap")
 
@@ -51,7 +52,7 @@ LIMITS = {
 
 @pytest_asyncio.fixture(scope="module")
 async def run(open_run):
-    async with open_run({"kind": "code", "timeout_s": 20, **LIMITS}) as opened:
+    async with open_run({"kind": "code", "timeout_s": PATIENCE_S, **LIMITS}) as opened:
         yield opened
 
 
@@ -77,18 +78,15 @@ def score(make_item):
 @pytest.fixture(scope="module")
 def attack(score):
     async def attacks(run: ScoringRun, programs: dict[str, str], tests: object) -> dict[str, float]:
-        """The scores by name, of those above 0; four programs at a time, and each within its time."""
-        four, took = asyncio.Semaphore(4), {}
+        """The scores by name, of those above 0; four programs at a time."""
+        four = asyncio.Semaphore(4)
 
-        async def one(name: str, program: str) -> float:
+        async def one(program: str) -> float:
             async with four:
-                start = time.monotonic()
-                result = await score(run, program, tests)
-                took[name] = time.monotonic() - start
-                return result
+                async with asyncio.timeout(PATIENCE_S):  # without limits they would take for ever
+                    return await score(run, program, tests)
 
-        results = await asyncio.gather(*(one(*program) for program in programs.items()))
-        assert {name: s for name, s in took.items() if s > 20} == {}  # without limits they would take for ever
+        results = await asyncio.gather(*(one(program) for program in programs.values()))
         return {name: result for name, result in zip(programs, results, strict=True) if result}
 
     return attacks
@@ -134,14 +132,24 @@ def _aim(program: str, outside: dict[str, str]) -> str:
     return program
 
 
-def _foreign_processes() -> set[str]:
-    """Processes in other process namespaces than ours."""
+@pytest.fixture(scope="module", autouse=True)
+def subreaper() -> Iterator[None]:
+    """Makes orphaned descendants children of this process instead of process 1, so that they can be found."""
+    set_child_subreaper = functools.partial(ctypes.CDLL(None).prctl, 36)
+    set_child_subreaper(1, 0, 0, 0)
+    yield
+    set_child_subreaper(0, 0, 0, 0)
+
+
+def _foreign_processes() -> set[int]:
+    """Returns our descendants in other PID namespaces; other test suites on this host have such processes too."""
     ours, found = os.readlink("/proc/self/ns/pid"), set()
-    for process in Path("/proc").glob("[0-9]*"):
+    for pid in descendants(os.getpid()):
         try:
-            if os.readlink(process / "ns" / "pid") not in (ours, ""):
-                found.add(process.name)
-        except OSError:  # gone, or another user's
+            is_zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if not is_zombie and os.readlink(f"/proc/{pid}/ns/pid") not in (ours, ""):
+                found.add(pid)
+        except OSError:  # gone
             continue
     return found
 
@@ -243,7 +251,7 @@ async def test_unreadable_tests_are_a_failure_for_right_and_wrong_programs(run, 
 
 @sandboxed
 async def test_all_or_nothing_a_fence_and_tests_in_the_answer(open_run, make_item):
-    settings = {"kind": "code", "tests_key": None, "require_fence": True}
+    settings = {"kind": "code", "tests_key": None, "require_fence": True, "timeout_s": PATIENCE_S}
     tests = json.dumps(["assert f(1) == 1", "assert f(1) == 2", "assert f(1) == 1"])
     async with open_run(settings) as run:
         programs = ["```python\nf = abs\n```", "```python\nclass f(int): pass\n```", "f = abs"]
@@ -312,18 +320,21 @@ async def test_a_sandbox_that_does_not_start_is_a_failure_and_no_score(open_run,
 @sandboxed
 async def test_cancelling_and_closing_leave_no_process(open_run, make_item):
     before = _foreign_processes()
-    item = make_item("import time; print(5, flush=True); time.sleep(60)", extra={"tests": pairs(("", "5"))})
-    async with open_run({"kind": "code", "timeout_s": 60, "max_concurrent": 2}) as run:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(run.score([item] * 3), timeout=1)
-        assert _foreign_processes() <= before
+    item = make_item("import time; print(5, flush=True); time.sleep(600)", extra={"tests": pairs(("", "5"))})
+    async with open_run({"kind": "code", "timeout_s": 600, "max_concurrent": 2}) as run:
+        scoring = asyncio.create_task(run.score([item] * 3))
+        await until(lambda: _foreign_processes() - before)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        await until(lambda: _foreign_processes() <= before)
         (outcome,) = await run.score([make_item(ADD, extra={"tests": CALL})])
         assert outcome.reward == 1.0
         scoring = asyncio.create_task(run.score([item] * 3))
-        await asyncio.sleep(1)  # some run, some wait; early is right too
-    outcomes = await asyncio.wait_for(scoring, timeout=10)
+        await until(lambda: _foreign_processes() - before)  # some run, some wait
+    outcomes = await asyncio.wait_for(scoring, timeout=PATIENCE_S)
     assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.CRASHED] * 3
-    assert _foreign_processes() <= before
+    await until(lambda: _foreign_processes() <= before)
 
 
 @sandboxed

@@ -18,6 +18,7 @@ from services.reward.remote import MAX_RESPONSE_BYTES
 from services.reward.scorers.base import FailureReason
 from services.reward.servicer import RewardServicer
 from tests.reward.remote_end import served
+from tests.support import LIMITS_S, PATIENCE_S
 
 
 def http(url: str, **fields: object) -> dict:
@@ -128,20 +129,24 @@ async def test_5xx_and_broken_connections_are_tried_again(open_run, make_item, b
             return web.Response(status=502)
         return await lengths(body, request)
 
-    async with served(reply) as end, open_run(http(end.url), timeout_s=20) as run:
+    async with served(reply) as end, open_run(http(end.url)) as run:
         (outcome,) = await run.score([make_item("ab")])
     assert (outcome.reward, len(end.bodies)) == (2.0, 3)
 
 
-async def test_a_late_answer_is_a_timeout_and_not_asked_for_again(open_run, make_item):
+async def test_a_late_answer_is_a_timeout_and_not_asked_for_again(open_run, make_item, hurried):
     async def reply(body: dict, request: web.Request) -> web.StreamResponse:
         if body["samples"]:
             await asyncio.Event().wait()
         return await lengths(body, request)
 
-    async with served(reply) as end, open_run(http(end.url, timeout_s=0.5), timeout_s=60) as run:
-        outcomes = await run.score([make_item("a"), make_item("b")])
-    assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.TIMEOUT] * 2
+    async with served(reply) as end, open_run(http(end.url)) as run:
+        for limit_s in LIMITS_S:
+            with hurried(run._scorers[0]._remote, 0.5 * limit_s):
+                outcomes = await run.score([make_item("a"), make_item("b")])
+            assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.TIMEOUT] * 2
+            if len(end.bodies) > 1:  # where the machine is not too busy for the request to arrive
+                break
     assert len(end.bodies) == 2
 
 
@@ -168,11 +173,11 @@ async def test_through_the_real_service(tmp_path):
         async with served(lengths) as end:
             config = {"scorers": [http(end.url), {"kind": "exact", "weight": 0.5}]}
             request = pb.OpenRunRequest(run_id="r", config_json=json.dumps(config))
-            opened = await client.call(RewardService.OpenRun, request, timeout_s=20)
+            opened = await client.call(RewardService.OpenRun, request, timeout_s=PATIENCE_S)
             stop = types_pb2.FINISH_REASON_STOP
             candidates = [pb.Candidate(text=text, num_tokens=1, finish_reason=stop) for text in ("abc", "", "ab")]
             request = pb.ScoreRequest(run_id="r", prompt_id="1", prompt="?", answer="ab", candidates=candidates)
-            answer = await client.call(RewardService.Score, request, timeout_s=20)
+            answer = await client.call(RewardService.Score, request, timeout_s=PATIENCE_S)
     finally:
         await client.close()
         await servicer.close()

@@ -3,13 +3,16 @@
 import asyncio
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from services.common.errors import InvalidInput
+from services.reward import remote
 from services.reward.scorers.base import FailureReason
 from tests.reward.remote_end import chat, served
+from tests.support import LIMITS_S, PATIENCE_S
 
 TEMPLATE = 'Q: {prompt}\nGold: {answer}\nMeta: {extra}\nA: {completion}\nReply with {{"score": N}}.'
 PATTERN = r"Score: (\S+)"
@@ -86,14 +89,15 @@ async def test_an_answer_without_a_score_is_an_error_and_not_asked_for_again(ope
     assert outcome.components == {"exact": 1.0}
 
 
-async def test_a_pattern_that_explodes_on_an_answer_stops_its_worker_and_not_the_service(open_run, make_item):
+async def test_a_pattern_that_explodes_on_an_answer_stops_its_worker_and_not_the_service(open_run, make_item, hurried):
     async def reply(body: dict, _request: web.Request) -> web.StreamResponse:
         is_bad = "bad" in body["messages"][0]["content"]
         return chat("x" * 40 + "!" if is_bad else "xxy 1")
 
-    async with served(reply) as end, open_run(judge(end.url, score_pattern=r"(?:x+x+)+y (\d)"), timeout_s=0.5) as run:
-        outcomes = await run.score([make_item("bad"), make_item("good")])
-        assert outcomes[0].failure.reason is FailureReason.TIMEOUT
+    async with served(reply) as end, open_run(judge(end.url, score_pattern=r"(?:x+x+)+y (\d)")) as run:
+        with hurried(run._scorers[0]._pool, 0.5):
+            (outcome,) = await run.score([make_item("bad")])
+        assert outcome.failure.reason is FailureReason.TIMEOUT
         assert (await run.score([make_item("good")]))[0].reward == 1.0
 
 
@@ -101,71 +105,85 @@ async def test_a_pattern_that_explodes_on_an_answer_stops_its_worker_and_not_the
 async def test_failures_that_may_pass_are_tried_again(open_run, make_item, status):
     async with (
         served(in_turn(web.Response(status=status), chat("Score: 1"))) as end,
-        open_run(judge(end.url), timeout_s=20) as run,
+        open_run(judge(end.url)) as run,
     ):
         (outcome,) = await run.score([make_item("a")])
     assert (outcome.reward, outcome.failure, len(end.bodies)) == (1.0, None, 2)
 
 
-async def test_retry_after_is_waited_for(open_run, make_item):
+@pytest.fixture
+def pauses(monkeypatch) -> list[float]:
+    """Records the pauses before retries, which take no time here."""
+    slept: list[float] = []
+
+    async def sleep(duration_s: float) -> None:
+        slept.append(duration_s)
+
+    monkeypatch.setattr(remote, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    return slept
+
+
+async def test_retry_after_is_waited_for(open_run, make_item, pauses):
     busy = web.Response(status=429, headers={"Retry-After": "2"})
-    async with served(in_turn(busy, chat("Score: 1"))) as end, open_run(judge(end.url), timeout_s=20) as run:
-        begin = time.monotonic()
+    async with served(in_turn(busy, chat("Score: 1"))) as end, open_run(judge(end.url)) as run:
         (outcome,) = await run.score([make_item("a")])
-        assert 2.0 <= time.monotonic() - begin < 10  # the first backoff alone is below 0.5 s
+    assert pauses == [2.0]  # the first backoff alone is below 0.5 s
     assert (outcome.reward, len(end.bodies)) == (1.0, 2)
 
 
-async def test_the_last_failure_is_the_answer_when_retries_are_used_up(open_run, make_item):
+async def test_the_last_failure_is_the_answer_when_retries_are_used_up(open_run, make_item, pauses):
     async with (
         served(in_turn(web.Response(status=503, text="overloaded"))) as end,
-        open_run(judge(end.url, max_retries=1), timeout_s=20) as run,
+        open_run(judge(end.url, max_retries=1)) as run,
     ):
         (outcome,) = await run.score([make_item("a")])
     assert (outcome.failure.reason, len(end.bodies)) == (FailureReason.ERROR, 2)
     assert "status 503: overloaded" in outcome.failure.detail
     async with (
         served(in_turn(None)) as end,
-        open_run(judge(end.url, max_retries=1, request_timeout_s=0.1), timeout_s=20) as run,
+        open_run(judge(end.url, max_retries=1, request_timeout_s=0.1)) as run,
     ):
         (outcome,) = await run.score([make_item("a")])
-    assert (outcome.failure.reason, len(end.bodies)) == (FailureReason.TIMEOUT, 2)
+    assert (outcome.failure.reason, len(pauses)) == (FailureReason.TIMEOUT, 2)
     assert "no answer within 0.1 s" in outcome.failure.detail
 
 
-async def test_a_late_request_is_tried_again(open_run, make_item):
+async def test_a_late_request_is_tried_again(open_run, make_item, pauses):
     async with (
         served(in_turn(None, chat("Score: 1"))) as end,
-        open_run(judge(end.url, request_timeout_s=0.3), timeout_s=20) as run,
+        open_run(judge(end.url, request_timeout_s=0.3, max_retries=20)) as run,
     ):
         (outcome,) = await run.score([make_item("a")])
-    assert (outcome.reward, len(end.bodies)) == (1.0, 2)
+    assert outcome.reward == 1.0 and pauses  # one retry, or more where the machine is too busy for the second request
 
 
 @pytest.mark.parametrize("answer", [None, web.Response(status=503, headers={"Retry-After": "3600"})])
 async def test_a_sample_has_its_deadline_whatever_the_server_does(open_run, make_item, answer):
-    async with served(in_turn(answer)) as end, open_run(judge(end.url, timeout_s=0.5), timeout_s=60) as run:
-        begin = time.monotonic()
+    async with served(in_turn(answer)) as end, open_run(judge(end.url, timeout_s=0.5)) as run:
         (outcome,) = await run.score([make_item("a")])
-        assert time.monotonic() - begin < 5
     assert outcome.failure.reason is FailureReason.TIMEOUT
     assert "no score within 0.5 s" in outcome.failure.detail
 
 
 async def test_waiting_for_a_turn_costs_no_sample_its_deadline(open_run, make_item):
     running = most = 0
+    answer_s = 0.0
 
     async def reply(_body: object, _request: web.Request) -> web.StreamResponse:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(answer_s)
         running -= 1
         return chat("Score: 1")
 
-    async with served(reply) as end, open_run(judge(end.url, max_concurrent=2, timeout_s=1)) as run:
-        # 24 of 0.1 s, two at a time: the last wait longer than their deadline of 1 s.
-        outcomes = await run.score([make_item("a")] * 24)
+    for limit_s in LIMITS_S:
+        # 24 of a tenth of the limit, two at a time: the last wait longer than their deadline.
+        answer_s = limit_s / 10
+        async with served(reply) as end, open_run(judge(end.url, max_concurrent=2, timeout_s=limit_s)) as run:
+            outcomes = await run.score([make_item("a")] * 24)
+        if not any(outcome.failure for outcome in outcomes):
+            break
     assert (most, [outcome.reward for outcome in outcomes]) == (2, [1.0] * 24)
 
 
@@ -177,8 +195,9 @@ async def test_requests_start_no_faster_than_the_limit(open_run, make_item):
         return chat("Score: 1")
 
     async with served(reply) as end, open_run(judge(end.url, requests_per_s=20)) as run:
+        begin = time.monotonic()
         await run.score([make_item("a")] * 11)
-    assert begun[-1] - begun[0] >= 0.45  # ten intervals of 50 ms, less what the first request took to connect
+    assert max(begun) - begin >= 0.5  # ten intervals of 50 ms
 
 
 async def test_closing_the_run_ends_scores_in_progress_and_in_line(open_run, make_item):
@@ -188,11 +207,11 @@ async def test_closing_the_run_ends_scores_in_progress_and_in_line(open_run, mak
         asked.set()
         await asyncio.Event().wait()
 
-    async with served(reply) as end, open_run(judge(end.url, max_concurrent=1), timeout_s=60) as run:
+    async with served(reply) as end, open_run(judge(end.url, max_concurrent=1)) as run:
         scoring = asyncio.create_task(run.score([make_item("a")] * 3))
         await asked.wait()
         await run.close()
-        outcomes = await asyncio.wait_for(scoring, timeout=30)
+        outcomes = await asyncio.wait_for(scoring, timeout=PATIENCE_S)
     assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.CRASHED] * 3
 
 
@@ -203,7 +222,7 @@ async def test_the_key_is_sent_and_seen_nowhere_else(open_run, make_item, tmp_pa
     caplog.set_level(logging.DEBUG)
     async with (
         served(in_turn(*replies)) as end,
-        open_run(judge(end.url, api_key_file=str(tmp_path / "key")), timeout_s=20) as run,
+        open_run(judge(end.url, api_key_file=str(tmp_path / "key"))) as run,
     ):
         (outcome,) = await run.score([make_item("a")])
         described = run.scorer

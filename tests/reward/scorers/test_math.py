@@ -52,7 +52,7 @@ WRONG = [
 
 @pytest_asyncio.fixture(scope="module")
 async def run(open_run):
-    async with open_run({"kind": "math"}, timeout_s=60) as opened:
+    async with open_run({"kind": "math"}) as opened:
         yield opened
 
 
@@ -74,7 +74,7 @@ async def test_an_unreadable_reference_is_a_failure_for_right_and_wrong_samples(
 
 
 async def test_a_box_can_be_required(open_run, make_item):
-    async with open_run({"kind": "math", "require_boxed": True}, num_workers=1, timeout_s=60) as run:
+    async with open_run({"kind": "math", "require_boxed": True}, num_workers=1) as run:
         outcomes = await run.score([make_item("the answer is $5$", "5"), make_item(r"\boxed{5}", "5")])
     assert [outcome.reward for outcome in outcomes] == [0.0, 1.0]
 

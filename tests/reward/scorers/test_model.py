@@ -157,4 +157,4 @@ async def test_a_worker_that_cannot_load_it_says_why_at_open(open_run, tmp_path)
 
 def test_the_service_itself_imports_no_torch():
     code = "import sys, services.reward.servicer; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

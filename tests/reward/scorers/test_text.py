@@ -72,11 +72,12 @@ async def test_length(open_run, make_item, num_tokens, expected):
     assert await score(open_run, item, kind="length", target_tokens=100, max_tokens=200) == expected
 
 
-async def test_format_matches_the_whole_completion_and_outlives_a_pattern_that_explodes(open_run, make_item):
+async def test_format_matches_the_whole_completion_and_outlives_a_pattern_that_explodes(open_run, make_item, hurried):
     scorer = {"kind": "format", "pattern": r"<think>(x+x+)+y.*</think>\s*[0-9]+"}
-    async with open_run(scorer, timeout_s=0.5, num_workers=1) as run:
-        texts = ["<think>xxy\nwell</think> 4", "<think>xxy</think> 4 ", "<think>" + "x" * 50, "<think>xxy</think>5"]
-        outcomes = await run.score([make_item(text) for text in texts])
-    assert [outcome.reward for outcome in outcomes] == [1, 0, 0, 1]
-    assert outcomes[2].failure.reason is FailureReason.TIMEOUT
-    assert [outcome.failure is None for outcome in outcomes] == [True, True, False, True]
+    async with open_run(scorer, num_workers=1) as run:
+        right, wrong = await run.score([make_item(f"<think>xxy{end}") for end in ("\nwell</think> 4", "</think> 4 ")])
+        with hurried(run._scorers[0]._pool, 0.5):
+            (endless,) = await run.score([make_item("<think>" + "x" * 50)])
+        (after,) = await run.score([make_item("<think>xxy</think>5")])
+    assert [(outcome.reward, outcome.failure) for outcome in (right, wrong, after)] == [(1, None), (0, None), (1, None)]
+    assert (endless.reward, endless.failure.reason) == (0, FailureReason.TIMEOUT)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,7 @@ from services.common.errors import Aborted, InvalidInput, LockstepError, Precond
 from services.common.weights.group import WeightGroup
 from tests.rollout.rollout_stack import PlayedTrainer, greedy_by_transformers
 
-# Members give up after this long without news. Loading takes a tenth of it.
-TIMEOUT_S = 3.0
-SILENT_SENDER = Path(__file__).with_name("silent_sender.py")
+SILENT_SENDER = Path(__file__).parents[1] / "silent_sender.py"
 
 
 class Wire:
@@ -135,6 +133,15 @@ async def test_one_flipped_bit_is_noticed_and_nothing_is_served(played: PlayedTr
     await assert_next_is_exact(played, 22)
 
 
+async def joined(played: PlayedTrainer, timeouts_s: Sequence[float]) -> WeightGroup:
+    """Joins with the first of `timeouts_s` that is long enough for this machine."""
+    *others, last = timeouts_s
+    for timeout_s in others:
+        with contextlib.suppress(Aborted):
+            return await played.join(timeout_s=timeout_s)
+    return await played.join(timeout_s=last)
+
+
 # Two buckets bring q_proj without k_proj and v_proj, six bring gate_proj without up_proj: layers that vLLM fuses.
 @pytest.mark.parametrize(("num_buckets", "gives_up"), [(1, True), (2, True), (6, True), (2, False)])
 async def test_a_publication_that_ends_half_way_leaves_the_replica_reloadable(
@@ -143,8 +150,7 @@ async def test_a_publication_that_ends_half_way_leaves_the_replica_reloadable(
     """A sender that gives up says so, and nobody waits; one that just falls silent costs the timeout."""
     before = await assert_next_is_exact(played, 30)
     played.draw(seed=31)
-    group = await played.join(timeout_s=TIMEOUT_S)
-    began = time.perf_counter()
+    group = await joined(played, (20.0,) if gives_up else (3.0, 12.0, 48.0))
 
     async def stop_half_way() -> None:
         with pytest.raises(SenderStopped):
@@ -152,13 +158,10 @@ async def test_a_publication_that_ends_half_way_leaves_the_replica_reloadable(
         if gives_up:
             group.kill()
 
-    with pytest.raises(Aborted) as raised:
+    with pytest.raises(Aborted, match="another member gave up" if gives_up else r"waited [\d.]+ s for") as raised:
         await asyncio.gather(stop_half_way(), played.replica.receive(played.epoch, 31))
     assert raised.value.metadata["epoch"] == str(played.epoch)
-    took_s = time.perf_counter() - began
     group.abort()
-    # The kill key is looked for every 0.2 s; the deadline is TIMEOUT_S for each wait, and one wait fails.
-    assert took_s < TIMEOUT_S / 2 if gives_up else TIMEOUT_S <= took_s < 2 * TIMEOUT_S
     await assert_serves_nothing(played, before)
     with pytest.raises(PreconditionFailed) as refused:  # the broken epoch is over
         await played.replica.receive(played.epoch, 31)
@@ -181,12 +184,11 @@ async def test_a_sender_that_is_killed_takes_its_store_with_it(played: PlayedTra
         played.epoch = epoch
         receiving = asyncio.create_task(played.replica.receive(epoch, 41))
         assert await sender.stdout.readline() == b"first bucket sent\n"
-        began = time.perf_counter()
         sender.send_signal(signal.SIGKILL)
-        with pytest.raises(Aborted):
+        with pytest.raises(Aborted) as raised:
             await receiving
     # Its connections break: nothing has to wait for the 60 s of the group.
-    assert time.perf_counter() - began < 5
+    assert "waited" not in raised.value.message
     await sender.wait()
     await assert_serves_nothing(played, before)
     await assert_next_is_exact(played, 42)
@@ -196,7 +198,7 @@ async def test_a_member_that_never_comes_costs_the_timeout_and_no_weights(played
     stamp = await assert_next_is_exact(played, 50)
     played.epoch += 1
     with pytest.raises(Aborted, match="all members to join"):
-        await played.replica.join(played.describe_group(played.epoch, 1.0), played.plan.message)
+        await played.replica.join(played.describe_group(played.epoch, 3.0), played.plan.message)
     await played.assert_exact(stamp)  # nothing was received, so the old weights are whole
     with pytest.raises(PreconditionFailed) as raised:
         await played.replica.receive(played.epoch, 51)

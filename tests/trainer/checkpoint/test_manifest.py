@@ -69,7 +69,9 @@ def test_missing_and_truncated_files_are_named(saved: Path) -> None:
         verify(saved)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(at=st.integers(0, 799), bit=st.integers(0, 7))
 def test_every_flipped_bit_is_noticed(saved: Path, at: int, bit: int) -> None:
     data = saved / "state" / "a.distcp"

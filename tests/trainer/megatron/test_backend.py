@@ -58,7 +58,7 @@ def megatron(trainer_files: Path) -> Path:
         directory.parent.mkdir(exist_ok=True)
         (directory.parent / "models").exists() or (directory.parent / "models").symlink_to(trainer_files / "models")
         names = [name for name, layout in LAYOUTS.items() if layout.world == world]
-        run_harness("megatron_harness", directory, world, directory, names, timeout_s=240)
+        run_harness("megatron_harness", directory, world, directory, names)
     return trainer_files / "megatron"
 
 

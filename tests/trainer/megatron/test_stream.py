@@ -23,8 +23,9 @@ from services.trainer.megatron.weights import stream as module
 from services.trainer.megatron.weights.stream import Held, WeightStream
 from services.trainer.megatron.weights.weight_map import Part
 from services.trainer.ranks.publish import send
+from tests.support import PATIENCE_S
 
-CPU, TIMEOUT_S = torch.device("cpu"), 20
+CPU, TIMEOUT_S = torch.device("cpu"), PATIENCE_S
 Layout = list[tuple[tuple[int, ...], int, int]]
 """The holders of each parameter, the numbers in one shard, and how many tensors it is in the checkpoint."""
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
 from services.common.errors import InternalError, Reason, Unavailable
-from tests.support import descendants
+from tests.support import PATIENCE_S, descendants
 from tests.trainer.deployment import deployed
 from tests.trainer.faulty_trainer import FAULTY_TEMPERATURE
 
@@ -29,24 +28,21 @@ async def ended(pid: int) -> None:
 
 async def test_failure_of_one_rank_reaches_the_caller_and_ends_all(trainer_files: Path) -> None:
     async with deployed("tests.trainer.faulty_trainer", trainer_files) as trainer:
-        await trainer.open(collective_timeout_s=300)
+        await trainer.open(collective_timeout_s=2 * PATIENCE_S)
         await trainer.publish()
         assert (await trainer.train(trainer.batch())).version == 1
         await trainer.publish()
         processes = [trainer.pid, *descendants(trainer.pid)]
         assert len(processes) == 3  # the launcher and two ranks
-        begin = time.monotonic()
         with pytest.raises(InternalError) as caught:
             await trainer.train(trainer.batch(), temperature=FAULTY_TEMPERATURE)
-        # The other rank would sit in its all-gather for 300 s; rank 1's answer needs no one else.
-        assert time.monotonic() - begin < 5
+        # The other rank would sit in its all-gather beyond the call's deadline; rank 1's answer needs no one else.
         error = caught.value
         assert error.reason is Reason.RANK_FAILED
         assert (error.metadata["rank"], error.metadata["host"]) == ("1", os.uname().nodename)
         assert "ZeroDivisionError: injected on purpose" in error.message
         assert "_fails_on_rank_1" in error.metadata["traceback"]
-        # The server's grace of 2 s.
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*map(ended, processes))
         with pytest.raises(Unavailable):
             await trainer.call(TrainerService.GetInfo, pb.GetInfoRequest())

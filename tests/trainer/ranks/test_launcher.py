@@ -16,7 +16,7 @@ from services.common.rpc import command as serve
 from services.common.rpc.command import ServeOptions
 from services.trainer import command
 from services.trainer.ranks import rank
-from tests.support import still_there
+from tests.support import PATIENCE_S, still_there
 from tests.trainer.deployment import deployed
 from tests.trainer.toy_ranks import EXIT_CODE
 
@@ -42,7 +42,7 @@ def test_a_killed_rank_ends_all(started) -> None:
     assert ranks[0]["MASTER_ADDR"] == ranks[1]["MASTER_ADDR"] == "127.0.0.1"
     assert ranks[0]["MASTER_PORT"] == ranks[1]["MASTER_PORT"]
     os.kill(ranks[1]["pid"], signal.SIGKILL)
-    assert launcher.wait(5) == 1
+    assert launcher.wait(PATIENCE_S) == 1
     assert "rank 1 ended with exit code -9, and so do all" in launcher.stderr.read()
     assert not still_there([rank["pid"] for rank in ranks], after_s=0)
 
@@ -51,14 +51,14 @@ def test_a_killed_rank_ends_all(started) -> None:
 def test_rank_0_decides_how_a_trainer_ends_that_is_asked_to(started, ask: Callable[[int, int], None]) -> None:
     launcher, ranks = started
     ask(launcher.pid, signal.SIGTERM)
-    assert launcher.wait(5) == EXIT_CODE
+    assert launcher.wait(PATIENCE_S) == EXIT_CODE
     assert not still_there([rank["pid"] for rank in ranks], after_s=0)
 
 
 def test_a_killed_launcher_leaves_no_rank(started) -> None:
     launcher, ranks = started
     launcher.kill()
-    assert not still_there([rank["pid"] for rank in ranks], after_s=5)
+    assert not still_there([rank["pid"] for rank in ranks])
 
 
 def test_a_rank_has_the_threads_that_the_command_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
 from services.trainer.ranks.network import published_host, use_interface_to
-from tests.support import descendants, free_port, running, still_there
+from tests.support import PATIENCE_S, descendants, free_port, running, still_there
 from tests.trainer.deployment import Deployment
 from tests.trainer.toy_nodes import toy
 
@@ -34,7 +34,7 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer_and_end_with_it(train
     with running(node(0), logs[0]) as first, running(node(1), logs[1]) as second:
         deployment = Deployment(address, trainer_files / "models", first.pid)
         info = await deployment.client.call(
-            TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=400, wait_for_ready=True
+            TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=1200, wait_for_ready=True
         )
         assert info.num_ranks == 2
         opened = await deployment.open()
@@ -49,7 +49,7 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer_and_end_with_it(train
         assert len(ranks) == 2
         first.terminate()
         second.terminate()
-        assert not still_there(ranks, after_s=10)
+        assert not still_there(ranks)
     lines = [line for log in logs for line in log.read_text().splitlines() if " trainer " in line]
     assert [line for line in lines if "listens on" not in line] == []
 
@@ -66,7 +66,7 @@ def test_no_node_outlives_the_one_that_serves(tmp_path: Path):
             assert rank_0.stdout.readline() == "there\n"
             rank_1.terminate()  # as its torchrun does when it is asked to end; rank 0 has the say
             rank_0.kill()
-            assert rank_1.wait(10) == 1
+            assert rank_1.wait(PATIENCE_S) == 1
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if " trainer " in line]
     assert "rank 1 ends: rank 0 at tcp://127.0.0.1:" in line
 

@@ -1,6 +1,5 @@
 """A rank that cannot send its part of a publication: nobody waits for it."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +12,7 @@ from services.common.weights.store import ServedStore
 from services.trainer.backend import Role
 from services.trainer.ranks.worker import Worker
 from tests.common.weights.group_harness import CPU, join_all, message, receive
+from tests.support import PATIENCE_S
 
 WEIGHTS = [("a", torch.zeros(4)), ("b", torch.ones(4))]
 PLAN = Plan.of(WEIGHTS, bucket_bytes=1 << 10, slots=[(0, 1), (1, 1)])
@@ -39,12 +39,11 @@ def sender(rank: int, own: tuple[str, torch.Tensor]) -> Worker:
 
 
 def test_the_epoch_ends_for_all_when_one_rank_has_other_weights_than_the_plan() -> None:
-    group = message(ServedStore("127.0.0.1").address, epoch=1, world_size=3, timeout_s=30.0)
+    group = message(ServedStore("127.0.0.1").address, epoch=1, world_size=3, timeout_s=20.0)
     whole = sender(0, WEIGHTS[0])
     other = sender(1, ("c", torch.ones(4)))
     with ThreadPoolExecutor(3) as pool:
-        whole._group, other._group, engine = [joined.result(10) for joined in join_all(pool, group, range(3))]
-        begin = time.monotonic()
+        whole._group, other._group, engine = [joined.result(PATIENCE_S) for joined in join_all(pool, group, range(3))]
         waiting = [
             pool.submit(receive, engine, PLAN, 0),
             pool.submit(whole.send, version=0, skips_base=False),
@@ -54,4 +53,3 @@ def test_the_epoch_ends_for_all_when_one_rank_has_other_weights_than_the_plan() 
         for one in waiting:
             with pytest.raises(Aborted, match="another member gave up"):
                 one.result()
-        assert time.monotonic() - begin < 5  # the kill key is looked for every 0.2 s

@@ -17,7 +17,7 @@ from services.trainer.updates.packing import assign, build_pack
 from tests.trainer.fsdp_harness import samples
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=300, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
     num_ranks=st.integers(1, 5),
