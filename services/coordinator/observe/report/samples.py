@@ -52,7 +52,7 @@ class Shown(TypedDict):
     scorer: str
     components: list[str]
     stamps: list[tuple[int, str]]
-    prompts: dict[int, list[str]]
+    prompts: dict[int, tuple[str, str]]
     columns: dict[str, list[object]]
 
 
@@ -151,7 +151,7 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
         "scorer": ", ".join(dict.fromkeys(row["scorer"] for row in rows)),
         "components": components,
         "stamps": stamps,
-        "prompts": {group: [row["prompt_id"], _text(row["prompt_tokens"], decode)] for group, row in prompts.items()},
+        "prompts": {group: (row["prompt_id"], _text(row["prompt_tokens"], decode)) for group, row in prompts.items()},
         "columns": {
             "group": [row["group"] for row in rows],
             "sample": [row["sample"] for row in rows],
