@@ -20,7 +20,7 @@ from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
-from services.common.rpc.server import OpenedRun, service_info
+from services.common.rpc.server import Context, OpenedRun, service_info
 from services.common.stamps import require_stamp
 from services.common.tasks import shielded
 from services.common.weights.libraries import accelerator_libraries
@@ -76,7 +76,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._saving = asyncio.Lock()  # held until a checkpoint is whole, which may outlast _changing; taken first
         self._changing = asyncio.Lock()
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         state = "open" if self._roles else "idle"
         policy = self._roles.get(Role.POLICY)
         run = OpenedRun(self._run_id, policy.asked if policy else "")
@@ -86,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.GetInfoResponse(info=info, stamp=stamp, num_ranks=self._ranks.num_ranks)
 
     @shielded
-    async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
         role = _role(request.role)
         config = parse_json(CONFIGS[role], request.config_json)
         asked = hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest()
@@ -100,7 +100,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return answer
 
     @shielded
-    async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
+    async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
         async with self._saving, self._changing:
             if request.run_id != self._run_id:
                 return pb.CloseRunResponse()  # a late close of a run that another has replaced
@@ -108,7 +108,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.CloseRunResponse()
 
     async def Forward(
-        self, request_iterator: AsyncIterator[pb.ForwardRequest], context: Any
+        self, request_iterator: AsyncIterator[pb.ForwardRequest], context: Context
     ) -> AsyncIterator[pb.ForwardResponse]:
         header, samples = await receive(request_iterator)
         if header.role == pb.ROLE_UNSPECIFIED:
@@ -128,7 +128,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         for frame in batches.encode(table):
             yield pb.ForwardResponse(frame=frame)
 
-    async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
+    async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
         begin = time.perf_counter()
         header, samples = await receive(request_iterator)
         return await self._train(header, samples, begin)
@@ -158,7 +158,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._metrics.trained(role, samples)
         return pb.TrainResponse(version=held.state.version, metrics=metrics)
 
-    async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
+    async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Context) -> pb.JoinWeightGroupResponse:
         policy = self._held()
         if request.group.epoch <= self._epoch:
             raise PreconditionFailed(
@@ -176,7 +176,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         answers = await self._killing_epoch_on_cancel(Worker.join, group=request.group.SerializeToString().hex())
         return pb.JoinWeightGroupResponse(plan_digest=answers[0].body["plan_digest"])
 
-    async def SendWeights(self, request: pb.SendWeightsRequest, context: Any) -> pb.SendWeightsResponse:
+    async def SendWeights(self, request: pb.SendWeightsRequest, context: Context) -> pb.SendWeightsResponse:
         async with self._changing:
             policy = self._held()
             if request.epoch != self._epoch:
@@ -202,7 +202,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     @shielded
-    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         role = _role(request.role, is_trained=True)
         async with self._saving:
             async with self._changing:
@@ -220,7 +220,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @shielded
     async def ExportHuggingFace(
-        self, request: pb.ExportHuggingFaceRequest, context: Any
+        self, request: pb.ExportHuggingFaceRequest, context: Context
     ) -> pb.ExportHuggingFaceResponse:
         self._held()
         async with self._changing:
@@ -229,7 +229,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.ExportHuggingFaceResponse(**answers[0].body)
 
     async def SendTestBroadcast(
-        self, request: pb.SendTestBroadcastRequest, context: Any
+        self, request: pb.SendTestBroadcastRequest, context: Context
     ) -> AsyncIterator[pb.SendTestBroadcastResponse]:
         async with self._saving, self._changing:
             if self._roles:
