@@ -190,7 +190,7 @@ async def test_forward_answers_in_the_order_of_the_samples(trainer: Deployment, 
 
 
 async def test_step_one_is_exactly_on_policy(trainer: Deployment) -> None:
-    """Behaviour and reference log-probabilities from Forward: no gap, ratio 1, no divergence, to the last bit."""
+    """Behavior and reference log-probabilities from Forward: no gap, ratio 1, no divergence, to the last bit."""
     await trainer.open(loss={"kl_coef": 0.1})
     await trainer.publish()
     batch = trainer.batch()

@@ -16,7 +16,7 @@ class Pack:
     """Some sequences end to end, as the model reads them. T tokens, B sequences, N predicted completion tokens.
 
     The last token of a sequence predicts nothing and is left out of T. `columns` holds one value per predicted
-    token: behaviour_logprobs, loss_mask (1 or 0), completion_length (tokens of its sequence with mask 1) and, where
+    token: behavior_logprobs, loss_mask (1 or 0), completion_length (tokens of its sequence with mask 1) and, where
     given, advantages, returns, values, old_logprobs and ref_logprobs.
 
     Example: prompt [5, 6], completion [7, 8] gives tokens [5, 6, 7], predict [1, 2], targets [7, 8].
@@ -112,7 +112,7 @@ def build_pack(samples: pa.Table) -> Pack:
     ]
     counts = np.array([len(c) for c in completions])
     columns = {
-        "behaviour_logprobs": _flat(samples, "logprobs"),
+        "behavior_logprobs": _flat(samples, "logprobs"),
         "loss_mask": np.ones(counts.sum(), np.float32),
     }
     for name in ("loss_mask", "advantages", "ref_logprobs", "values", "returns"):

@@ -78,7 +78,7 @@ def _loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     # Unless it was recomputed, the old policy is the engine's or the policy itself: then the ratio is exactly 1.
     is_engine = config.old_logprobs == "engine"
-    old_N = pack.columns["behaviour_logprobs"] if is_engine else outputs_2N[0].detach()
+    old_N = pack.columns["behavior_logprobs"] if is_engine else outputs_2N[0].detach()
     columns = {"old_logprobs": old_N, **pack.columns}
     return policy_loss(outputs_2N, columns, pack.completion_lengths, totals, config)
 
@@ -109,18 +109,18 @@ def _require_agreement(
 def _logprob_gap(
     backend: Backend, minibatches: Sequence[Minibatch], outputs: Sequence[torch.Tensor]
 ) -> dict[str, float]:
-    """Over the tokens that are trained on, on all ranks: |behaviour - trainer| log-probability and its k3 KL.
+    """Over the tokens that are trained on, on all ranks: |behavior - trainer| log-probability and its k3 KL.
 
-    And the effective sample size of their importance weights w = exp(trainer - behaviour) as a share of them,
+    And the effective sample size of their importance weights w = exp(trainer - behavior) as a share of them,
     (sum w)^2 / (n sum w^2): 1 is full agreement.
     """
     packs = [pack for minibatch in minibatches for pack in minibatch.packs]
     num_tokens = sum(minibatch.totals.num_tokens for minibatch in minibatches)
     is_trained_N = torch.cat([pack.columns["loss_mask"] for pack in packs]) > 0
-    behaviour_N = torch.cat([pack.columns["behaviour_logprobs"] for pack in packs])[is_trained_N].double()
+    behavior_N = torch.cat([pack.columns["behavior_logprobs"] for pack in packs])[is_trained_N].double()
     trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
-    gap_N, weight_N = (behaviour_N - trainer_N).abs(), (trainer_N - behaviour_N).exp()
-    sums = torch.stack([x.sum() for x in (gap_N, kl_k3(behaviour_N, trainer_N), weight_N, weight_N.square())])
+    gap_N, weight_N = (behavior_N - trainer_N).abs(), (trainer_N - behavior_N).exp()
+    sums = torch.stack([x.sum() for x in (gap_N, kl_k3(behavior_N, trainer_N), weight_N, weight_N.square())])
     gap, kl, weight, weight_square = backend.reduce(sums, dist.ReduceOp.SUM) / num_tokens
     largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()  # a rank's share may be all masked
     return {

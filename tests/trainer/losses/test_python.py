@@ -15,7 +15,7 @@ def loss_of(path: str, **kwargs: float) -> tuple[torch.Tensor, dict[str, torch.T
     logprobs_N = torch.tensor([-1.0, -2.0])
     ones_N = torch.ones(2)
     columns = {"loss_mask": ones_N, "completion_length": 2 * ones_N, "advantages": torch.tensor([1.0, -3.0])}
-    columns |= {"old_logprobs": torch.tensor([-1.5, -2.0]), "behaviour_logprobs": logprobs_N}
+    columns |= {"old_logprobs": torch.tensor([-1.5, -2.0]), "behavior_logprobs": logprobs_N}
     return policy_loss(torch.stack([logprobs_N, ones_N]), columns, (2,), Totals(2, 1), config)
 
 
