@@ -1,8 +1,11 @@
 """Computes importance weights and masks that correct for differences between the engine's and trainer's probabilities.
 
-Sources. Truncated weights: arXiv 1802.01561, and Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
-RL Training". IcePop's token mask: Ring-1T, arXiv 2510.18855. Geometric mask and veto: Liu et al. 2025, "When Speed
-Kills Stability".
+Sources:
+
+- Truncated weights: arXiv 1802.01561, and Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
+  RL Training".
+- IcePop's token mask: Ring-1T, arXiv 2510.18855.
+- Geometric mask and veto: Liu et al. 2025, "When Speed Kills Stability".
 """
 
 import torch

@@ -28,7 +28,7 @@ class Tokens:
 
     @classmethod
     def of(cls, logprobs_N: torch.Tensor, columns: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> "Tokens":
-        """Builds the tokens. Sets all log-probabilities of masked tokens to the policy's, so that no ratio overflows."""
+        """Builds the tokens. Masked tokens get the policy's log-probabilities everywhere, so no ratio overflows."""
         is_trained_N, own_N = columns["loss_mask"] > 0, logprobs_N.detach()
         given = {
             name: torch.where(is_trained_N, values_N, own_N) if name.endswith("logprobs") else values_N
