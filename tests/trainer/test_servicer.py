@@ -261,6 +261,17 @@ async def test_missing_reference_is_refused(trainer: Deployment) -> None:
         await trainer.forward(trainer.batch(), role=pb.ROLE_REFERENCE)
 
 
+@pytest.mark.parametrize("path", ["tests.no_such_module:loss", "tests.user_functions:no_such"])
+async def test_loss_that_cannot_be_imported_is_refused_when_the_run_is_opened(trainer: Deployment, path: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{path} cannot be imported") as caught:
+        await trainer.open(loss={"kind": "python", "import_path": path})
+    assert caught.value.metadata["field"] == "trainer.loss.import_path"
+    # The same trainer opens the next run, whose loss can be imported, and trains it.
+    await trainer.open(loss={"kind": "python", "import_path": "tests.user_functions:soft_clip"})
+    await trainer.publish()
+    assert (await trainer.train(trainer.batch())).version == 1
+
+
 async def test_malformed_streams_are_refused(trainer: Deployment) -> None:
     frames = list(batches.encode(trainer.batch()))
     header = pb.TrainHeader(expected_stamp=trainer.stamp, batch_id="b", temperature=1.0)
