@@ -73,8 +73,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run_id = ""
         self._roles: dict[Role, _OpenRole] = {}
         self._epoch, self._epoch_timeout_s = -1, 0.0
-        self._saving = asyncio.Lock()  # until a checkpoint is complete; acquired before _changing
-        self._changing = asyncio.Lock()  # while a call changes weights or roles, or needs them unchanged
+        self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
+        self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         state = "open" if self._roles else "idle"
@@ -138,7 +138,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         received_s = time.perf_counter() - begin
         role = _role(header.role, is_trained=True)
         async with self._changing:
-            held = self._require_open(role)  # inside the lock, because another run may be opened before
+            held = self._require_open(role)  # only now: another run may have been opened while this waited for the lock
             if header.batch_id and header.batch_id == held.state.last_batch_id:
                 return _replay(header, held)
             _check_contract(header, samples, role, held)
@@ -300,7 +300,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return self._roles[role]
 
     def _stand_in(self, role: Role) -> Role:
-        """Returns the role whose model serves `role`: without a reference, that is the policy if it has adapters."""
+        """Returns the role whose model serves `role`: for a reference that is not open, a policy with adapters."""
         policy = self._roles.get(Role.POLICY)
         is_base = role is Role.REFERENCE and role not in self._roles and policy and policy.config.lora.rank
         return Role.POLICY if is_base else role

@@ -121,7 +121,7 @@ class Ranks:
         zmq.asyncio.Context.instance().destroy(linger=1000)  # returns when all messages are sent
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Returns when a rank is lost."""
+        """Waits until a rank is lost, and then ends the trainer."""
         lost = None
         while lost is None:  # ignores connections that are not a rank's
             lost = self._connections.get((await recv_monitor_message(monitor))["value"])

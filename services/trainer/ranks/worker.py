@@ -69,7 +69,7 @@ class Worker:
     ) -> Message:
         """Builds a role's backend from the model directory, or from a checkpoint that rank 0 has verified.
 
-        Opening the policy first closes all roles that are open, so it must be opened before the other roles.
+        Opening the policy closes every role that is open, so the policy must be opened before the other roles.
 
         Raises:
             InvalidInput: The config is invalid, or the policy's loss cannot be imported.
@@ -154,7 +154,7 @@ class Worker:
             with profiler.update(index):
                 metrics = update(backend, built, self._configs[Role.POLICY], temperature, version)
         if self._device.type != "cpu":
-            torch.accelerator.synchronize()  # so that the optimizer's kernels count and fail here
+            torch.accelerator.synchronize()  # the optimizer's kernels belong to the update: their time and their errors
         return Message({"metrics": metrics})
 
     @rank_command
