@@ -112,7 +112,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: int = 0) -> pa.Table:
-    """Random samples of uneven length with advantages; behaviour log-probabilities are those of a uniform policy."""
+    """Random samples of uneven length with advantages; behavior log-probabilities are those of a uniform policy."""
     random = np.random.default_rng(seed)
     rows = []
     for group in range(num_groups):
