@@ -1,5 +1,6 @@
 """Holds what the trainer needs of torch that has no public name. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def stop_recording() -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def allocations() -> dict[str, Any]:
+def allocations() -> Mapping[str, Any]:
     """Returns what is allocated and what `record_allocations` kept, as plain values; torch's own dump would pickle."""
     return torch.cuda.memory._snapshot()
 
@@ -50,7 +51,7 @@ class CallableParameters(nn.ParameterDict):
     Reason: DDP with overlap_param_gather gathers weights in such hooks, and torch's ParameterDict forbids to call it.
     """
 
-    __call__ = nn.Module.__call__
+    __call__: Callable[..., dict[str, torch.Tensor]] = nn.Module.__call__
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Returns the parameters."""

@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 NAME = "lockstep_packed"
 _CAUSAL = (-1, 0)
 # Fewer heads of key and value: before torch 2.12 without being asked.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_attention(
@@ -44,7 +44,9 @@ def _unpadded(
     scale: float | None,
 ) -> torch.Tensor:
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return varlen_attn(query_THD, key_TKD, value_TKD, *lengths, window_size=_CAUSAL, scale=scale, **_GROUPED)
+    out_THD = varlen_attn(query_THD, key_TKD, value_TKD, *lengths, window_size=_CAUSAL, scale=scale, **_GROUPED)
+    assert isinstance(out_THD, torch.Tensor)  # return_aux is not set
+    return out_THD
 
 
 def _padded(

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
@@ -52,6 +55,7 @@ class FsdpBackend(Backend):
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        assert isinstance(self._model, FSDPModule)  # fully_shard changed its class
         outputs: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
         for index, pack in enumerate(packs):
@@ -76,6 +80,7 @@ class FsdpBackend(Backend):
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm, foreach=True)
         self._optimizer.step()
         self.discard_gradients()
+        assert isinstance(norm, DTensor)  # as the gradients are
         return float(norm.full_tensor())
 
     def discard_gradients(self) -> None:
@@ -107,7 +112,8 @@ class FsdpBackend(Backend):
     def _require_tensors_of(self, model: dict[str, Any], optimizer: dict[str, Any], directory: Path) -> None:
         """Raises PreconditionFailed unless the checkpoint is of exactly these tensors; what lacks some would crash."""
         saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items()
-        there = {name: list(of.size) for name, of in saved if name.startswith(("model.", "optimizer.state."))}
+        tensors = {name: stored.size for name, stored in saved if isinstance(stored, TensorStorageMetadata)}
+        there = {name: list(size) for name, size in tensors.items() if name.startswith(("model.", "optimizer.state."))}
         here = {f"model.{name}": list(tensor.shape) for name, tensor in model.items()} | {
             f"optimizer.state.{name}.{moment}": list(tensor.shape)
             for name, moments in optimizer["state"].items()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from services.common.config.trainer.section import TrainerConfig
@@ -24,13 +24,13 @@ from services.trainer.updates.packing import Pack
 class _Model(nn.Module):
     """Wraps the model so that one sharded forward runs from tokens to outputs."""
 
-    def __init__(self, causal_lm: nn.Module):
+    def __init__(self, causal_lm: PreTrainedModel):
         super().__init__()
         self.causal_lm = causal_lm
 
     def hidden(self, pack: Pack) -> torch.Tensor:
         """The last hidden state [N, D] before each target."""
-        hidden_TD = self.causal_lm.model(
+        hidden_TD = self.causal_lm.get_submodule("model")(
             input_ids=pack.tokens_T[None],
             position_ids=pack.positions_T[None],
             use_cache=False,
@@ -45,16 +45,16 @@ class LogprobModel(_Model):
 
     def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
         """Log-probability of each target and entropy at it, float32 [2, N]; [tokens, vocabulary] is never whole."""
-        weight_VD = self.causal_lm.lm_head.weight
+        weight_VD = self.causal_lm.get_parameter("lm_head.weight")
         return linear_logprobs(self.hidden(pack), weight_VD, pack.targets_N, temperature)
 
 
 class ValueModel(_Model):
     """Ends in one number, the value of having generated what comes before each target; 0 before any training."""
 
-    def __init__(self, causal_lm: nn.Module):
+    def __init__(self, causal_lm: PreTrainedModel):
         super().__init__(causal_lm)
-        weight = causal_lm.get_input_embeddings().weight
+        weight = causal_lm.get_input_embeddings().get_parameter("weight")
         causal_lm.lm_head = nn.Identity()
         self.value_head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
@@ -99,7 +99,7 @@ def build(
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     _move_buffers(model, mesh.device_type)
-    full: dict[str, torch.Tensor] = {}
+    full: dict[str, Any] = {}
     if mesh.get_rank() == 0:
         disable_progress_bar()  # a service's log is not a terminal
         safe = {"use_safetensors": True, "trust_remote_code": False}
@@ -117,12 +117,13 @@ def _shard(model: _Model, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.
     }
     if config.fsdp.cpu_offload and mesh.device_type != "cpu":
         settings["offload_policy"] = CPUOffloadPolicy()
-    for layer in model.causal_lm.model.layers:
+    for layer in model.causal_lm.get_submodule("model.layers").children():
         if config.fsdp.torch_compile and mesh.device_type == "cuda":
             layer.forward = torch.compile(layer.forward, dynamic=True)
         fully_shard(layer, **settings)
     # The backward begins with what the forward ended with.
-    fully_shard(model, **settings | {"reshard_after_forward": False})
+    settings["reshard_after_forward"] = False
+    fully_shard(model, **settings)
 
 
 def reshard(model: nn.Module) -> None:

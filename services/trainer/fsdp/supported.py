@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.errors import InvalidInput
 from services.trainer.checkpoint.model_files import tensor_files
@@ -17,7 +18,7 @@ _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
-def require_supported(hf_config: PretrainedConfig, causal_lm: nn.Module) -> None:
+def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel) -> None:
     """Log-probabilities come from the output layer's weight alone, and packed sequences only meet in attention.
 
     Raises:
@@ -26,9 +27,10 @@ def require_supported(hf_config: PretrainedConfig, causal_lm: nn.Module) -> None
     for name in _LOGIT_SETTINGS:
         if getattr(hf_config, name, None) not in (None, 1):
             _refuse(f"{name} in its config.json")
-    if getattr(causal_lm, "lm_head", None) is None:
+    output_layer = getattr(causal_lm, "lm_head", None)
+    if output_layer is None:
         _refuse("an output layer that is not lm_head")
-    if causal_lm.lm_head.bias is not None:
+    if output_layer.bias is not None:
         _refuse("lm_head.bias")
     if others := set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}:
         _refuse(f"layers of type {', '.join(sorted(others))}")
@@ -39,7 +41,7 @@ def require_supported(hf_config: PretrainedConfig, causal_lm: nn.Module) -> None
         _refuse("convolutions over tokens")
 
 
-def require_all_published(causal_lm: nn.Module, model_path: str, published: Iterable[str]) -> None:
+def require_all_published(causal_lm: PreTrainedModel, model_path: str, published: Iterable[str]) -> None:
     """An engine starts without weights, and would compute with whatever is where nothing was sent.
 
     Raises:
@@ -53,6 +55,6 @@ def require_all_published(causal_lm: nn.Module, model_path: str, published: Iter
             _refuse(f"{name} in its checkpoint, which transformers does not load,")
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     message = f"model: {what} is not supported with strategy fsdp"
     raise InvalidInput(message, field="model")

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.compat.torch import is_persistent
@@ -22,7 +23,7 @@ class WeightStream:
     Buffers that are in the checkpoint, a router's correction for one, come last, in their own dtype.
     """
 
-    def __init__(self, causal_lm: nn.Module, dtype: torch.dtype, device: torch.device):
+    def __init__(self, causal_lm: PreTrainedModel, dtype: torch.dtype, device: torch.device):
         self._causal_lm, self._dtype, self._device = causal_lm, dtype, device
         self._runs = list(_runs(list(causal_lm.named_parameters())))
         self._owners = list(_buffer_owners(causal_lm))

@@ -29,7 +29,7 @@ def with_torch_modules(spec: Any) -> Any:
     if isinstance(spec, functools.partial):
         kwargs = {name: with_torch_modules(value) for name, value in spec.keywords.items()}
         return functools.partial(with_torch_modules(spec.func), *map(with_torch_modules, spec.args), **kwargs)
-    if dataclasses.is_dataclass(spec):
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = [field.name for field in dataclasses.fields(spec) if field.init]
         return dataclasses.replace(spec, **{name: with_torch_modules(getattr(spec, name)) for name in fields})
     return spec
@@ -43,7 +43,7 @@ class RMSNorm(torch.nn.Module):
         self._eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # finalize_model_grads sums the gradient over the tensor-parallel ranks where this is set.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., hidden], normalised and scaled."""

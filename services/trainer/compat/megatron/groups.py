@@ -6,6 +6,7 @@ own share a process. Seen with Megatron-Core 0.16.1.
 
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 
@@ -20,7 +21,16 @@ def current_groups() -> dict[str, Any]:
 
 def set_groups(groups: dict[str, Any]) -> None:
     """Makes Megatron's globals name these groups."""
-    vars(parallel_state).update(groups)
+    parallel_state.__dict__.update(groups)
+
+
+def group_of(group: object) -> dist.ProcessGroup:
+    """Returns `group`, which is a process group that this rank is in.
+
+    Reason: torch and Megatron annotate their groups as `ProcessGroup | int | None`, for ranks outside of a group.
+    """
+    assert isinstance(group, dist.ProcessGroup), f"this rank is not in the process group: {group}"
+    return group
 
 
 NO_GROUPS = current_groups()

@@ -17,7 +17,10 @@ class HiddenStateModel(GPTModel):
     Reason: GPTModel itself goes on to whole logits, or to the loss of given labels.
     """
 
-    def _postprocess(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    # GPTModel calls it with keywords only.
+    def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         return hidden_states
 
 
@@ -38,7 +41,7 @@ def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True
+                module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]  a plain attribute
 
 
 def take_apart(chunks: Iterable[torch.nn.Module]) -> None:
