@@ -1,4 +1,4 @@
-"""Work beside a rank's commands."""
+"""Runs work in a background thread of a rank."""
 
 import threading
 from collections.abc import Callable
@@ -9,13 +9,13 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Runs `work` in a thread of its own, which does not keep the process alive; its result or error."""
+    """Runs `work` in a daemon thread; the future has its result or error."""
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  (raised by whoever asks for the result)
+        except BaseException as error:  # noqa: BLE001  (the future's reader gets it)
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The policy on disk as others read it: a Hugging Face model directory, and a PEFT directory of its adapters."""
+"""Writes the policy in formats that other programs read: a Hugging Face model, or a PEFT adapter."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path) -> int:
-    """Writes into `directory`, which exists and is empty; returns the bytes of the weights."""
+    """Writes the model into `directory`, which must exist and be empty; returns the bytes of the weights."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     where: dict[str, int] = {}
     filled = total = 0
@@ -27,7 +27,7 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
             shards[-1] = {}
             shards.append({})
             filled = 0
-        # A view of the live weights is theirs until the next one is asked for.
+        # The tensor may be a view that is valid only until the next iteration.
         shards[-1][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         where[name] = len(shards)
         filled, total = filled + tensor.nbytes, total + tensor.nbytes
@@ -42,8 +42,8 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
 
 
 def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, directory: Path) -> int:
-    """Makes `directory`, for PEFT and vLLM, from a policy's adapters; returns the bytes of their weights."""
-    # A fused layer's adapters are the same A: each is stored, as safetensors shares no memory.
+    """Creates `directory` with a policy's adapters, for PEFT and vLLM; returns the bytes of their weights."""
+    # The adapters of a fused layer share one A; clone it for each, since safetensors stores no shared memory.
     tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in adapter}
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -53,7 +53,7 @@ def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, dire
 
 
 def adapter_config(lora: LoraConfig, base_path: str, names: Sequence[str]) -> dict[str, object]:
-    """PEFT's adapter_config.json for adapter tensors of these names."""
+    """Returns the content of PEFT's adapter_config.json for adapter tensors of these names."""
     modules = dict.fromkeys(name.split(".lora_")[0].removeprefix(_PEFT_PREFIX) for name in names)
     return {
         "peft_type": "LORA",

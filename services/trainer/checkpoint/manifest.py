@@ -1,6 +1,7 @@
-"""A checkpoint is a directory with a manifest of every file's SHA-256, written last; without it there is no checkpoint.
+"""Writes and verifies checkpoint directories.
 
-It is written beside its final place and renamed into it, so a reader finds it whole or not at all.
+A manifest with the SHA-256 of every file is written last; a directory without it is not a checkpoint. The directory is
+written under another name and then renamed, so that a reader finds a complete checkpoint or none.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a checkpoint holds besides tensors."""
+    """Holds a checkpoint's state besides tensors."""
 
     version: int
     last_batch_id: str
@@ -27,7 +28,7 @@ class TrainState:
 
 
 def staging(path: Path) -> Path:
-    """Where the ranks write before `finish` moves it to `path`.
+    """Returns the directory in which the ranks write before `finish` moves it to `path`.
 
     Raises:
         InvalidInput: `path` exists.
@@ -38,7 +39,7 @@ def staging(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Makes an empty staging directory for `path`; what an interrupted save left there is deleted.
+    """Makes an empty staging directory for `path`, and deletes what an interrupted save left in it.
 
     Raises:
         InvalidInput: `path` exists, or cannot be made.

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face model directory. Weights in any other format are never read."""
+"""Finds the safetensors files of a Hugging Face model directory. Weights in any other format are never read."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ from services.common.errors import InvalidInput
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor by the tensor's name.
+    """Returns the file of each tensor by the tensor's name.
 
     Raises:
-        InvalidInput: There is none: pickled weights, `pytorch_model.bin`, are not read.
+        InvalidInput: There is no safetensors file. Pickled weights, `pytorch_model.bin`, are not read.
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():

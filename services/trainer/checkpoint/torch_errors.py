@@ -1,4 +1,4 @@
-"""Errors of torch's distributed checkpoint, as this project raises them."""
+"""Converts errors of torch's distributed checkpoint to those of this project."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ from services.common.errors import InternalError
 
 @contextmanager
 def typed_errors(what: str) -> Iterator[None]:
-    """While all ranks save or load. torch's CheckpointException, which every rank gets, is not an Exception.
+    """Converts torch's CheckpointException, which every rank gets and which is a BaseException but no Exception.
 
     Raises:
-        InternalError: In its place; `what` could not be done, and what each rank said.
+        InternalError: The save or load failed; the message has `what` and the error of each rank.
     """
     try:
         yield

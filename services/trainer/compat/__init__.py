@@ -1,1 +1,1 @@
-"""Holds what the trainer service uses inside Megatron-Core, torch and transformers; see services.common.compat."""
+"""Wraps the internals of Megatron-Core, torch and transformers that the trainer uses; see services.common.compat."""

@@ -1,5 +1,6 @@
-"""Holds what the trainer needs of torch that has no public name. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
+"""Wraps private functions of torch that the trainer needs. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ require_version("torch")
 
 
 def record_allocations(max_events: int) -> None:
-    """Keeps the last `max_events` allocations and frees of GPU memory, with Python stacks.
+    """Records the last `max_events` allocations and frees of GPU memory, with Python stacks.
 
     Reason: torch documents its memory snapshots, but their functions have private names.
     """
@@ -19,38 +20,39 @@ def record_allocations(max_events: int) -> None:
 
 
 def stop_recording() -> None:
-    """Ends `record_allocations` and forgets what it kept."""
+    """Stops `record_allocations` and discards the recorded events."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def allocations() -> dict[str, Any]:
-    """Returns what is allocated and what `record_allocations` kept, as plain values; torch's own dump would pickle."""
+def allocations() -> Mapping[str, Any]:
+    """Returns the current allocations and the recorded events as plain values; torch's own dump would pickle them."""
     return torch.cuda.memory._snapshot()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns the same number for tensors that share a storage, whether or not it has memory.
+    """Returns a number that is equal for tensors that share a storage, even if it was resized to 0 bytes.
 
-    Reason: two Python objects stand for one storage, and the address of one that was resized to 0 is 0.
+    Reason: one storage can have several Python objects, and after a resize to 0 its address is 0.
     """
     return tensor.untyped_storage()._cdata
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Returns whether a buffer of the module is in its checkpoints.
+    """Returns whether the module's checkpoints contain the buffer.
 
-    Reason: torch has no public name for it.
+    Reason: torch has no public function for it.
     """
     return buffer not in module._non_persistent_buffers_set
 
 
 class CallableParameters(nn.ParameterDict):
-    """Parameters by name. A call returns them, and runs the hooks of a forward.
+    """Maps names to parameters. Calling it returns them and runs the forward hooks.
 
-    Reason: DDP with overlap_param_gather gathers weights in such hooks, and torch's ParameterDict forbids to call it.
+    Reason: DDP with overlap_param_gather gathers weights in forward hooks, and torch's ParameterDict cannot be called.
     """
 
-    __call__ = nn.Module.__call__
+    # ParameterDict's own only raises.
+    __call__: Callable[..., dict[str, torch.Tensor]] = nn.Module.__call__  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Returns the parameters."""

@@ -1,16 +1,16 @@
-"""Holds what the trainer needs of transformers that has no public name. Seen with transformers 5.17.0 and 5.19.0."""
+"""Wraps private attributes of transformers that the trainer needs. Seen with transformers 5.17.0 and 5.19.0."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from services.common.compat.versions import require_version
 
 require_version("transformers")
 
 
-def ignored_tensors(causal_lm: nn.Module) -> Sequence[str]:
-    """Returns patterns of the checkpoint's tensors that the model leaves out on purpose.
+def ignored_tensors(causal_lm: PreTrainedModel) -> Iterable[str]:
+    """Returns regular expressions for the checkpoint tensors that the model does not load on purpose.
 
     Reason: transformers keeps them in a private attribute of the model.
     """

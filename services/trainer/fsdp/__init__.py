@@ -1,1 +1,1 @@
-"""FSDP2: a Hugging Face model sharded by torch's fully_shard."""
+"""Trains Hugging Face models, sharded by torch's fully_shard (FSDP2)."""

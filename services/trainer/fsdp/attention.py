@@ -1,7 +1,7 @@
-"""Attention over packed sequences, for any transformers model that takes its attention from the common interface.
+"""Computes attention over packed sequences, for any transformers model that uses the common attention interface.
 
-On GPU torch's variable-length kernel, which takes half precision only. Otherwise the sequences are laid out
-right-padded inside this function only: causal attention never looks at what comes later, so padding needs no mask.
+In half precision on GPU it uses torch's variable-length kernel. Otherwise it pads the sequences on the right: causal
+attention never looks at later positions, so the padding needs no mask.
 """
 
 import inspect
@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 
 NAME = "lockstep_packed"
 _CAUSAL = (-1, 0)
-# Fewer heads of key and value: before torch 2.12 without being asked.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# Grouped-query attention: torch before 2.12 has no argument for it and always allows it.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_attention(
@@ -26,9 +26,9 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence. query [1, H, T, D]; key, value [1, K, T, D]; result [1, T, H, D]."""
+    """Attends causally within each sequence. query [1, H, T, D]; key, value [1, K, T, D]; result [1, T, H, D]."""
     if attention_mask is not None or kwargs.get("sliding_window") is not None:
-        raise NotImplementedError("packed attention is causal within sequences; no mask, no sliding window")
+        raise NotImplementedError("packed attention supports neither a mask nor a sliding window")
     cu_seqlens, max_seqlen, scale = kwargs["cu_seqlens"], kwargs["max_seqlen"], kwargs.get("scaling")
     query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     attend = _unpadded if query.is_cuda and query.dtype is not torch.float32 else _padded
@@ -44,7 +44,9 @@ def _unpadded(
     scale: float | None,
 ) -> torch.Tensor:
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return varlen_attn(query_THD, key_TKD, value_TKD, *lengths, window_size=_CAUSAL, scale=scale, **_GROUPED)
+    out_THD = varlen_attn(query_THD, key_TKD, value_TKD, *lengths, window_size=_CAUSAL, scale=scale, **_GROUPED)
+    assert isinstance(out_THD, torch.Tensor)  # return_aux is not set
+    return out_THD
 
 
 def _padded(

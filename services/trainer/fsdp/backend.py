@@ -1,4 +1,4 @@
-"""The FSDP2 backend: every rank holds a shard of every weight and has samples of its own."""
+"""Implements the FSDP2 backend: every rank holds a shard of every weight and trains on its own samples."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,8 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
@@ -22,7 +25,7 @@ from services.trainer.updates.packing import Pack
 
 
 class FsdpBackend(Backend):
-    """The backend on torch FSDP2."""
+    """Implements a role on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
@@ -52,6 +55,7 @@ class FsdpBackend(Backend):
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        assert isinstance(self._model, FSDPModule)  # fully_shard changed its class
         outputs: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
         for index, pack in enumerate(packs):
@@ -59,7 +63,7 @@ class FsdpBackend(Backend):
             self._model.set_requires_gradient_sync(is_last or self._config.fsdp.reduce_each_microbatch)
             outputs_KN = self._model(pack, temperature)
             value, metrics = loss(outputs_KN, pack)
-            # FSDP averages over ranks; the loss is already divided by global counts, so undo the division.
+            # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
             (value * self._mesh.size()).backward()
             outputs.append(outputs_KN.detach())
             totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
@@ -72,10 +76,11 @@ class FsdpBackend(Backend):
     def step(self, lr: float, weight_decay: float) -> float:
         for group in self._optimizer.param_groups:
             group.update(lr=lr, weight_decay=weight_decay * group["wd_mult"])
-        # foreach, as fused in the optimizer: torch does not choose them itself for sharded tensors.
+        # torch does not choose foreach (or fused, in the optimizer) by itself for sharded tensors.
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm, foreach=True)
         self._optimizer.step()
         self.discard_gradients()
+        assert isinstance(norm, DTensor)  # because the gradients are
         return float(norm.full_tensor())
 
     def discard_gradients(self) -> None:
@@ -98,16 +103,17 @@ class FsdpBackend(Backend):
         with typed_errors(f"checkpoint {directory}: not read"):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
         set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        for group in self._optimizer.param_groups:  # what was loaded too is the settings that it was saved under
+        for group in self._optimizer.param_groups:  # loading also set the values of the saved config
             group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
 
     def close(self) -> None:
         pass
 
     def _require_tensors_of(self, model: dict[str, Any], optimizer: dict[str, Any], directory: Path) -> None:
-        """Raises PreconditionFailed unless the checkpoint is of exactly these tensors; what lacks some would crash."""
+        """Raises PreconditionFailed unless the checkpoint has exactly these tensors; torch crashes if some are missing."""
         saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items()
-        there = {name: list(of.size) for name, of in saved if name.startswith(("model.", "optimizer.state."))}
+        tensors = {name: stored.size for name, stored in saved if isinstance(stored, TensorStorageMetadata)}
+        there = {name: list(size) for name, size in tensors.items() if name.startswith(("model.", "optimizer.state."))}
         here = {f"model.{name}": list(tensor.shape) for name, tensor in model.items()} | {
             f"optimizer.state.{name}.{moment}": list(tensor.shape)
             for name, moments in optimizer["state"].items()
@@ -116,7 +122,7 @@ class FsdpBackend(Backend):
         if different := sorted(name for name in there | here if there.get(name) != here.get(name)):
             name = different[0]
             raise PreconditionFailed(
-                f"checkpoint {directory} is of another role, model or strategy than this {self._role}: "
+                f"checkpoint {directory} was saved by another role, model or strategy than this {self._role}: "
                 f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here; "
                 "open it with the config that it was saved under"
             )
@@ -124,7 +130,7 @@ class FsdpBackend(Backend):
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         is_fresh = not self._optimizer.state
         state = get_state_dict(self._model, self._optimizer)
-        if is_fresh:  # torch made the state by an update with zero gradients, which Adam's bias correction counts
+        if is_fresh:  # torch made the state by an update with zero gradients; Adam's bias correction must not count it
             for moments in self._optimizer.state.values():
                 moments["step"].zero_()
         return state

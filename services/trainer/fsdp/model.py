@@ -1,4 +1,4 @@
-"""A Hugging Face causal model that answers with log-probabilities, or with values, sharded over the ranks."""
+"""Wraps a Hugging Face causal model to return log-probabilities or values, and shards it over the ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from services.common.config.trainer.section import TrainerConfig
@@ -24,13 +24,13 @@ from services.trainer.updates.packing import Pack
 class _Model(nn.Module):
     """Wraps the model so that one sharded forward runs from tokens to outputs."""
 
-    def __init__(self, causal_lm: nn.Module):
+    def __init__(self, causal_lm: PreTrainedModel):
         super().__init__()
         self.causal_lm = causal_lm
 
     def hidden(self, pack: Pack) -> torch.Tensor:
-        """The last hidden state [N, D] before each target."""
-        hidden_TD = self.causal_lm.model(
+        """Returns the last hidden state [N, D] before each target."""
+        hidden_TD = self.causal_lm.get_submodule("model")(
             input_ids=pack.tokens_T[None],
             position_ids=pack.positions_T[None],
             use_cache=False,
@@ -41,27 +41,30 @@ class _Model(nn.Module):
 
 
 class LogprobModel(_Model):
-    """Ends in log-probabilities."""
+    """Returns log-probabilities and entropies."""
 
     def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
-        """Log-probability of each target and entropy at it, float32 [2, N]; [tokens, vocabulary] is never whole."""
-        weight_VD = self.causal_lm.lm_head.weight
+        """Returns the log-probability of each target and the entropy there, float32 [2, N].
+
+        The logits [tokens, vocabulary] are never whole in memory.
+        """
+        weight_VD = self.causal_lm.get_parameter("lm_head.weight")
         return linear_logprobs(self.hidden(pack), weight_VD, pack.targets_N, temperature)
 
 
 class ValueModel(_Model):
-    """Ends in one number, the value of having generated what comes before each target; 0 before any training."""
+    """Returns one number per target: the value of the state before it. It is 0 before any training."""
 
-    def __init__(self, causal_lm: nn.Module):
+    def __init__(self, causal_lm: PreTrainedModel):
         super().__init__(causal_lm)
-        weight = causal_lm.get_input_embeddings().weight
+        weight = causal_lm.get_input_embeddings().get_parameter("weight")
         causal_lm.lm_head = nn.Identity()
         self.value_head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
 
     def forward(self, pack: Pack, temperature: float) -> torch.Tensor:
-        """Values, float32 [1, N]."""
-        # In float32, whatever the body computes in: bfloat16 tells a value of 1 from 1.01, and no closer.
+        """Returns the values, float32 [1, N]."""
+        # Always in float32: the bfloat16 number after 1 is about 1.01.
         return nn.functional.linear(self.value_head.weight.float(), self.hidden(pack).float())
 
 
@@ -74,11 +77,11 @@ def build(
     weight_dtype: torch.dtype,
     compute_dtype: torch.dtype,
 ) -> _Model:
-    """Loads `model_path` on rank 0 and shards it; `compute_dtype` is that of forward and backward.
+    """Loads `model_path` on rank 0 and shards it; forward and backward compute in `compute_dtype`.
 
     Raises:
-        InvalidInput: transformers does not know the model's architecture, it is not supported here, or it has no
-            safetensors weights.
+        InvalidInput: transformers does not know the model's architecture, FSDP does not support it here, or there are
+            no safetensors weights.
     """
     tensor_files(Path(model_path))
     try:
@@ -99,9 +102,9 @@ def build(
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     _move_buffers(model, mesh.device_type)
-    full: dict[str, torch.Tensor] = {}
+    full: dict[str, Any] = {}
     if mesh.get_rank() == 0:
-        disable_progress_bar()  # a service's log is not a terminal
+        disable_progress_bar()  # it would fill the service's log
         safe = {"use_safetensors": True, "trust_remote_code": False}
         loaded = AutoModelForCausalLM.from_pretrained(model_path, **safe, **kwargs)
         full = kind(loaded).state_dict()
@@ -117,16 +120,17 @@ def _shard(model: _Model, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.
     }
     if config.fsdp.cpu_offload and mesh.device_type != "cpu":
         settings["offload_policy"] = CPUOffloadPolicy()
-    for layer in model.causal_lm.model.layers:
+    for layer in model.causal_lm.get_submodule("model.layers").children():
         if config.fsdp.torch_compile and mesh.device_type == "cuda":
             layer.forward = torch.compile(layer.forward, dynamic=True)
         fully_shard(layer, **settings)
-    # The backward begins with what the forward ended with.
-    fully_shard(model, **settings | {"reshard_after_forward": False})
+    # The backward begins with the weights that the forward used last, so keep them gathered.
+    settings["reshard_after_forward"] = False
+    fully_shard(model, **settings)
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the gathered weights that a forward left for a backward which does not come."""
+    """Frees the gathered weights after a forward that no backward follows."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,50 +1,52 @@
-"""Which models this backend computes as transformers does. The others are refused when a run is opened."""
+"""Refuses models that this backend would not compute as transformers does, when a run is opened."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.errors import InvalidInput
 from services.trainer.checkpoint.model_files import tensor_files
 from services.trainer.compat.transformers import ignored_tensors
 
-# What some architectures do to logits after the output layer, which is left out here.
+# Settings of architectures that change logits after the output layer, which this backend does not do.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-# Of old checkpoints; it is computed from the config.
+# A tensor in old checkpoints; transformers computes it from the config.
 _COMPUTED = r"rotary_emb\.inv_freq$"
 
 
-def require_supported(hf_config: PretrainedConfig, causal_lm: nn.Module) -> None:
-    """Log-probabilities come from the output layer's weight alone, and packed sequences only meet in attention.
+def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel) -> None:
+    """Checks that only the output layer's weight makes logits, and that no layer mixes the sequences of a pack.
 
     Raises:
-        InvalidInput: The model's logits are more than that, or a layer would mix the sequences of a pack.
+        InvalidInput: The model has another step after the output layer's product, or a layer that mixes sequences.
     """
     for name in _LOGIT_SETTINGS:
         if getattr(hf_config, name, None) not in (None, 1):
             _refuse(f"{name} in its config.json")
-    if getattr(causal_lm, "lm_head", None) is None:
+    output_layer = getattr(causal_lm, "lm_head", None)
+    if output_layer is None:
         _refuse("an output layer that is not lm_head")
-    if causal_lm.lm_head.bias is not None:
+    if output_layer.bias is not None:
         _refuse("lm_head.bias")
     if others := set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}:
         _refuse(f"layers of type {', '.join(sorted(others))}")
     modules = (hf_config, *causal_lm.modules())
-    if any(getattr(module, "sliding_window", None) for module in modules):  # 0 is none, as of Qwen2-MoE
+    if any(getattr(module, "sliding_window", None) for module in modules):  # 0 means none, as in Qwen2-MoE
         _refuse("sliding_window in its config.json")
     if any(isinstance(module, nn.Conv1d) for module in modules):
         _refuse("convolutions over tokens")
 
 
-def require_all_published(causal_lm: nn.Module, model_path: str, published: Iterable[str]) -> None:
-    """An engine starts without weights, and would compute with whatever is where nothing was sent.
+def require_all_published(causal_lm: PreTrainedModel, model_path: str, published: Iterable[str]) -> None:
+    """Checks that the engine, which starts without weights, is sent every tensor of the checkpoint.
 
     Raises:
-        InvalidInput: The checkpoint has a tensor that is not among `published`, nor tied to another, nor left out by
-            transformers on purpose.
+        InvalidInput: The checkpoint has a tensor that is not in `published`, is not tied to another tensor, and is not
+            one that transformers ignores on purpose.
     """
     known = {*published, *causal_lm.all_tied_weights_keys}
     ignored = [_COMPUTED, *ignored_tensors(causal_lm)]
@@ -53,6 +55,6 @@ def require_all_published(causal_lm: nn.Module, model_path: str, published: Iter
             _refuse(f"{name} in its checkpoint, which transformers does not load,")
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     message = f"model: {what} is not supported with strategy fsdp"
     raise InvalidInput(message, field="model")

@@ -73,7 +73,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         self._closing.callback(self._model.close)
         groups = {"params": self._parameter_tensors}
         if self._role is not Role.REFERENCE:
-            self._optimizer = make_optimizer(self._model.chunks, config, self._dtype)
+            self._optimizer = make_optimizer(self._model.ddp_chunks(), config, self._dtype)
             self._model.config.grad_scale_func = self._optimizer.scale_loss
             own = SavedUnder.of(config, self._role, self._hf.model_type, self.device)
             self._checkpointer = Checkpointer(self._model, self._optimizer, config, own)
@@ -101,7 +101,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         self._offloader.load("params", "grads")
-        for chunk in self._model.chunks:
+        for chunk in self._model.ddp_chunks():
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         micros = self._model.cut(packs)
@@ -127,7 +127,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         self._model.parallelism.activate()
         self._offloader.load("optimizer")
         set_rates(self._optimizer, lr, weight_decay)
-        _, norm, _ = self._optimizer.step()
+        _, norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  abstract without a type
         self._offloader.release("optimizer")
         self.discard_gradients()
         return float(norm)
@@ -218,7 +218,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         self._offloader.release("params", "optimizer")
 
     def _finish_update(self) -> None:
-        for chunk in self._model.chunks:
+        for chunk in self._model.ddp_chunks():
             if chunk.ddp_config.overlap_param_gather:  # else the last update would be gathered in the next forward
                 chunk.start_param_sync(force_sync=True)
 
@@ -258,8 +258,9 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         return (parameter.data for chunk in self._model.chunks for parameter in chunk.parameters())
 
     def _gradient_tensors(self) -> Iterator[torch.Tensor]:
-        for chunk in self._model.chunks:
-            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        for chunk in self._model.ddp_chunks():
+            buffers: Any = chunk.buffers  # Megatron's list of them, in place of Module.buffers
+            yield from (buffer.grad_data for buffer in (*buffers, *chunk.expert_parallel_buffers))
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         return state_tensors(self._optimizer)

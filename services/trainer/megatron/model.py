@@ -1,6 +1,6 @@
 """A model as Megatron chunks, one or, with an interleaved pipeline, several on each rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers import PretrainedConfig
 
 from services.common.config.trainer.megatron import MegatronConfig
 from services.common.config.trainer.section import TrainerConfig
+from services.trainer.compat.megatron.groups import group_of
 from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, set_class
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.passthrough import make, refusals
@@ -56,8 +58,8 @@ class LogprobHead(ColumnParallelLinear):
         else:
             hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
         hidden_MD = hidden_SBD.flatten(0, 1)[micro.rows_M]
-        group = self.tp_group if self.tp_group.size() > 1 else None
-        return linear_logprobs(hidden_MD, weight_VD, micro.targets_M, temperature, group)
+        group = group_of(self.tp_group)
+        return linear_logprobs(hidden_MD, weight_VD, micro.targets_M, temperature, group if group.size() > 1 else None)
 
 
 class ValueHead(torch.nn.Module):
@@ -65,6 +67,7 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, layer: ColumnParallelLinear):
         super().__init__()
+        assert layer.weight is not None  # only a tied output layer has none of its own
         self.sequence_parallel, self.tp_group = layer.sequence_parallel, layer.tp_group
         self.weight = torch.nn.Parameter(torch.zeros_like(layer.weight[:1]))
 
@@ -82,10 +85,23 @@ class ValueHead(torch.nn.Module):
 class Chunk(HiddenStateModel):
     """A chunk of a model; the last one ends in outputs at the predictions."""
 
+    num_outputs: int
+
     def forward(self, micro: MicroBatch, temperature: float) -> torch.Tensor:  # type: ignore[override]
         """Hidden states for the next chunk; the last chunk's are [K, M], see the heads."""
-        hidden = super().forward(micro.tokens, None, None, packed_seq_params=micro.packed)
+        # Megatron's annotations leave out that positions, mask and packing may be None.
+        hidden = super().forward(micro.tokens, None, None, packed_seq_params=micro.packed)  # pyright: ignore[reportArgumentType]
         return self._outputs(hidden, micro, temperature) if self.post_process else hidden
+
+    def layers(self) -> Iterator[TransformerLayer]:
+        """Yields this chunk's transformer layers."""
+        for layer in self.decoder.layers:
+            assert isinstance(layer, TransformerLayer)
+            yield layer
+
+    def _outputs(self, hidden_SBD: torch.Tensor, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        """Returns the head's outputs [num_outputs, M]."""
+        raise NotImplementedError
 
 
 class LogprobModel(Chunk):
@@ -113,6 +129,7 @@ class ValueModel(Chunk):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs | {"share_embeddings_and_output_weights": False})
         if self.post_process:
+            assert isinstance(self.output_layer, ColumnParallelLinear)
             self.output_layer = ValueHead(self.output_layer)
 
     def _outputs(self, hidden_SBD: torch.Tensor, micro: MicroBatch, temperature: float) -> torch.Tensor:
@@ -170,8 +187,8 @@ def build_chunks(
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):
-        stage = {"ignore_virtual": False, "vp_stage": index} if vpp else {}
-        place = {"vp_stage": index} if vpp else {}
+        stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": index} if vpp else {}
+        place: dict[str, Any] = {"vp_stage": index} if vpp else {}
         chunk = kind(
             config=config,
             transformer_layer_spec=_layer_spec(config, place, is_adapted=is_adapted),
@@ -212,7 +229,8 @@ def wrap_chunks(
         ]
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        # Megatron's annotation leaves out the list that an interleaved schedule takes.
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
     add_gradients_in_place(wrapped)
     return wrapped
 
@@ -225,11 +243,11 @@ def half_precision(chunk: Chunk, config: TransformerConfig) -> torch.nn.Module:
 def unwrap(chunk: torch.nn.Module) -> Chunk:
     """The model chunk inside its wrappers."""
     while not isinstance(chunk, Chunk):
-        chunk = chunk.module
+        chunk = chunk.get_submodule("module")
     return chunk
 
 
-def _layer_spec(config: TransformerConfig, place: dict[str, int], *, is_adapted: bool) -> Any:
+def _layer_spec(config: TransformerConfig, place: dict[str, Any], *, is_adapted: bool) -> Any:
     if torch.cuda.is_available():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
         return _with_own_norms(spec) if is_adapted else spec
@@ -247,9 +265,10 @@ def _with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodu
         TENorm,
     )
 
+    assert spec.layer_specs is not None
     layers = []
     for layer in spec.layer_specs:
-        parts = layer.submodules
+        parts: Any = layer.submodules
         attention = replace(parts.self_attention.submodules, linear_qkv=TEColumnParallelLinear)
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         changes = {"input_layernorm": TENorm, "self_attention": replace(parts.self_attention, submodules=attention)}

@@ -4,7 +4,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from services.common.config.trainer.megatron import MegatronConfig
-from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, set_groups
+from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, group_of, set_groups
 
 
 class Parallelism:
@@ -20,21 +20,23 @@ class Parallelism:
             context_parallel_size=config.context_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=config.etp,
-            distributed_timeout_minutes=timeout_s / 60,  # passed on as it is
+            distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]  a timedelta's minutes
         )
         self._state = current_groups()
         self._replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._expert_replica = parallel_state.get_expert_data_parallel_rank()
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.cp_group = parallel_state.get_context_parallel_group()
-        self.dp_group = parallel_state.get_data_parallel_group()
-        self.dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        self.tp_group = group_of(parallel_state.get_tensor_model_parallel_group())
+        self.cp_group = group_of(parallel_state.get_context_parallel_group())
+        self.dp_group = group_of(parallel_state.get_data_parallel_group())
+        self.dp_cp_group = group_of(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self.pp_group = group_of(parallel_state.get_pipeline_model_parallel_group())
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
         self.last_stage_rank = parallel_state.get_pipeline_model_parallel_last_rank()
         self.expert_rank = parallel_state.get_expert_model_parallel_rank()
         self.tp_index = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
-        self.etp_index = parallel_state.get_expert_tensor_parallel_rank(), config.etp
+        etp_rank = parallel_state.get_expert_tensor_parallel_rank()
+        assert etp_rank is not None  # its group was made
+        self.etp_index = etp_rank, config.etp
         self.data_rank = parallel_state.get_data_parallel_rank()
         # Each tensor-parallel rank draws its own dropout; pipeline stages hold other layers anyway.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from services.common.megatron.layout import Layout
+from services.trainer.compat.megatron.groups import group_of
 from services.trainer.compat.megatron.model import take_apart
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs
-from services.trainer.megatron.model import unwrap
+from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.updates.packing import Pack
 
@@ -87,9 +89,13 @@ class MegatronModel:
         take_apart(self.chunks)
         self.chunks.clear()
 
-    def bare_chunks(self) -> list[Any]:
-        """The chunks without their wrappers."""
+    def bare_chunks(self) -> list[Chunk]:
+        """Returns the chunks without their wrappers."""
         return [unwrap(chunk) for chunk in self.chunks]
+
+    def ddp_chunks(self) -> list[DistributedDataParallel]:
+        """Returns the wrapped chunks of a trained model; none of a reference, whose chunks have no gradients."""
+        return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
 
 
 def _forward_step(
@@ -98,6 +104,6 @@ def _forward_step(
     micro = next(micros)
 
     def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> Any:
-        return collect(micro, micro.whole(output_KM, parallel_state.get_context_parallel_group()))
+        return collect(micro, micro.whole(output_KM, group_of(parallel_state.get_context_parallel_group())))
 
     return chunk(micro, temperature), on_last_stage

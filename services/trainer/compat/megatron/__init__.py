@@ -1,14 +1,15 @@
-"""Holds what the trainer uses inside Megatron-Core, seen with 0.16.1.
+"""Collects the trainer's uses of Megatron-Core internals, seen with 0.16.1.
 
-Importing this package, before megatron itself, makes Megatron-Core run on CPU where there is no GPU.
+Import this package before megatron itself: it makes Megatron-Core run on CPU if there is no GPU.
 
-    cpu_shim          megatron.core.* on CPU: what it asks of torch.cuda
-    cpu_modules       norm and attention on CPU, in the place of TransformerEngine's
-    context_parallel  how sequences are cut for context parallelism
-    groups            the globals that hold the process groups
-    model             what a model's chunks are given and taken
-    optimizer         the state of the distributed and of the hybrid optimizer
-    checkpoint        sharded tensors as torch's distributed checkpoint wants them
+    cpu_shim          replaces torch.cuda for megatron.core.* on CPU
+    cpu_modules       replaces TransformerEngine's norm and attention on CPU
+    context_parallel  cuts sequences for context parallelism
+    groups            reads and sets the globals that hold the process groups
+    random            returns the tracker of random number generators
+    model             changes a model's chunks and frees them
+    optimizer         makes and sets the state of the distributed and the hybrid optimizer
+    checkpoint        converts sharded tensors for torch's distributed checkpoint
 """
 
 from services.common.compat.versions import require_version

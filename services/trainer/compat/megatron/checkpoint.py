@@ -1,6 +1,6 @@
-"""Turns Megatron's sharded tensors into what torch's distributed checkpoint saves.
+"""Converts Megatron's sharded tensors to those of torch's distributed checkpoint.
 
-Reason: Megatron's own strategy does this and the writing in one, and its writer forks processes, which outlive a
+Reason: Megatron's own strategy converts and writes in one function, and its writer forks processes, which outlive a
 trainer that is killed. Seen with Megatron-Core 0.16.1.
 """
 
@@ -14,6 +14,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 def torch_tensors(tensors: dict[Any, Any]) -> Mapping[str, Any]:
-    """Returns those of nested dicts of sharded tensors that this rank writes, by their keys."""
+    """Returns the tensors that this rank writes, by key, from nested dicts of sharded tensors."""
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
     return mcore_to_pyt_state_dict(flat)

@@ -1,7 +1,7 @@
-"""torch stand-ins for the two TransformerEngine modules whose counterparts in Megatron's local layer spec are too weak.
+"""Implements norm and attention in plain torch, for CPU, where TransformerEngine is missing.
 
-Reason: the local norm knows no sequence parallelism; the local attention neither packed sequences nor context
-parallelism. Seen with Megatron-Core 0.16.1.
+Reason: in Megatron's local layer spec the norm does not support sequence parallelism, and the attention supports
+neither packed sequences nor context parallelism. Seen with Megatron-Core 0.16.1.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from services.trainer.compat.megatron.context_parallel import zigzag
 
 
 def with_torch_modules(spec: Any) -> Any:
-    """A layer or block spec in which the weak local modules are replaced by those of this file."""
+    """Returns a layer or block spec with the local norm and attention replaced by the classes of this file."""
     if isinstance(spec, type):
         return {WrappedTorchNorm: RMSNorm, DotProductAttention: SDPAttention}.get(spec, spec)
     if isinstance(spec, (list, tuple)):
@@ -29,34 +29,35 @@ def with_torch_modules(spec: Any) -> Any:
     if isinstance(spec, functools.partial):
         kwargs = {name: with_torch_modules(value) for name, value in spec.keywords.items()}
         return functools.partial(with_torch_modules(spec.func), *map(with_torch_modules, spec.args), **kwargs)
-    if dataclasses.is_dataclass(spec):
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = [field.name for field in dataclasses.fields(spec) if field.init]
         return dataclasses.replace(spec, **{name: with_torch_modules(getattr(spec, name)) for name in fields})
     return spec
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm (arXiv 1910.07467) of the last dimension, computed in float32."""
+    """Computes the root mean square norm (arXiv 1910.07467) of the last dimension in float32."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
         super().__init__()
         self._eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # finalize_model_grads sums the gradient over the tensor-parallel ranks where this is set.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., hidden], normalised and scaled."""
+        """Returns `x` [..., hidden], normalized and scaled."""
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self._eps)
         return self.weight * y.to(x.dtype)
 
 
 class SDPAttention(MegatronModule):
-    """Causal self-attention, called like TransformerEngine's.
+    """Computes causal self-attention, with the arguments of TransformerEngine's.
 
-    A packed sequence is one call of torch's attention. Context parallelism gathers keys and values: a rank keeps its
-    two zig-zag chunks of each sequence's queries and masks by position (arXiv 2407.21783, section 3.3.2).
+    Each packed sequence takes one call of torch's attention. With context parallelism a rank keeps the queries of its
+    two zigzag chunks of each sequence, gathers all keys and values, and masks by position (arXiv 2407.21783, section
+    3.3.2).
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class SDPAttention(MegatronModule):
     ):
         super().__init__(config=config)
         if config.softmax_type != "vanilla" or config.window_size is not None:
-            raise NotImplementedError("attention on CPU: only plain softmax over the whole context")
+            raise NotImplementedError("attention on CPU supports only the vanilla softmax over the whole context")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise NotImplementedError(f"attention on CPU: {attn_mask_type}")
+            raise NotImplementedError(f"attention on CPU does not support {attn_mask_type}")
         if config.attention_dropout if attention_dropout is None else attention_dropout:
-            raise NotImplementedError("attention on CPU: no dropout")
+            raise NotImplementedError("attention on CPU does not support dropout")
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._cp_group = groups.cp
         self._scale = softmax_scale
@@ -88,16 +89,16 @@ class SDPAttention(MegatronModule):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """[s, b, heads, dim], or packed [t, heads, dim], to the same shape with heads and dim as one."""
+        """Maps [s, b, heads, dim] to [s, b, heads * dim], or packed [t, heads, dim] to [t, heads * dim]."""
         if attention_mask is not None:
-            raise NotImplementedError("attention on CPU: causal only, pass no mask")
+            raise NotImplementedError("attention on CPU is causal and takes no mask")
         cp = self._cp_group.size()
         is_packed = packed_seq_params is not None
         lengths = [query.size(0) * cp]
         if is_packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        if cp > 1:  # all ranks' rows, one rank after the other; the backward is a reduce-scatter
+        if cp > 1:  # gathers the rows of all ranks in rank order; the backward is a reduce-scatter
             key, value = (gather_from_sequence_parallel_region(x, group=self._cp_group) for x in (key, value))
         out, start = [], 0
         for length in lengths:
@@ -109,7 +110,7 @@ class SDPAttention(MegatronModule):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, length: int
     ) -> torch.Tensor:
-        """One sequence of `length` tokens, whose part of this rank begins at row `start`."""
+        """Attends within one sequence of `length` tokens; this rank's rows of it begin at row `start`."""
         cp, rank, num_rows = self._cp_group.size(), self._cp_group.rank(), query.size(0)
         end = start + length // cp
         mask: dict[str, Any] = {"is_causal": True}

@@ -1,12 +1,12 @@
 """Makes Megatron-Core run on CPU, over gloo, so that every layout is tested on any machine.
 
-Reason: Megatron-Core never asks which accelerator it is on: it writes `device="cuda"` and `torch.cuda.xxx()`. Seen with
+Reason: Megatron-Core does not check for an accelerator: it uses `device="cuda"` and `torch.cuda.xxx()`. Seen with
 Megatron-Core 0.16.1 and torch 2.13.0.
 
-`install()`, called before the first import of megatron, gives every `megatron.core.*` module a copy of torch as its
-global `torch`, in which factories read "cuda" as "cpu" and `torch.cuda` is a stand-in. torch itself is not changed, so
-transformers and our own code see the real one; the exceptions are two tensor methods, `.cuda()` and the name that
-`.type()` returns. With a GPU `install()` does nothing: the GPU path never goes through here.
+`install()` must run before the first import of megatron. It gives every `megatron.core.*` module a copy of torch as its
+global `torch`; in the copy, tensor factories treat "cuda" as "cpu" and `torch.cuda` is a replacement for CPU. torch
+itself is not changed, so transformers and our own code use the real one, except that `Tensor.cuda()` returns the tensor
+itself and `Tensor.type()` returns CUDA type names. With a GPU `install()` does nothing.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"
 
 
 def install() -> None:
-    """Makes Megatron-Core run on CPU if there is no GPU. Idempotent.
+    """Makes Megatron-Core run on CPU if there is no GPU. Later calls do nothing.
 
     Raises:
-        RuntimeError: megatron.core has been imported already, with the real torch.
+        RuntimeError: megatron.core is already imported, with the real torch.
     """
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -71,15 +71,18 @@ def _no_jit(module: Any) -> None:
 
 
 def _cpu_generator(module: Any) -> None:
-    """The two functions talk to torch._C's CUDA generator; with one generator for both, a warning is always wrong."""
+    """Replaces the two functions that use torch._C's CUDA generator.
+
+    CPU and "CUDA" are one generator then, so the module's warning that the CPU state changed would always appear.
+    """
     logging.getLogger(module.__name__).setLevel(logging.ERROR)
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
 def _experts_without_te(module: Any) -> None:
-    vars(module).setdefault("te_general_gemm", None)  # read, but only imported with TransformerEngine
-    # Megatron's turns split sizes into numpy only if they were on a GPU; the all-to-all wants them so.
+    vars(module).setdefault("te_general_gemm", None)  # Megatron reads it, but defines it only with TransformerEngine
+    # The all-to-all needs split sizes in numpy; Megatron's function converts them only if they are on a GPU.
     module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
@@ -93,7 +96,7 @@ _MODULES: dict[str, Callable[[Any], None]] = {
 
 
 def _type_like_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's optimizers sort parameters by the string `torch.cuda.FloatTensor`."""
+    """Wraps `Tensor.type` to return names such as `torch.cuda.FloatTensor`, by which Megatron's optimizers sort."""
 
     @functools.wraps(original)
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +119,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 class _Stream:
-    """Stream and event: work on CPU is synchronous, so there is nothing to wait for."""
+    """Replaces stream and event. Work on CPU is synchronous, so the methods wait for nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -145,7 +148,7 @@ def _pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 def _all_gather(
     outputs: Sequence[torch.Tensor], x: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
-    """NCCL gathers tensors of different lengths, which expert tensor parallelism needs; gloo does not."""
+    """Gathers tensors of different lengths, as NCCL does and gloo does not; expert tensor parallelism needs it."""
     rows = max(output.size(0) for output in outputs)
     if all(output.size(0) == rows for output in outputs):
         return dist.all_gather(list(outputs), x, group=group, async_op=async_op)

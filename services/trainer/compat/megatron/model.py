@@ -1,4 +1,4 @@
-"""Changes a model's chunks where Megatron has no setting for it, and takes them apart at the end.
+"""Changes a model's chunks where Megatron has no setting for it, and frees them at the end.
 
 Seen with Megatron-Core 0.16.1, on GPU with TransformerEngine 2.12.0.
 """
@@ -12,40 +12,44 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 
 class HiddenStateModel(GPTModel):
-    """A GPTModel whose last stage returns hidden states too.
+    """Returns hidden states on the last pipeline stage too.
 
-    Reason: GPTModel itself goes on to whole logits, or to the loss of given labels.
+    Reason: GPTModel itself computes whole logits there, or the loss of given labels.
     """
 
-    def _postprocess(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    # GPTModel calls it with keywords only.
+    def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         return hidden_states
 
 
 def set_class(module: torch.nn.Module, cls: type) -> None:
-    """Makes `module` an instance of `cls`, a subclass of its own class whose __init__ does nothing more.
+    """Makes `module` an instance of `cls`, a subclass of its class that has no __init__ of its own.
 
-    Reason: layer specs cannot say of the output layer, nor of a layer that is made by TransformerEngine on GPU and by
-    torch on CPU, which subclass to make; and a wrapper around it would change the names of its parameters.
+    Reason: a layer spec cannot name a class for the output layer, nor a subclass of a layer that TransformerEngine
+    makes on GPU and torch on CPU. A wrapper would change the names of the parameters.
     """
     module.__class__ = cls
 
 
 def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
-    """Has TransformerEngine's products add to the buffer of gradients: nothing is rounded before, or copied.
+    """Makes TransformerEngine's GEMMs add gradients into the gradient buffer, without rounding or copying them first.
 
-    Reason: Megatron's key for it, gradient_accumulation_fusion, needs Apex, for an output layer that is not used here.
+    Reason: Megatron's setting for it, gradient_accumulation_fusion, requires Apex for its output layer, which Lockstep
+    does not use.
     """
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True
+                module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]  a plain attribute
 
 
 def take_apart(chunks: Iterable[torch.nn.Module]) -> None:
-    """Breaks the cycles of chunks, wrapped or not, so that their memory and groups are freed; nothing can use them.
+    """Breaks the reference cycles of chunks, wrapped or not, which frees their memory and groups. Nothing can use them then.
 
     Reason: the cycles go through C++ (DDP's gradient accumulators, the float32 weight that a parameter keeps), where
-    Python's collector does not see them, and a cache of the rotary embedding's class holds instances.
+    Python's garbage collector does not see them, and a cache on the rotary embedding's class keeps instances alive.
     """
     RotaryEmbedding.forward.cache_clear()
     for chunk in chunks:

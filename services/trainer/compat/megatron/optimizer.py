@@ -1,7 +1,7 @@
-"""Makes and sets the state inside Megatron's optimizers.
+"""Makes and sets the state of Megatron's optimizers.
 
-Reason: Megatron loads a fully reshardable state only whole, and makes the hybrid optimizer's moments only by updating
-the weights. Seen with Megatron-Core 0.16.1, the hybrid optimizer on GPU only.
+Reason: Megatron can load a fully reshardable state only as a whole, and allocates the hybrid optimizer's moments only
+by updating the weights. Seen with Megatron-Core 0.16.1, the hybrid optimizer on GPU only.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def is_hybrid(part: Any) -> bool:
-    """Returns whether this is `optimizer_cpu_offload`'s: a share of the weights is updated by the processor."""
+    """Returns whether `optimizer_cpu_offload` made this optimizer, which updates a share of the weights on the CPU."""
     return isinstance(part.optimizer, HybridDeviceOptimizer)
 
 
 def allocate_hybrid(part: Any) -> None:
-    """Makes the moments. Megatron's dummy_step would move the weights by random gradients for them."""
+    """Allocates the moments as zeros. Megatron's dummy_step would update the weights with random gradients."""
     for inner in part.optimizer.sub_optimizers:
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -29,22 +29,22 @@ def allocate_hybrid(part: Any) -> None:
                     inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
                 else:
                     inner.initialize_state(parameter, False)
-    part.optimizer._sync_sub_optimizers_state_to_hdo()  # the outer one's state is that of the inner ones
+    part.optimizer._sync_sub_optimizers_state_to_hdo()  # the outer optimizer's state refers to the inner ones'
 
 
 def inner_optimizers(part: Any) -> list[torch.optim.Optimizer]:
-    """Returns those that count updates."""
+    """Returns the torch optimizers, which count updates."""
     return part.optimizer.sub_optimizers if is_hybrid(part) else [part.optimizer]
 
 
 def share_hybrid(part: Any) -> None:
-    """Hands the state that was set in a hybrid optimizer on to its inner ones."""
+    """Copies the state of a hybrid optimizer to its inner optimizers."""
     part.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def take_range(part: DistributedOptimizer, parameter: torch.nn.Parameter, whole: Mapping[str, torch.Tensor]) -> None:
-    """Sets this rank's range of a parameter's float32 weights and moments, from the whole of them."""
+    """Sets this rank's range of a parameter's float32 weights and moments from the whole tensors."""
     span = part._get_model_param_range_map(parameter)["param"]
-    # Copies, since the hybrid optimizer keeps what it is given: views would keep the whole.
+    # Clones: the hybrid optimizer keeps these tensors, and views would keep the whole tensors in memory.
     own = {key: tensor.flatten()[span.start : span.end].clone() for key, tensor in whole.items()}
     part._set_main_param_and_optimizer_states(parameter, own)

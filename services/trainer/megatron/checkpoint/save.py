@@ -19,12 +19,13 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
+from services.trainer.compat.megatron.groups import group_of
+from services.trainer.compat.megatron.random import rng_tracker
 from services.trainer.megatron.checkpoint.optimizer_state import (
     Resharding,
     is_gathered,
@@ -109,7 +110,8 @@ class Checkpointer:
         self._model, self._optimizer, self._own = model, optimizer, own
         # The writers of a background thread must not meet with the collectives of the training.
         timeout = timedelta(seconds=config.collective_timeout_s)
-        self._writers = dist.new_group(backend="gloo", timeout=timeout) if config.megatron.async_save else None
+        is_async = config.megatron.async_save
+        self._writers = group_of(dist.new_group(backend="gloo", timeout=timeout)) if is_async else None
 
     def save(self, directory: Path) -> None:
         """Writes into `directory`.
@@ -234,7 +236,7 @@ def _copy_into(targets: dict[str, torch.Tensor], loaded: Sharded) -> None:
 
 
 def _generators() -> Sharded:
-    states: dict[str, Any] = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), **rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     place = (0, dist.get_rank(), dist.get_world_size())
@@ -249,7 +251,7 @@ def _set_generators(loaded: Sharded) -> None:
     torch.set_rng_state(states.pop("cpu"))
     if "cuda" in states:
         torch.cuda.set_rng_state(states.pop("cuda"))
-    get_cuda_rng_tracker().set_states(states)
+    rng_tracker().set_states(states)
 
 
 def _read_layout(directory: Path) -> tuple[SavedUnder, int]:

@@ -37,6 +37,7 @@ _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
 def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, Any]:
     """What this rank has to write of `sharded`; parts in `copied` in host memory of their own. All ranks call it."""
     tensors, _ = save_preprocess({name: part for name, part in sharded.items() if part})
+    assert isinstance(tensors, dict)  # as `sharded` is
     for name in copied:
         for shard in nested_values(tensors.get(name, {})):
             if is_main_replica(shard.replica_id):
@@ -100,6 +101,7 @@ def load(sharded: Sharded, directory: Path) -> Sharded:
     with typed_errors(f"checkpoint {directory}: not read"):
         loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
     merge(loaded, kept)
+    assert isinstance(factories, dict)  # as `sharded` is
     return apply_factory_merges(loaded, factories)
 
 

@@ -34,6 +34,7 @@ from services.common.config.trainer.section import LoraConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.megatron.lora import FUSED, PARTS
 from services.trainer.compat.megatron.model import set_class
+from services.trainer.compat.megatron.random import rng_tracker
 from services.trainer.compat.torch import CallableParameters
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
@@ -73,8 +74,13 @@ class _Shape:
 class _Adapted:
     """Over a parallel linear layer. `lora_A` and `lora_B` are by part; a part may have none."""
 
+    lora_A: CallableParameters
+    lora_B: CallableParameters
     lora_shape: _Shape
     lora_is_on = True
+    weight: torch.nn.Parameter
+    training: bool
+    state_dict: Callable[..., dict[str, Any]]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
@@ -94,6 +100,7 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
+        assert metadata is not None
         shape, groups = self.lora_shape, {"tp_group": self.lora_shape.group, "dp_cp_group": metadata["dp_cp_group"]}
         own = {name: value for name, value in self.state_dict(keep_vars=True).items() if name.startswith("lora_")}
         cut, axis = ("lora_B.", 0) if shape.is_column else ("lora_A.", 1)
@@ -131,7 +138,7 @@ class _Adapted:
             return x
         # Ranks that hold slices draw for themselves; those that hold the same input must drop the same of it.
         is_slice = shape.has_sequence_parallel or not shape.is_column
-        with tensor_parallel.get_cuda_rng_tracker().fork() if is_slice else contextlib.nullcontext():
+        with rng_tracker().fork() if is_slice else contextlib.nullcontext():
             return F.dropout(x, shape.dropout)
 
 
@@ -182,7 +189,7 @@ def merged_values(chunks: Sequence[Chunk]) -> Callable[[Held], torch.Tensor]:
     return value
 
 
-def _adapted(chunks: Sequence[Chunk]) -> list[Any]:
+def _adapted(chunks: Sequence[Chunk]) -> list[_Adapted]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _Adapted)]
 
 
@@ -199,7 +206,7 @@ def _targets(lora: LoraConfig) -> set[str]:
 
 
 def _sites(chunk: Chunk) -> Iterator[_Site]:
-    for layer in chunk.decoder.layers:
+    for layer in chunk.layers():
         for name, module in layer.named_modules():
             parent, _, leaf = name.rpartition(".")
             if leaf in FUSED and ".experts." not in name:
@@ -232,7 +239,7 @@ def _excluded(lora: LoraConfig, names: Sequence[str], device: torch.device) -> s
 def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Parallelism, seed: int) -> None:
     module, shape = site.module, _shape(site, lora, parallelism)
     tp_rank, tp_size = parallelism.tp_index
-    weight = module.weight
+    weight = module.get_parameter("weight")
     module.lora_A, module.lora_B = CallableParameters(), CallableParameters()
     for part in parts:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{site.prefix}.{part}".encode()) + seed)
@@ -247,13 +254,15 @@ def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Par
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
         # finalize_model_grads sums the gradient over the tensor-parallel ranks, each of which saw a part of the tokens.
         whole.sequence_parallel = shape.has_sequence_parallel
-    module.lora_shape = shape
     set_class(module, type(f"Adapted{type(module).__name__}", (_Adapted, type(module)), {}))
+    assert isinstance(module, _Adapted)
+    module.lora_shape = shape
 
 
 def _shape(site: _Site, lora: LoraConfig, parallelism: Parallelism) -> _Shape:
-    config, parts = site.module.config, PARTS[lora.kind][site.layer]
-    num_rows, num_groups = site.module.weight.size(0), 1
+    config: Any = site.module.config
+    parts = PARTS[lora.kind][site.layer]
+    num_rows, num_groups = site.module.get_parameter("weight").size(0), 1
     weights = [1] * len(parts)
     if len(parts) == 3:
         if config.num_query_groups % parallelism.tp_index[1]:

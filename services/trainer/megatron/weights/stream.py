@@ -61,9 +61,11 @@ class CheckpointNames(Protocol):
 
     def part(self, name: str) -> Part:
         """The checkpoint tensors of a parameter, and how its shards are joined."""
+        ...
 
     def is_published(self, name: str) -> bool:
         """Whether the stream has it."""
+        ...
 
 
 def is_adapter(name: str) -> bool:
@@ -75,7 +77,7 @@ def held_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapte
     """All parameters of this rank but adapters and heads that no checkpoint has, or only the adapters."""
     held = []
     for chunk in chunks:
-        layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.decoder.layers)}
+        layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.layers())}
         for name, tensor in chunk.named_parameters():
             is_new = isinstance(chunk, ValueModel) and name == HEAD
             if is_adapter(name) == adapters and not is_new:
@@ -277,6 +279,7 @@ def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: P
     if ".experts." not in name:
         return ".".join(parts)
     config = chunk.config
+    assert config.num_moe_experts is not None
     first = parallelism.expert_rank * (config.num_moe_experts // config.expert_model_parallel_size)
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
