@@ -1,8 +1,8 @@
 """Cuts a sequence for context parallelism as Megatron-Core and TransformerEngine do.
 
 Reason: Megatron's rotary embedding of packed sequences (rope_utils.py) and TransformerEngine's attention expect this
-layout, and Megatron's own function for it (utils.get_batch_on_this_cp_rank) does not support packed sequences. Seen with
-Megatron-Core 0.16.1 and TransformerEngine 2.12.0.
+layout, and Megatron's own function for it (utils.get_batch_on_this_cp_rank) does not support packed sequences. Seen
+with Megatron-Core 0.16.1 and TransformerEngine 2.12.0.
 """
 
 import torch
