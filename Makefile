@@ -34,6 +34,7 @@ test-parts: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
 protos: setup

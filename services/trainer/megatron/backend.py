@@ -259,7 +259,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
 
     def _gradient_tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self._model.ddp_chunks():
-            buffers: Any = chunk.buffers  # Megatron's list of them, in place of Module.buffers
+            buffers: Any = chunk.buffers  # Megatron's own list replaces Module.buffers
             yield from (buffer.grad_data for buffer in (*buffers, *chunk.expert_parallel_buffers))
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ HEAD = "output_layer.weight"
 
 Streamed = Iterator[tuple[str, torch.Tensor]]
 Slot = tuple[int, Sequence[int]]
-"""A sender's rank, and the indices of the consecutive runs that it sends."""
+"""Pairs a sender's rank with the indices of the consecutive runs that it sends."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def load_checkpoint_weights(
         slices = [opened[files[name]].get_slice(name) for name in part.names]
         for name, found, shape in zip(part.names, slices, part.shapes, strict=True):
             if tuple(found.get_shape()) != shape:
-                message = f"model: {model_path}: {name} is {found.get_shape()}, by config.json {list(shape)}"
-                raise InvalidInput(message, field="model")
+                shapes = f"has shape {found.get_shape()}, but config.json gives {list(shape)}"
+                raise InvalidInput(f"model: {model_path}: {name} {shapes}", field="model")
         shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
         with torch.no_grad():
             parameter.tensor.copy_(shard)
@@ -141,15 +141,15 @@ class WeightStream:
     def slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
         """Returns the slots in which the ranks send `specs`: the sender's rank and the number of its tensors.
 
-        A slot fills at most one bucket, unless one run is larger. The sender is a rank that holds the slot's tensors, so
-        that several ranks gather and pack at the same time, and tensors on only one rank are not gathered. Small runs
-        stay in the slot before them.
+        A slot fills at most one bucket, unless one run is larger. The sender is a rank that holds the slot's tensors,
+        so that several ranks gather and pack at the same time, and tensors on only one rank are not gathered. Small
+        runs stay in the slot before them.
         """
         slots = self._slots(bucket_bytes)
         return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in slots]
 
     def to_senders(self, bucket_bytes: int) -> Iterator[Streamed]:
-        """Yields this rank's whole tensors of each round of `slots`. All ranks must iterate over all rounds to the end."""
+        """Yields this rank's whole tensors of each round of `slots`. All ranks must finish all rounds."""
         for together in take_together((slot[0], slot) for slot in self._slots(bucket_bytes)):
             streamed = self._gather(together)
             yield streamed
@@ -164,7 +164,7 @@ class WeightStream:
         return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
 
     def _gather(self, slots: Sequence[Slot]) -> Streamed:
-        """Exchanges one run of every slot at a time, so that each rank sends and receives at once; yields own tensors."""
+        """Yields this rank's slot, run by run. All slots advance together, so each rank sends and receives at once."""
         for column in itertools.zip_longest(*(indices for _, indices in slots)):
             runs = [(sender, self._runs[i]) for (sender, _), i in zip(slots, column, strict=True) if i is not None]
             own = next((run for sender, run in runs if sender == self._rank), None)
@@ -175,7 +175,7 @@ class WeightStream:
     def _exchange(
         self, own: Sequence[Entry] | None, others: Sequence[tuple[int, Sequence[Entry]]]
     ) -> dict[int, torch.Tensor]:
-        """Sends this rank's shards of other senders' runs; returns the received shards of its `own` run, by rank."""
+        """Sends this rank's shards of other senders' runs; returns the received shards of `own`, by rank."""
         received = {}
         if own:
             num_bytes = sum(entry.num_bytes for entry in own)
@@ -185,7 +185,7 @@ class WeightStream:
         for sender, run in others:
             if self._rank in run[0].holders:
                 operations.append(dist.P2POp(dist.isend, self._flat(run), sender))
-        # One batch uses the communicator of all ranks; single operations would make a communicator for each pair of ranks.
+        # A batch uses the communicator of all ranks; single operations would make one for each pair of ranks.
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         return received
