@@ -112,7 +112,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: int = 0) -> pa.Table:
-    """Random samples of uneven length with advantages; behaviour log-probabilities are those of a uniform policy."""
+    """Random samples of uneven length with advantages; behavior log-probabilities are those of a uniform policy."""
     random = np.random.default_rng(seed)
     rows = []
     for group in range(num_groups):
@@ -219,7 +219,9 @@ def still_there(pids: Iterable[int], *, after_s: float = PATIENCE_S) -> list[int
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)
             try:
-                if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                poller = select.poll()  # select() takes no descriptor above 1023
+                poller.register(descriptor, select.POLLIN)
+                if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
                     left.append(pid)
             finally:
                 os.close(descriptor)

@@ -20,7 +20,7 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     try:
         function = getattr(import_module(module_name), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
+    except Exception as error:  # importing runs the user's module, which may raise anything
         raise InvalidInput(f"{field}: {path} cannot be imported: {error}", field=field) from error
     if not callable(function):
         raise InvalidInput(f"{field}: {path} is not a function", field=field)

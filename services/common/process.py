@@ -42,7 +42,9 @@ def exit_with(pid: int) -> None:
         os._exit(1)
 
     def watch() -> None:
-        select.select([watched], [], [])
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(watched, select.POLLIN)
+        poller.poll()
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(_GRACE_S)
         os._exit(1)

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import py_compile
+import re
 import shutil
 import signal
 import sys
@@ -29,6 +30,7 @@ START_TIMEOUT_S = 30.0
 REPLY_GRACE_S = 5.0
 """Extra time for the reply, in addition to a test's own time limit, which the harness enforces."""
 _NOBODY = 65534
+_CHILD = re.compile(rb'"child-pid": (\d+)')
 PYTHON = str(Path(sys._base_executable).resolve())  # pyright: ignore[reportAttributeAccessIssue] not in typeshed
 """Interpreter that the virtual environment is based on."""
 _HARNESS = Path(__file__).with_name("harness.py")
@@ -109,17 +111,25 @@ class Sandbox:
         lines = [json.dumps(test).encode() for test in tests]
         job = {"program": program, "setup": setup, "test_sizes": [len(line) for line in lines]}
         job |= {"timeout_s": limits.timeout_s, "max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
-        process, info = await self._start(json.dumps(job).encode(), b"".join(lines))
+        process, info = await self._start_whole(json.dumps(job).encode(), b"".join(lines))
         pidfd = None
         try:
             await _wait_until_ready(process)
-            with contextlib.suppress(ProcessLookupError):  # it may have ended already
-                pidfd = os.pidfd_open(json.loads(os.read(info, 4096))["child-pid"])
+            pidfd = _first_process(info)
             async with contextlib.aclosing(_outputs(process, len(tests), limits.timeout_s + REPLY_GRACE_S)) as outputs:
                 yield outputs
         finally:
-            os.close(info)
-            await _end(process, pidfd)
+            await _end(process, info, pidfd)
+
+    async def _start_whole(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
+        """Calls `_start`. If it is cancelled, it ends what was started: asyncio would kill bwrap, but not its child."""
+        starting = asyncio.create_task(self._start(job, tests))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ScoringError):
+                await _end(*await starting, None)
+            raise
 
     async def _start(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
         """Starts bwrap. Returns its process, and the read end of the pipe on which it reports its first child's pid."""
@@ -239,8 +249,22 @@ async def _outputs(
         yield output if isinstance(output, str) else None
 
 
-async def _end(process: asyncio.subprocess.Process, pidfd: int | None) -> None:
-    """Kills the first process of the namespace, so that the kernel kills all others; waits until they are gone."""
+def _first_process(info: int) -> int | None:
+    """Returns a pidfd of the namespace's first process, None if that has ended. Waits until bwrap has started it."""
+    child = _CHILD.search(os.read(info, 4096))  # empty if bwrap has ended, or was read before
+    with contextlib.suppress(ProcessLookupError):
+        return os.pidfd_open(int(child[1])) if child else None
+    return None
+
+
+async def _end(process: asyncio.subprocess.Process, info: int, pidfd: int | None) -> None:
+    """Kills the first process of the namespace, so that the kernel kills all others; waits until they are gone.
+
+    Not bwrap: if that is killed while it starts, its child waits for it for ever, with the pipes that are read here.
+    """
+    if pidfd is None:
+        pidfd = await asyncio.to_thread(_first_process, info)
+    os.close(info)
     with contextlib.suppress(ProcessLookupError):
         if pidfd is None:
             process.kill()  # --die-with-parent kills the others

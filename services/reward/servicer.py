@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 
-from grpc.aio import ServicerContext
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1 import types_pb2
@@ -13,7 +12,7 @@ from lockstep.types.v1 import types_pb2
 from services.common.config.load import parse_json
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.rpc.server import NO_RUN, OpenedRun, service_info
+from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info
 from services.common.tasks import shielded
 from services.common.telemetry.context import within
 from services.reward.metrics import RewardMetrics
@@ -35,13 +34,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._opened = NO_RUN
         self._changing = asyncio.Lock()
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: ServicerContext) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         """Returns state and versions."""
         state, libraries = "open" if self._run else "idle", ("math-verify", "sympy")
         info = service_info("reward", state, run=self._opened, libraries=libraries)
         return pb.GetInfoResponse(info=info)
 
-    async def OpenRun(self, request: pb.OpenRunRequest, context: ServicerContext) -> pb.OpenRunResponse:
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
         """Starts the scorers.
 
         Repeating the call changes nothing; a call with another run or config closes the open scorers first.
@@ -61,14 +60,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             return pb.OpenRunResponse(scorer=self._run.scorer)
 
     @shielded
-    async def CloseRun(self, request: pb.CloseRunRequest, context: ServicerContext) -> pb.CloseRunResponse:
+    async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
         """Closes the scorers of the run; does nothing if it is not the open run."""
         async with self._changing:
             if request.run_id == self._opened.run_id:
                 await self._close()
         return pb.CloseRunResponse()
 
-    async def Score(self, request: pb.ScoreRequest, context: ServicerContext) -> pb.ScoreResponse:
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Scores the samples of one prompt group concurrently. Canceling the call kills the workers that work on it.
 
         Raises:

@@ -13,7 +13,9 @@ def install() -> None:
         return
 
     def watch() -> None:
-        select.select([parent.sentinel], [], [])
+        poller = select.poll()
+        poller.register(parent.sentinel, select.POLLIN)
+        poller.poll()
         os._exit(70)
 
     threading.Thread(target=watch, name=_THREAD, daemon=True).start()

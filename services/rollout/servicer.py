@@ -5,7 +5,6 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from grpc.aio import ServicerContext
 from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp, PublicationCost
 from prometheus_client import CollectorRegistry
@@ -13,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
-from services.common.rpc.server import NO_RUN, OpenedRun, service_info
+from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info
 from services.common.stamps import require_stamp, show
 from services.common.tasks import gather, shielded
 from services.common.weights.libraries import accelerator_libraries
@@ -43,9 +42,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._joined = False
         self._changing = asyncio.Lock()
 
-    async def GetInfo(
-        self, request: rollout_pb2.GetInfoRequest, context: ServicerContext
-    ) -> rollout_pb2.GetInfoResponse:
+    async def GetInfo(self, request: rollout_pb2.GetInfoRequest, context: Context) -> rollout_pb2.GetInfoResponse:
         state = "serving" if self._stamp else "open" if self._engine else "idle"
         info = service_info("rollout", state, run=self._run, libraries=("torch", "transformers"))
         info.libraries.update(accelerator_libraries())
@@ -58,9 +55,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     @shielded
-    async def OpenRun(
-        self, request: rollout_pb2.OpenRunRequest, context: ServicerContext
-    ) -> rollout_pb2.OpenRunResponse:
+    async def OpenRun(self, request: rollout_pb2.OpenRunRequest, context: Context) -> rollout_pb2.OpenRunResponse:
         config = parse_json(RolloutConfig, request.config_json)
         if self._counts:
             config = with_statistics(config)
@@ -77,16 +72,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
 
     @shielded
-    async def CloseRun(
-        self, request: rollout_pb2.CloseRunRequest, context: ServicerContext
-    ) -> rollout_pb2.CloseRunResponse:
+    async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Context) -> rollout_pb2.CloseRunResponse:
         async with self._changing:
             if request.run_id == self._run.run_id:  # ignore a late close of a replaced run
                 await self._close()
         return rollout_pb2.CloseRunResponse()
 
     async def Generate(
-        self, request: rollout_pb2.GenerateRequest, context: ServicerContext
+        self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         engine, stamp = self._open_engine(), self._served(request.expected_stamp)
 
@@ -107,7 +100,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 task.cancel()
 
     async def JoinWeightGroup(
-        self, request: rollout_pb2.JoinWeightGroupRequest, context: ServicerContext
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: Context
     ) -> rollout_pb2.JoinWeightGroupResponse:
         engine, epoch = self._open_engine(), request.group.epoch
         if epoch <= self._epoch:
@@ -132,7 +125,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.JoinWeightGroupResponse(plan_digest=digests[0])
 
     async def ReceiveWeights(
-        self, request: rollout_pb2.ReceiveWeightsRequest, context: ServicerContext
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
     ) -> rollout_pb2.ReceiveWeightsResponse:
         engine = self._open_engine()
         if not self._joined or request.epoch != self._epoch:
@@ -163,7 +156,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return received
 
     async def CommitWeights(
-        self, request: rollout_pb2.CommitWeightsRequest, context: ServicerContext
+        self, request: rollout_pb2.CommitWeightsRequest, context: Context
     ) -> rollout_pb2.CommitWeightsResponse:
         engine = self._open_engine()
         async with self._changing:
@@ -180,7 +173,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CommitWeightsResponse()
 
     async def ReceiveTestBroadcast(
-        self, request: rollout_pb2.ReceiveTestBroadcastRequest, context: ServicerContext
+        self, request: rollout_pb2.ReceiveTestBroadcastRequest, context: Context
     ) -> rollout_pb2.ReceiveTestBroadcastResponse:
         async with self._changing:
             if self._engine is not None:

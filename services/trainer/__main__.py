@@ -1,4 +1,4 @@
-"""`python -m services.trainer`, or `torchrun -m services.trainer`."""
+"""Runs the trainer: `python -m services.trainer`, or `torchrun -m services.trainer`."""
 
 from services.trainer.command import main
 

@@ -1,6 +1,6 @@
-"""What a training strategy must do, and what only some can do, each as a protocol of its own.
+"""Defines the interface of a training backend (FSDP2 or Megatron), and one protocol per optional capability.
 
-The loop over mini-batches, the losses and the contract are not its business.
+The loop over mini-batches, the losses and the on-policy contract are implemented elsewhere.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,38 +15,38 @@ from services.trainer.updates.packing import Pack
 
 
 class Role(StrEnum):
-    """What a model is for. Policy and critic are trained; the reference is frozen."""
+    """Names a model's role in a run. The policy and the critic are trained; the reference is frozen."""
 
     POLICY = "policy"
     REFERENCE = "reference"
     CRITIC = "critic"
 
 
-# (outputs_KN, pack) -> loss to be summed over all packs of all ranks, metrics to be summed likewise. The outputs of a
-# language model are log-probability and entropy, K = 2, and of a critic the value, K = 1.
+# (outputs_KN, pack) -> (loss, metrics), both to be summed over all packs of all ranks. A language model's outputs are
+# log-probability and entropy, K = 2; a critic's output is the value, K = 1.
 LossFunction = Callable[[torch.Tensor, Pack], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Backend(Protocol):
-    """One rank's part of one model. All methods are collectives: every rank calls them in the same order."""
+    """Holds one rank's part of one model. All methods are collectives: every rank calls them in the same order."""
 
     device: torch.device
 
     @property
     def data_rank(self) -> int:
-        """Which of the ranks with different samples this is; ranks that share their samples have the same."""
+        """Returns this rank's number among the ranks with different samples. Ranks with the same samples share it."""
         ...
 
     def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        """Returns the model's outputs, float32 [K, N], at each pack's targets, without gradient."""
+        """Returns the model's outputs at each pack's targets, float32 [K, N], without gradient."""
         ...
 
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Forward and backward of all packs of one optimizer update, gradients summed over packs and ranks.
+        """Runs forward and backward on all packs of one optimizer update; sums gradients over packs and ranks.
 
-        Returns each pack's outputs [K, N], without gradient, and the metrics, summed like the gradients.
+        Returns each pack's outputs [K, N], without gradient, and the metrics, also summed over packs and ranks.
         """
         ...
 
@@ -55,72 +55,75 @@ class Backend(Protocol):
         ...
 
     def step(self, lr: float, weight_decay: float) -> float:
-        """Clips the gradient and applies it, decaying matrices only; returns its 2-norm before the clip."""
+        """Clips the gradient and applies it; decays matrices only. Returns the gradient's 2-norm before clipping."""
         ...
 
     def discard_gradients(self) -> None:
-        """Forgets what was accumulated."""
+        """Discards the accumulated gradients."""
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Policy weights in checkpoint names and publication order; whole tensors on rank 0, anything elsewhere."""
+        """Yields the policy's weights with their checkpoint names, in publication order.
+
+        Rank 0 gets whole tensors. On other ranks the tensors are unspecified, but must still be consumed.
+        """
         ...
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and order of `weights`, with meta tensors."""
+        """Returns the names of `weights`, in the same order, with meta tensors."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Writes model and optimizer state into `directory`, each rank its part."""
+        """Writes this rank's part of the model and optimizer state into `directory`."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Reads what `save` wrote, on any number of ranks.
+        """Reads what `save` wrote, also if the number of ranks was different.
 
         Raises:
-            InternalError: It could not be read, and the weights are half of the one and half of the other.
+            InternalError: Reading failed half-way, so that the model has some old and some new weights.
         """
         ...
 
     def close(self) -> None:
-        """Forgets what is kept outside of this object."""
+        """Releases state that is kept outside of this object."""
         ...
 
 
 @runtime_checkable
 class SeveralSenders(Protocol):
-    """A backend whose ranks can share the sending of a publication, since they hold different weights."""
+    """A backend whose ranks can share the sending of a publication because they hold different weights."""
 
     def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Returns the slots of a publication in order, each a rank and how many of `weights` it sends.
+        """Returns the slots of a publication in order: for each, the rank and the number of `weights` that it sends.
 
-        Slots fit buckets of `bucket_bytes`. The list is empty if rank 0 had best send all.
+        Slots are planned for buckets of `bucket_bytes`. The list is empty if rank 0 should send everything.
         """
         ...
 
     def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """Yields `weights` in rounds of `sender_slots`, of each round those that this rank sends."""
+        """Yields for each round of `sender_slots` an iterator over the `weights` that this rank sends in it."""
         ...
 
 
 @runtime_checkable
 class Adapters(Protocol):
-    """A backend that can train adapters beside a frozen base. These methods are for a config with adapters."""
+    """A backend that can train adapters beside a frozen base. Call these methods only if the config has adapters."""
 
     def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        """Returns what `forward` would without the adapters."""
+        """Returns the outputs of `forward` as they would be without the adapters."""
         ...
 
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the frozen weights that the adapters are beside, in the names and order of `weights`."""
+        """Yields the frozen base weights, with the names and in the order of `weights`."""
         ...
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the policy's adapters in PEFT's names, like `weights`."""
+        """Yields the policy's adapters like `weights`, with PEFT's names."""
         ...
 
     def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and order of `adapter`, with meta tensors."""
+        """Returns the names of `adapter`, in the same order, with meta tensors."""
         ...
 
 
@@ -130,20 +133,20 @@ class BackgroundSaves(Protocol):
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether the config asks for it."""
+        """Returns whether the config asks for background saves."""
         ...
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Copies model and optimizer state and returns what writes the copy into `directory`.
+        """Copies the model and optimizer state. Returns a function that writes the copy into `directory`.
 
-        Every rank calls that, outside of the order of the collectives, and it returns or raises when all ranks have
-        written.
+        Every rank must call this function; unlike the backend's collectives, it may run at the same time as others. It
+        returns or raises when all ranks have written.
         """
         ...
 
 
 def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    """Of forward and backward, and of published weights."""
+    """Returns the dtype of forward and backward, and of published weights."""
     if config.compute_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, config.compute_dtype)

@@ -1,4 +1,4 @@
-"""`lockstep-trainer --listen HOST:PORT`, or `torchrun -m services.trainer`: rank 0 serves, every rank works."""
+"""Implements the command `lockstep-trainer --listen HOST:PORT`, and `torchrun -m services.trainer`."""
 
 import argparse
 import os
@@ -17,20 +17,25 @@ async def _run(options: ServeOptions, *, threads_per_rank: int | None) -> int:
 
 
 def serve(args: Sequence[str] | None, threads_per_rank: int | None) -> None:
-    """One rank, with torchrun's variables. Not in __main__, which a spawned rank does not have."""
+    """Runs one rank, given torchrun's variables. It is not in __main__, which spawned ranks cannot import from."""
     run = partial(_run, threads_per_rank=threads_per_rank)
     serve_from_command_line("trainer", run, args, parents=[_own_arguments()])
 
 
 def _own_arguments() -> argparse.ArgumentParser:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--nproc-per-node", type=int, default=1, help="ranks of a trainer on this host alone")
-    own.add_argument("--threads-per-rank", type=int, metavar="N", help="CPU threads; all cores, divided, if not given")
+    own.add_argument("--nproc-per-node", type=int, default=1, help="number of ranks, all on this host")
+    own.add_argument(
+        "--threads-per-rank",
+        type=int,
+        metavar="N",
+        help="CPU threads of each rank (default: this host's cores divided among its ranks)",
+    )
     return own
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point. Outside of torchrun it starts the ranks of this host."""
+    """Runs the command. Under torchrun it runs one rank; otherwise it starts all ranks on this host."""
     parser = _own_arguments()
     own, rest = parser.parse_known_args(args)
     if own.nproc_per_node < 1:

@@ -1,4 +1,4 @@
-"""What Prometheus is told of training."""
+"""Defines the trainer's Prometheus metrics."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,26 +13,26 @@ from services.common.rpc.metrics import SECONDS
 
 
 class TrainerMetrics:
-    """Counted by the ranks' caller and the servicer."""
+    """Collects the trainer's metrics. `Ranks` times the commands, and the servicer counts the rest."""
 
     def __init__(self, registry: CollectorRegistry | None = None):
         self._registry = registry
         self._versions: Callable[[], Mapping[str, int]] = dict
         self._seconds = Histogram(
             "lockstep_trainer_phase_seconds",
-            "Time that all ranks took for forward, train, send, save and the rest, without waiting for their turn.",
+            "Time that a command (forward, train, send, save, ...) took on all ranks, without time in the queue.",
             ["phase", "role"],
             buckets=SECONDS,
             registry=registry,
         )
         self._tokens = Counter(
             "lockstep_trainer_trained_tokens_total",
-            "Tokens of the batches that were applied: prompts, and completions.",
+            "Prompt and completion tokens of the batches that were applied.",
             ["role", "part"],
             registry=registry,
         )
         self._bytes = Counter(
-            "lockstep_trainer_publication_bytes_total", "Bytes of weights that were sent.", registry=registry
+            "lockstep_trainer_publication_bytes_total", "Bytes of weights that were published.", registry=registry
         )
         self._publication_seconds = Histogram(
             "lockstep_trainer_publication_seconds",
@@ -42,21 +42,23 @@ class TrainerMetrics:
         )
 
     def watch(self, versions: Callable[[], Mapping[str, int]]) -> None:
-        """`versions` says what each role holds, when Prometheus asks, from another thread."""
+        """Reports the version of each role from `versions`, which is called in another thread at every scrape."""
         self._versions = versions
         if self._registry:
             self._registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """What the roles hold."""
-        version = GaugeMetricFamily("lockstep_trainer_version", "Updates that were applied.", labels=["role"])
+        """Yields the version of each role. The registry calls this at every scrape."""
+        version = GaugeMetricFamily(
+            "lockstep_trainer_version", "Number of batches that were applied to the role.", labels=["role"]
+        )
         for role, number in self._versions().items():
             version.add_metric([role], number)
         yield version
 
     @contextmanager
     def phase(self, name: str, role: str) -> Iterator[None]:
-        """The ranks do `name`, from here to the end of the block."""
+        """Measures the block, in which the ranks run the command `name` for `role`."""
         begin = time.perf_counter()
         try:
             yield
@@ -64,12 +66,12 @@ class TrainerMetrics:
             self._seconds.labels(name, role).observe(time.perf_counter() - begin)
 
     def trained(self, role: str, samples: pa.Table) -> None:
-        """`samples` (common.batch.SAMPLE_SCHEMA) have been applied."""
+        """Counts the tokens of `samples` (common.batch.SAMPLE_SCHEMA), which were applied to `role`."""
         for part, column in (("prompt", "prompt_tokens"), ("completion", "tokens")):
             num_tokens = pc.sum(pc.list_value_length(samples[column])).as_py() or 0
             self._tokens.labels(role, part).inc(num_tokens)
 
     def sent(self, num_bytes: int, duration_s: float) -> None:
-        """A publication has been received by all."""
+        """Counts a publication that all members have received."""
         self._bytes.inc(num_bytes)
         self._publication_seconds.observe(duration_s)

@@ -1,4 +1,4 @@
-"""TrainerService: holds the on-policy contract. Nothing is computed before every stamp has been compared."""
+"""Serves TrainerService, and enforces the on-policy contract: compares every stamp before anything is computed."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
-from services.common.rpc.server import OpenedRun, service_info
+from services.common.rpc.server import Context, OpenedRun, service_info
 from services.common.stamps import require_stamp
 from services.common.tasks import shielded
 from services.common.weights.libraries import accelerator_libraries
@@ -46,37 +46,37 @@ _ROLES: Mapping[int, Role] = {
 
 
 @dataclass
-class _Held:
-    """One role of the open run. `digest` is of the published weights; empty since they last changed."""
+class _OpenRole:
+    """Holds the state of one role of the open run."""
 
-    asked: str  # digest of what OpenRun asked for
+    asked: str  # digest of the config and model path in the OpenRun request
     config: TrainerConfig
     opened: pb.OpenRunResponse
-    data_ranks: Sequence[int]  # of each rank, which samples it gets
+    data_ranks: Sequence[int]  # for each rank, the index of the samples that it gets
     state: TrainState
-    digest: str = ""
+    digest: str = ""  # of the weights as they were published; empty if they have changed since
 
     @property
     def stamp(self) -> types_pb2.PolicyStamp:
-        """What the policy holds."""
+        """Returns the stamp of the weights that this role holds."""
         return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Rank 0's face, of which `worker` is a part; weight groups meet at `store`."""
+    """Serves gRPC on rank 0: calls commands on all `ranks`, of which `worker` is rank 0's own."""
 
     def __init__(self, ranks: Ranks, worker: Worker, store: ServedStore, metrics: TrainerMetrics | None = None):
         self._metrics = metrics or TrainerMetrics()
         self._metrics.watch(lambda: {str(role): held.state.version for role, held in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
-        self._store = store
+        self._store = store  # where the members of weight groups meet
         self._run_id = ""
-        self._roles: dict[Role, _Held] = {}
+        self._roles: dict[Role, _OpenRole] = {}
         self._epoch, self._epoch_timeout_s = -1, 0.0
-        self._saving = asyncio.Lock()  # held until a checkpoint is whole, which may outlast _changing; taken first
-        self._changing = asyncio.Lock()
+        self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
+        self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         state = "open" if self._roles else "idle"
         policy = self._roles.get(Role.POLICY)
         run = OpenedRun(self._run_id, policy.asked if policy else "")
@@ -86,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.GetInfoResponse(info=info, stamp=stamp, num_ranks=self._ranks.num_ranks)
 
     @shielded
-    async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
         role = _role(request.role)
         config = parse_json(CONFIGS[role], request.config_json)
         asked = hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest()
@@ -100,21 +100,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return answer
 
     @shielded
-    async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
+    async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
         async with self._saving, self._changing:
             if request.run_id != self._run_id:
-                return pb.CloseRunResponse()  # a late close of a run that another has replaced
+                return pb.CloseRunResponse()  # another run has replaced this one since
             await self._close()
         return pb.CloseRunResponse()
 
     async def Forward(
-        self, request_iterator: AsyncIterator[pb.ForwardRequest], context: Any
+        self, request_iterator: AsyncIterator[pb.ForwardRequest], context: Context
     ) -> AsyncIterator[pb.ForwardResponse]:
         header, samples = await receive(request_iterator)
         if header.role == pb.ROLE_UNSPECIFIED:
             raise InvalidInput("role: must be policy, reference or critic", field="role")
         role = _role(header.role)
-        held = self._held(self._stand_in(role))
+        held = self._require_open(self._stand_in(role))
         _check_temperature(header.temperature)
         check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
         data_ranks = held.data_ranks
@@ -122,23 +122,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         answers = await self._ranks.call(
             Worker.forward, [parts[rank] for rank in data_ranks], role=role, temperature=header.temperature
         )
-        # Ranks that share samples give the same answer.
+        # Ranks that get the same samples give the same answer.
         tables = [batches.decode(answers[data_ranks.index(rank)].frames) for rank in range(len(parts))]
         table = pa.concat_tables(tables).take(pa.array(order))
         for frame in batches.encode(table):
             yield pb.ForwardResponse(frame=frame)
 
-    async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:
+    async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
         begin = time.perf_counter()
         header, samples = await receive(request_iterator)
-        return await self._train(header, samples, begin)
+        # If the caller gives up, the batch is still applied and recorded, so that a retry does not apply it again.
+        return await asyncio.shield(self._train(header, samples, begin))
 
-    @shielded
     async def _train(self, header: pb.TrainHeader, samples: pa.Table, begin: float) -> pb.TrainResponse:
         received_s = time.perf_counter() - begin
         role = _role(header.role, is_trained=True)
         async with self._changing:
-            held = self._held(role)  # not before: another run may have been opened meanwhile
+            held = self._require_open(role)  # only now: another run may have been opened while this waited for the lock
             if header.batch_id and header.batch_id == held.state.last_batch_id:
                 return _replay(header, held)
             _check_contract(header, samples, role, held)
@@ -158,32 +158,32 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._metrics.trained(role, samples)
         return pb.TrainResponse(version=held.state.version, metrics=metrics)
 
-    async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
-        policy = self._held()
+    async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Context) -> pb.JoinWeightGroupResponse:
+        policy = self._require_open()
         if request.group.epoch <= self._epoch:
             raise PreconditionFailed(
-                f"epoch {request.group.epoch} is not above {self._epoch}, which this trainer has seen",
+                f"epoch {request.group.epoch} is not above epoch {self._epoch}, which this trainer has joined",
                 reason=Reason.OLD_EPOCH,
             )
         store, plan = request.group.store_host, policy.opened.plan
         if plan.num_senders > 1 and self._ranks.num_hosts > 1 and is_loopback(store):
             raise InvalidInput(
-                f"store_host: ranks on other hosts send weights too, and cannot reach {store}; give the coordinator an "
-                "address of the trainer that all its hosts reach",
+                f"store_host: ranks on other hosts also send weights and cannot reach {store}; give the coordinator an "
+                "address of the trainer that all of its hosts can reach",
                 field="store_host",
             )
         self._epoch, self._epoch_timeout_s = request.group.epoch, request.group.timeout_s
         answers = await self._killing_epoch_on_cancel(Worker.join, group=request.group.SerializeToString().hex())
         return pb.JoinWeightGroupResponse(plan_digest=answers[0].body["plan_digest"])
 
-    async def SendWeights(self, request: pb.SendWeightsRequest, context: Any) -> pb.SendWeightsResponse:
+    async def SendWeights(self, request: pb.SendWeightsRequest, context: Context) -> pb.SendWeightsResponse:
         async with self._changing:
-            policy = self._held()
+            policy = self._require_open()
             if request.epoch != self._epoch:
                 raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
             if request.version != policy.state.version:
                 raise PreconditionFailed(
-                    f"asked to send version {request.version}, held is {policy.state.version}",
+                    f"cannot send version {request.version}: the trainer holds version {policy.state.version}",
                     reason=Reason.STALE_STAMP,
                 )
             skips_base = False
@@ -202,39 +202,39 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     @shielded
-    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         role = _role(request.role, is_trained=True)
         async with self._saving:
             async with self._changing:
-                held = self._held(role)
+                held = self._require_open(role)
                 if request.HasField("version") and request.version != held.state.version:
                     raise PreconditionFailed(
-                        f"asked to save version {request.version}, held is {held.state.version}",
+                        f"cannot save version {request.version}: the trainer holds version {held.state.version}",
                         reason=Reason.STALE_STAMP,
                     )
                 checkpoint.begin(Path(request.path))
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
-            # An empty answer: the ranks have their copies and write them, and Train may change the weights.
+            # If the answer is empty, the ranks write copies in the background, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
         return pb.SaveCheckpointResponse(**answer)
 
     @shielded
     async def ExportHuggingFace(
-        self, request: pb.ExportHuggingFaceRequest, context: Any
+        self, request: pb.ExportHuggingFaceRequest, context: Context
     ) -> pb.ExportHuggingFaceResponse:
-        self._held()
+        self._require_open()
         async with self._changing:
             checkpoint.begin(Path(request.path))
             answers = await self._ranks.call(Worker.export, path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
 
     async def SendTestBroadcast(
-        self, request: pb.SendTestBroadcastRequest, context: Any
+        self, request: pb.SendTestBroadcastRequest, context: Context
     ) -> AsyncIterator[pb.SendTestBroadcastResponse]:
         async with self._saving, self._changing:
             if self._roles:
                 raise PreconditionFailed(
-                    f"run {self._run_id} is open on this trainer, which a test broadcast would disturb; end it first"
+                    f"run {self._run_id} is open on this trainer and a test broadcast would disturb it; end it first"
                 )
             try:
                 group = trial_group(
@@ -246,7 +246,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             finally:
                 self._store.renew()
 
-    async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> _Held:
+    async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> _OpenRole:
         card = read_model_card(request.model_path)
         state = TrainState(0, "", {})
         if request.checkpoint_path:
@@ -275,24 +275,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if role is Role.POLICY:
             opened.plan.ParseFromString(answers[0].frames[0])
         self._run_id = request.run_id
-        self._roles[role] = _Held(asked, config, opened, [answer.body["data_rank"] for answer in answers], state)
+        self._roles[role] = _OpenRole(asked, config, opened, [answer.body["data_rank"] for answer in answers], state)
         return self._roles[role]
 
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
-        self._store.renew()  # and nobody is told
+        self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
         await self._ranks.call(Worker.close)
 
     async def _killing_epoch_on_cancel(self, command: Command, **arguments: Any) -> list[Message]:
-        # A sender that is still connecting cannot be told that another has given up.
+        # A sender that is still connecting does not notice that another has given up, until its own timeout.
         grace_s = self._epoch_timeout_s + GRACE_S
         try:
             return await self._ranks.call(command, grace_s=grace_s, **arguments)
         except asyncio.CancelledError:
-            self._kill_epoch()  # the caller gave up on a member; nobody else should wait for it
+            self._kill_epoch()  # the caller gave up on a member, so the others should not wait for it either
             raise
 
-    def _held(self, role: Role = Role.POLICY) -> _Held:
+    def _require_open(self, role: Role = Role.POLICY) -> _OpenRole:
         if not self._roles:
             raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
         if role not in self._roles:
@@ -300,7 +300,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return self._roles[role]
 
     def _stand_in(self, role: Role) -> Role:
-        """With adapters the policy's base stands for a reference that was not opened."""
+        """Returns the role whose model serves `role`: for a reference that is not open, a policy with adapters."""
         policy = self._roles.get(Role.POLICY)
         is_base = role is Role.REFERENCE and role not in self._roles and policy and policy.config.lora.rank
         return Role.POLICY if is_base else role
@@ -314,17 +314,22 @@ def _role(number: int, *, is_trained: bool = False) -> Role:
     return role
 
 
-def _check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held: _Held) -> None:
-    """Design, section 7: the batch and every sample of it must carry exactly the policy's held stamp.
+def _check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held: _OpenRole) -> None:
+    """Checks that the batch and every sample of it carry exactly the policy's held stamp (docs/design.md, On-policy).
 
-    A critic is trained on what was sampled from the policy that it judges, in the policy's order.
+    A critic is trained on samples of the policy that it judges: they must carry the stamp in the header, and the header
+    must name the version that the critic holds. With loss kind sft only the policy's version is checked.
+
+    Raises:
+        InvalidInput: A header field or a column is missing or invalid.
+        PreconditionFailed: A stamp or a version is not the one that is held.
     """
     if not header.batch_id:
         raise InvalidInput("batch_id: required", field="batch_id")
     _check_temperature(header.temperature)
     check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
     if role is Role.POLICY and held.config.loss.kind == "sft":
-        _require_version(header.expected_stamp.version, held)  # nothing was sampled: only the order counts
+        _require_version(header.expected_stamp.version, held)  # the samples come from a data set, not from a policy
         return
     stamp = header.expected_stamp if role is Role.CRITIC else held.stamp
     require_stamp(header.expected_stamp, stamp, who="the trainer")
@@ -333,17 +338,19 @@ def _check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held:
     stamps = samples.group_by(["policy_version", "policy_digest"], use_threads=False).aggregate([])
     for row in stamps.to_pylist():
         sampled_from = types_pb2.PolicyStamp(version=row["policy_version"], digest=row["policy_digest"])
-        require_stamp(sampled_from, stamp, who="a sample was drawn from other weights: the trainer")
+        require_stamp(sampled_from, stamp, who="a sample was generated by other weights: the trainer")
 
 
-def _require_version(version: int, held: _Held) -> None:
+def _require_version(version: int, held: _OpenRole) -> None:
     if version != held.state.version:
         raise PreconditionFailed(
-            f"the batch is for version {version}, held is {held.state.version}", reason=Reason.STALE_STAMP
+            f"the batch is for version {version}, but the trainer holds version {held.state.version}",
+            reason=Reason.STALE_STAMP,
         )
 
 
-def _replay(header: pb.TrainHeader, held: _Held) -> pb.TrainResponse:
+def _replay(header: pb.TrainHeader, held: _OpenRole) -> pb.TrainResponse:
+    """Returns the answer to a batch that was applied already, if the caller expects it applied to the same version."""
     is_critic = _ROLES[header.role] is Role.CRITIC
     applied_to = header.critic_version if is_critic else header.expected_stamp.version
     if applied_to + 1 != held.state.version:
@@ -355,16 +362,21 @@ def _replay(header: pb.TrainHeader, held: _Held) -> pb.TrainResponse:
 
 
 def _most(costs: list[dict[str, Any]]) -> types_pb2.PublicationCost:
-    """Of several senders, which work at the same time."""
+    """Returns the largest of each cost over the senders, which work at the same time."""
     return types_pb2.PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:
+    """Reads a stream of one header and then Arrow frames. Returns the header and the samples.
+
+    Raises:
+        InvalidInput: The header is missing or not first, or the frames are not a table of SAMPLE_SCHEMA.
+    """
     header, frames = None, []
     async for request in requests:
         part = request.WhichOneof("part")
         if (part == "header") != (header is None):
-            raise InvalidInput("header: must be the first message, once, before the frames", field="header")
+            raise InvalidInput("header: must be the first message and be sent once", field="header")
         if part == "header":
             header = request.header
         else:

@@ -25,8 +25,9 @@ def test_many_tensors_are_copied_at_once() -> None:
 
 
 def test_a_gloo_group_needs_no_global_state() -> None:
+    before = dist.is_initialized()  # by another test of this process
     group = gloo_group(dist.HashStore(), 0, 1, address="127.0.0.1", timeout=TIMEOUT)
-    assert not dist.is_initialized()
+    assert dist.is_initialized() == before
     assert group.options._timeout == TIMEOUT
     flat = torch.arange(4.0)
     broadcast(group, flat, 0).wait()
@@ -36,7 +37,7 @@ def test_a_gloo_group_needs_no_global_state() -> None:
 
 def test_the_public_broadcast_wants_global_state() -> None:
     group = gloo_group(dist.HashStore(), 0, 1, address="127.0.0.1", timeout=TIMEOUT)
-    with pytest.raises(ValueError, match="not registered"):
+    with pytest.raises(ValueError, match=r"not registered|not initialized"):
         dist.broadcast(torch.zeros(1), 0, group=group)
 
 

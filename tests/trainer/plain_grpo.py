@@ -73,7 +73,7 @@ def _loss(
 
 def tensors(row: Row) -> dict[str, torch.Tensor]:
     """What a loss reads of a sample, float64 [tokens]."""
-    given = {"behaviour_logprobs": row["logprobs"], "loss_mask": row.get("loss_mask") or [1.0] * len(row["tokens"])}
+    given = {"behavior_logprobs": row["logprobs"], "loss_mask": row.get("loss_mask") or [1.0] * len(row["tokens"])}
     given |= {name: row[name] for name in ("advantages", "ref_logprobs") if row.get(name)}
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
 
@@ -85,7 +85,7 @@ def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
     """Loss of a mini-batch of sequences, each its log-probabilities, entropy and columns."""
     means = [
         torch.cat([held[name][held["loss_mask"] > 0] for _, _, held in batch]).mean()
-        for name in ("behaviour_logprobs", "advantages")
+        for name in ("behavior_logprobs", "advantages")
         if config.needs_covariance
     ]
     losses = []
@@ -95,7 +95,7 @@ def batch_loss(batch: Sequence[Scored], config: LossConfig) -> torch.Tensor:
             continue
         held = {name: values[kept] for name, values in held.items()}
         if means:
-            held["covariance"] = (held["behaviour_logprobs"] - means[0]) * (held["advantages"] - means[1])
+            held["covariance"] = (held["behavior_logprobs"] - means[0]) * (held["advantages"] - means[1])
         tokens = _corrections(held, config.correction) * _token_losses(logprobs[kept], held, config)
         tokens = tokens - config.entropy_coef * entropy[kept]
         if config.kl_coef:
@@ -170,7 +170,7 @@ def _within_divergence(
 
 
 def _corrections(held: dict[str, torch.Tensor], config: CorrectionConfig) -> torch.Tensor:
-    ratio = (held["old_logprobs"] - held["behaviour_logprobs"]).exp()
+    ratio = (held["old_logprobs"] - held["behavior_logprobs"]).exp()
     factor = torch.ones_like(ratio)
     if config.weight == "token":
         factor = ratio.clamp(max=config.weight_cap)

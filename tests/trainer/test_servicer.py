@@ -190,7 +190,7 @@ async def test_forward_answers_in_the_order_of_the_samples(trainer: Deployment, 
 
 
 async def test_step_one_is_exactly_on_policy(trainer: Deployment) -> None:
-    """Behaviour and reference log-probabilities from Forward: no gap, ratio 1, no divergence, to the last bit."""
+    """Behavior and reference log-probabilities from Forward: no gap, ratio 1, no divergence, to the last bit."""
     await trainer.open(loss={"kl_coef": 0.1})
     await trainer.publish()
     batch = trainer.batch()
@@ -259,6 +259,17 @@ async def test_missing_reference_is_refused(trainer: Deployment) -> None:
     await trainer.open()
     with pytest.raises(InvalidInput, match="no reference is open"):
         await trainer.forward(trainer.batch(), role=pb.ROLE_REFERENCE)
+
+
+@pytest.mark.parametrize("path", ["tests.no_such_module:loss", "tests.user_functions:no_such"])
+async def test_loss_that_cannot_be_imported_is_refused_when_the_run_is_opened(trainer: Deployment, path: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{path} cannot be imported") as caught:
+        await trainer.open(loss={"kind": "python", "import_path": path})
+    assert caught.value.metadata["field"] == "trainer.loss.import_path"
+    # The same trainer opens the next run, whose loss can be imported, and trains it.
+    await trainer.open(loss={"kind": "python", "import_path": "tests.user_functions:soft_clip"})
+    await trainer.publish()
+    assert (await trainer.train(trainer.batch())).version == 1
 
 
 async def test_malformed_streams_are_refused(trainer: Deployment) -> None:

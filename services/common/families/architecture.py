@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.record import Family, Size, Weight
@@ -145,7 +144,7 @@ def read_architecture(model_path: str | Path) -> Architecture:
     return make_architecture(content, str(file))
 
 
-def make_architecture(content: Mapping[str, Any], source: str) -> Architecture:
+def make_architecture(content: Mapping[str, object], source: str) -> Architecture:
     """Returns the architecture that a model's config describes; errors name `source`, where the config is from.
 
     Raises:
@@ -159,9 +158,9 @@ def make_architecture(content: Mapping[str, Any], source: str) -> Architecture:
         raise InvalidInput(f"model: {source} is not the config of a model: {error}", field="model") from error
 
 
-def _architecture(content: Mapping[str, Any], source: str) -> Architecture:
+def _architecture(content: Mapping[str, object], source: str) -> Architecture:
     model_type = content.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InvalidInput(
             f"model: {source} is of model_type {model_type!r}; known are {', '.join(FAMILIES)}", field="model"
         )
@@ -182,12 +181,12 @@ def _architecture(content: Mapping[str, Any], source: str) -> Architecture:
     )
 
 
-def _first(keys: tuple[str, ...], content: Mapping[str, Any]) -> str:
+def _first(keys: tuple[str, ...], content: Mapping[str, object]) -> str:
     """Returns the first of `keys` that is in `content`, or the last if none is."""
     return next((key for key in keys if key in content), keys[-1])
 
 
-def _size(content: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+def _size(content: Mapping[str, object], key: str, *, default: int | None = None) -> int:
     value = content.get(key) or default
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} is {content.get(key)!r}, not a size")

@@ -7,7 +7,7 @@ them needs neither torch nor transformers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 # A size is a number, or the name of one of an Architecture's sizes, such as "hidden_size".
 Size = int | str
@@ -71,9 +71,14 @@ EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
     "moe_intermediate_size": ("moe_intermediate_size",),
 }
 # Maps config keys to the only value that strategy megatron accepts; a config may leave a key out.
-REQUIRED: Mapping[str, Any] = {"hidden_act": "silu", "sliding_window": None, "attention_bias": False, "mlp_bias": False}
+REQUIRED: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 # Sets the fields of Megatron's TransformerConfig for which config.json has no key.
-SETTINGS: Mapping[str, Any] = {
+SETTINGS: Mapping[str, object] = {
     "activation_func": "silu",
     "gated_linear_unit": True,
     "normalization": "RMSNorm",
@@ -93,9 +98,9 @@ class Family:
     """Maps the Architecture's sizes that config.json must have to its keys."""
     flags: Mapping[str, bool] = field(default_factory=dict[str, bool])
     """Maps the config keys that `Weight.if_true` names to their defaults."""
-    required: Mapping[str, Any] = field(default_factory=lambda: REQUIRED)
+    required: Mapping[str, object] = field(default_factory=lambda: REQUIRED)
     """Maps config keys to the only value that strategy megatron accepts."""
-    settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
+    settings: Mapping[str, object] = field(default_factory=lambda: SETTINGS)
     """Sets fields of Megatron's TransformerConfig; `activation_func` names a function of torch.nn.functional."""
     layers: str = "model.layers"
     """Names the list of layers in the checkpoint."""

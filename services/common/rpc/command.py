@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from services.common.errors import LockstepError
 from services.common.process import configure_logging, exit_with
@@ -32,7 +31,7 @@ class ServeOptions:
 
 def serve_from_command_line(
     service: str,
-    run: Callable[[ServeOptions], Coroutine[Any, Any, int]],
+    run: Callable[[ServeOptions], Coroutine[object, object, int]],
     args: Sequence[str] | None = None,
     *,
     parents: Sequence[argparse.ArgumentParser] = (),

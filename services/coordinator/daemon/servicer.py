@@ -6,14 +6,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from grpc.aio import ServicerContext
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
 from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.rpc.address import require_secure
-from services.common.rpc.server import NO_RUN, service_info
+from services.common.rpc.server import NO_RUN, Context, service_info
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.checks.plan import check_model
 from services.coordinator.daemon.history import is_news, read_events
@@ -31,26 +30,24 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, runs: Runs, transport: Transport = LOCAL):
         self._runs, self._transport = runs, transport
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: ServicerContext) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         state = "ending" if self._runs.is_ending else "serving"
         info = service_info("coordinator", state, run=NO_RUN, libraries=("grpcio", "pyarrow"))
         return pb.GetInfoResponse(info=info, runs_dir=str(self._runs.directory), num_running=len(self._runs.running))
 
-    async def StartRun(self, request: pb.StartRunRequest, context: ServicerContext) -> pb.StartRunResponse:
+    async def StartRun(self, request: pb.StartRunRequest, context: Context) -> pb.StartRunResponse:
         config, given = parse_json(Config, request.config_json), _addresses(request.addresses, self._transport)
         given.require_own(config)
         await asyncio.to_thread(check_model, config)
         return pb.StartRunResponse(run=self._runs.start(config, given))
 
-    async def GetRun(self, request: pb.GetRunRequest, context: ServicerContext) -> pb.GetRunResponse:
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         return pb.GetRunResponse(run=await self._runs.get(request.name))
 
-    async def ListRuns(self, request: pb.ListRunsRequest, context: ServicerContext) -> pb.ListRunsResponse:
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         return pb.ListRunsResponse(runs=await self._runs.all())
 
-    async def WatchRun(
-        self, request: pb.WatchRunRequest, context: ServicerContext
-    ) -> AsyncIterator[pb.WatchRunResponse]:
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         hosted = self._runs.running.get(request.name)
         if hosted is not None:
             async for answer in hosted.events(request.after_version):
@@ -62,10 +59,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 yield with_state(event, run)
         yield pb.WatchRunResponse(run=run)
 
-    async def StopRun(self, request: pb.StopRunRequest, context: ServicerContext) -> pb.StopRunResponse:
+    async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
         return pb.StopRunResponse(run=await self._runs.stop(request.name, now=request.now))
 
-    async def ReadLog(self, request: pb.ReadLogRequest, context: ServicerContext) -> AsyncIterator[pb.ReadLogResponse]:
+    async def ReadLog(self, request: pb.ReadLogRequest, context: Context) -> AsyncIterator[pb.ReadLogResponse]:
         run, hosted = await self._runs.get(request.name), self._runs.running.get(request.name)
         until = hosted.ended if hosted is not None and request.follow else None
         logs = Path(run.run_dir) / "logs"

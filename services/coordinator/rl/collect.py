@@ -27,8 +27,6 @@ class Draw:
     stamp: PolicyStamp
     step: int
     """Determines the seeds. It is the stamp's version, unless several batches are sampled from that version."""
-    with_baseline: bool = False
-    """Also generate one greedy completion and keep only its reward."""
     keep_failed: bool = False
     """Keep all groups; a sample that could not be scored gets a reward of 0."""
 
@@ -57,13 +55,6 @@ class Collector:
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         """Samples and scores one prompt. Returns None if `reward.on_failure` drops the group."""
-        if not draw.with_baseline:
-            return await self._one(index, prompt, draw)
-        greedy = replace(draw, num_samples=1, sampling=draw.sampling.model_copy(update={"temperature": 0.0}))
-        group, baseline = await gather(self._one(index, prompt, drawn) for drawn in (draw, greedy))
-        return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
-
-    async def _one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         params = SamplingParams(
             temperature=draw.sampling.temperature,
             max_tokens=draw.sampling.max_tokens,
@@ -73,6 +64,12 @@ class Collector:
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
             return await self._reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
+
+    async def with_baseline(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
+        """Does the same as `one`, and keeps the reward of one greedy completion too."""
+        greedy = replace(draw, num_samples=1, sampling=draw.sampling.model_copy(update={"temperature": 0.0}))
+        group, baseline = await gather(self.one(index, prompt, drawn) for drawn in (draw, greedy))
+        return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
 
     def _seed_of(self, step: int, prompt_id: str, sample: int) -> int:
         """Returns a seed that depends only on the run's seed, the step, the prompt and the sample's index."""

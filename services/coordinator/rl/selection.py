@@ -19,7 +19,7 @@ import numpy as np
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
 from services.common.megatron.layout import samples_at_once
-from services.common.tasks import gather
+from services.common.tasks import task_group
 from services.coordinator.data.groups import ScoredGroup
 from services.coordinator.data.prompts import Prompt
 
@@ -65,7 +65,9 @@ async def select(config: Config, prompts: Iterator[Prompt], draw: DrawOne, decid
     at_once = config.selection.over_sampling.at_once(config.data.prompts_per_step)
     selection = _Selection(config, prompts, draw, decide)
     with contextlib.suppress(_EnoughError):
-        await gather(selection.fill_one_place() for _ in range(at_once))
+        async with task_group() as tasks:
+            for _ in range(at_once):
+                tasks.create_task(selection.fill_one_place())
     return selection.result()
 
 

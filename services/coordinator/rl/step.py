@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.tasks import gather
+from services.common.tasks import task_group
 from services.coordinator.data.curriculum import prompts_to_try
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
@@ -57,11 +57,13 @@ async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyS
     batch_id = run.batch_id(stamp)
     if context.critic:  # the save in progress writes the critic, then the policy, which must not change before that
         await run.checkpoints.finish()
-    training = [context.trainer.train(batch, batch_id, stamp)]
-    if context.critic and run.config.critic:
-        training.append(context.critic.train(batch, batch_id, stamp, stamp.version + run.config.critic.warmup_steps))
-    (version, metrics), *others = await gather(training)
-    return version, metrics | {name: value for _, more in others for name, value in more.items()}
+    async with task_group() as tasks:
+        critic = None
+        if context.critic and run.config.critic:
+            critic_version = stamp.version + run.config.critic.warmup_steps
+            critic = tasks.create_task(context.critic.train(batch, batch_id, stamp, critic_version))
+        version, metrics = await context.trainer.train(batch, batch_id, stamp)
+    return version, metrics | (critic.result()[1] if critic else {})
 
 
 async def collect(run: Run, context: LoopContext, stamp: PolicyStamp) -> pa.Table:
@@ -83,14 +85,15 @@ async def collect(run: Run, context: LoopContext, stamp: PolicyStamp) -> pa.Tabl
 async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) -> tuple[pa.Table, Selected]:
     """Samples a batch from `stamp`: scores and selects groups, runs the other models, computes advantages."""
     config, rollout = run.config, run.config.rollout
-    draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step, config.advantage.needs_baseline)
+    draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step)
     # A critic's warm-up has step numbers beyond the run's; its success rates are those known at the policy's version.
     prompts = prompts_to_try(
         context.data, config, step, lambda _, window: run.record.ledger.success_rates(stamp.version, window)
     )
     async with context.forwards.of_batch() as forwards:
+        collect_one = context.collector.with_baseline if config.advantage.needs_baseline else context.collector.one
         selected = await select(
-            config, prompts, lambda index, prompt: context.collector.one(index, prompt, draw), forwards.decide
+            config, prompts, lambda index, prompt: collect_one(index, prompt, draw), forwards.decide
         )
         groups = await forwards.complete(selected.groups)
     batch = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)

@@ -1,7 +1,7 @@
-"""Losses: pure functions of tensors, one file each, found by `trainer.loss.kind`.
+"""Implements the losses as pure functions of tensors, one file each; `trainer.loss.kind` selects one.
 
-A loss is a sum over the tokens at hand of values that are already divided by *global* counts, so the gradient is the
-same for any split of the batch into micro-batches and ranks, as long as sequences stay whole.
+A loss sums the values of the tokens that it is given, and each value is already divided by *global* counts. The
+gradient is therefore the same for any split of the batch into micro-batches and ranks that keeps sequences whole.
 """
 
 from services.trainer.losses.policy import LOSSES, policy_loss

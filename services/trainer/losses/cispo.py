@@ -1,4 +1,7 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE under a truncated importance weight. No token loses its gradient."""
+"""Implements CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE with a clipped importance weight.
+
+Unlike PPO's clip, which removes the gradient of a clipped token, this keeps a gradient for every token.
+"""
 
 import torch
 
@@ -7,7 +10,10 @@ from services.trainer.losses.terms import Tokens
 
 
 def cispo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss -sg[clip(r, min_ratio, max_ratio)] A log policy of each token, r = policy / old; and where r is clipped."""
+    """Returns each token's loss -sg[clip(r, min_ratio, max_ratio)] A log policy, and as a metric where r is clipped.
+
+    r = policy / old, A is the advantage, and sg stops the gradient.
+    """
     ratio_N = tokens.log_ratio_N.detach().exp()
     weights_N = ratio_N.clamp(config.cispo.min_ratio, config.cispo.max_ratio)
     return -weights_N * tokens.advantages_N * tokens.logprobs_N, {"clip_fraction": weights_N != ratio_N}

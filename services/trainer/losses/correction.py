@@ -1,8 +1,11 @@
-"""Importance weights and masks where the engine that sampled and the trainer disagree about log-probabilities.
+"""Computes importance weights and masks that correct for differences between the engine's and trainer's probabilities.
 
-Truncated weights: arXiv 1802.01561, and Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
-RL Training". IcePop's token mask: Ring-1T, arXiv 2510.18855. Geometric mask and veto: Liu et al. 2025, "When Speed
-Kills Stability".
+Sources:
+
+- Truncated weights: arXiv 1802.01561, and Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
+  RL Training".
+- IcePop's token mask: Ring-1T, arXiv 2510.18855.
+- Geometric mask and veto: Liu et al. 2025, "When Speed Kills Stability".
 """
 
 import torch
@@ -12,8 +15,11 @@ from services.trainer.losses.terms import Tokens
 
 
 def correction(tokens: Tokens, config: CorrectionConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Factor [N] of each token's policy loss, without gradient, and metrics of each token; none if nothing is asked."""
-    log_ratio_N = tokens.columns["old_logprobs"] - tokens.columns["behaviour_logprobs"]
+    """Returns the factor [N] of each token's policy loss, without gradient, and metrics [N].
+
+    With the default config the factor is 1 for every token, and there are no metrics.
+    """
+    log_ratio_N = tokens.columns["old_logprobs"] - tokens.columns["behavior_logprobs"]
     if config == CorrectionConfig():
         return torch.ones_like(log_ratio_N), {}
     is_kept_N = _is_kept(tokens, log_ratio_N, config)

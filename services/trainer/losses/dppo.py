@@ -1,4 +1,4 @@
-"""DPPO (arXiv 2602.04879): the trust region is a bound on the divergence at a token, not on its ratio."""
+"""Implements DPPO (arXiv 2602.04879), whose trust region bounds each token's divergence instead of its ratio."""
 
 import torch
 
@@ -7,13 +7,17 @@ from services.trainer.losses.terms import Tokens
 
 
 def dppo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss -A min(r, max_ratio) of each token, r = policy / old, with the gradient of REINFORCE under that weight; 0
-    where the policy moved too far, and there counted as clipped.
+    """Returns each token's loss -A min(r, max_ratio), r = policy / old, and as a metric where it is masked to 0.
 
-    Too far: A > 0 and r > 1, or A < 0 and r < 1, and the divergence of old and policy is above the threshold, both
-    reduced to two events, the sampled token of probability p and all the rest: tv is |p_old - p|, kl is
-    p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). A rare token may so multiply its probability, and a
-    frequent one may not halve it. The paper's old policy is the engine's: set old_logprobs: engine.
+    The gradient is that of REINFORCE weighted by min(r, max_ratio).
+
+    A token is masked, and counted as clipped, if the policy has already moved in the direction of its advantage
+    (A > 0 and r > 1, or A < 0 and r < 1) and the divergence between the old and the current policy is above the
+    threshold. The divergence is between distributions of two events: the sampled token, of probability p, and all
+    other tokens. tv is |p_old - p|; kl is p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). Under this
+    rule a rare token may multiply its probability, but a frequent one may not halve it.
+
+    In the paper the old policy is the engine's, so set old_logprobs: engine.
     """
     policy_N, old_N = tokens.logprobs_N.detach(), tokens.columns["old_logprobs"]
     divergence_N = _DIVERGENCES[config.dppo.divergence](old_N, policy_N)
@@ -34,7 +38,7 @@ def _kl(old_N: torch.Tensor, policy_N: torch.Tensor) -> torch.Tensor:
 
 
 def _log_rest(logprobs_N: torch.Tensor) -> torch.Tensor:
-    """log(1 - p), kept finite where p rounds to 1."""
+    """Returns log(1 - p), which stays finite even if p rounds to 1."""
     return torch.log(-torch.expm1(logprobs_N.clamp(max=-torch.finfo(logprobs_N.dtype).eps)))
 
 

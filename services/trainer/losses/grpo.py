@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate (arXiv 1707.06347), as GRPO uses it too (arXiv 2402.03300), and the dual clip."""
+"""Implements PPO's clipped surrogate (arXiv 1707.06347), which GRPO (arXiv 2402.03300) also uses, and the dual clip."""
 
 import torch
 
@@ -7,10 +7,10 @@ from services.trainer.losses.terms import Tokens, clipped_surrogate
 
 
 def grpo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss max(-A r, -A clip(r)) of each token, r = policy / old; and where which clip binds.
+    """Returns each token's loss max(-A r, -A clip(r)), r = policy / old, and as metrics where each clip binds.
 
-    With `clip_dual` c, it is at most -A c where A < 0 (arXiv 1912.09729): one token that has become far more
-    likely, but should not have, cannot rule the update.
+    If `clip_dual` is c, the loss is at most -A c where A < 0 (arXiv 1912.09729). Without this bound, a single token
+    with a negative advantage that has become far more likely could dominate the update.
     """
     ratio_N = tokens.log_ratio_N.exp()
     losses_N, clipped_N = clipped_surrogate(ratio_N, tokens.advantages_N, config.clip_low, config.clip_high)

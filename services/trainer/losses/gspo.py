@@ -1,4 +1,4 @@
-"""GSPO (arXiv 2507.18071): the clipped surrogate of a sequence's ratio, not a token's."""
+"""Implements GSPO (arXiv 2507.18071), which clips the ratio of a whole sequence instead of each token's."""
 
 import torch
 
@@ -7,10 +7,11 @@ from services.trainer.losses.terms import Tokens, clipped_surrogate
 
 
 def gspo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss max(-A s, -A clip(s)) of each token, s = exp(mean of the sequence's log policy / old).
+    """Returns each token's loss max(-A s, -A clip(s)), s = exp(mean over the sequence of log(policy / old)).
 
-    In the paper's token form (GSPO-token) s is sg[s] * policy / sg[policy]: with one advantage for the whole
-    sequence the gradient is that of the sequence form. The paper's mean is aggregation seq_mean_token_mean.
+    This is the paper's token form (GSPO-token), where s is written as sg[s] * policy / sg[policy]. If all tokens of a
+    sequence have the same advantage, its gradient is that of the sequence form. To average as the paper does, set
+    aggregation: seq_mean_token_mean.
     """
     sequence_N = tokens.sequence_mean(tokens.log_ratio_N)
     ratio_N = torch.exp(sequence_N + (tokens.logprobs_N - tokens.logprobs_N.detach()))

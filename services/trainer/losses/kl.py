@@ -1,26 +1,29 @@
-"""Estimates of KL(policy || reference) from one sampled token (Schulman 2020, "Approximating KL Divergence")."""
+"""Estimates KL(policy || reference) from one sampled token (Schulman 2020, "Approximating KL Divergence")."""
 
 import torch
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Log-ratio: unbiased as a value, but its gradient is zero on average, so as a loss it is noise."""
+    """Returns the log-ratio. As a value it is unbiased; as a loss it is only noise, for its mean gradient is zero."""
     return logprobs - ref_logprobs
 
 
 def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Half the squared log-ratio: biased as a value, but its mean gradient is that of KL(policy || reference)."""
+    """Returns half the squared log-ratio. It is biased, but its mean gradient is that of KL(policy || reference)."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Unbiased, never negative, of low variance; its mean gradient is that of KL(reference || policy)."""
+    """Returns ref / policy - 1 - log(ref / policy).
+
+    It is unbiased, never negative and of low variance. Its mean gradient is that of KL(reference || policy).
+    """
     log_ratio = ref_logprobs - logprobs
     return torch.expm1(log_ratio) - log_ratio
 
 
 def kl_abs(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Absolute log-ratio: no estimate of a divergence, a penalty with a bounded gradient."""
+    """Returns the absolute log-ratio, a penalty with a bounded gradient. It does not estimate a divergence."""
     return (logprobs - ref_logprobs).abs()
 
 

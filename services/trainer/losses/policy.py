@@ -1,4 +1,4 @@
-"""The policy loss: a kind's loss of every token, corrected and weighted, KL penalty and entropy bonus."""
+"""Computes the policy loss: the selected kind's token losses, corrected and averaged, KL penalty and entropy bonus."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from services.trainer.losses.sapo import sapo
 from services.trainer.losses.sft import sft
 from services.trainer.losses.terms import Tokens, Totals, token_weights
 
-# Loss [N] of each token, and metrics [N] that are averaged over tokens. What masked tokens get is not looked at.
+# Returns the loss [N] of each token, and metrics [N] to be averaged over tokens. Values of masked tokens are ignored.
 TokenLoss = Callable[[Tokens, LossConfig], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 LOSSES: dict[str, TokenLoss] = {
@@ -43,16 +43,17 @@ def policy_loss(
     totals: Totals,
     config: LossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of N predicted tokens and its metrics, all sums to be added over micro-batches and ranks.
+    """Returns the loss of N predicted tokens and its metrics. Both are sums to be added over micro-batches and ranks.
 
     Args:
-        outputs_2N: Log-probability under the policy and its entropy at each token, in nats; carries the gradient.
-        columns: Those of services.trainer.updates.packing.Pack and old_logprobs. What is read besides loss_mask,
-            completion_length and behaviour_logprobs depends on `config`: advantages unless kind is sft, ref_logprobs
-            if kl_coef is set, and covariance for the kinds of services.trainer.losses.covariance.
-        lengths: Tokens of each sequence in N.
-        totals: Counts over the whole mini-batch.
-        config: Kind and coefficients.
+        outputs_2N: Each token's log-probability under the policy and the policy's entropy there, in nats, with
+            gradient.
+        columns: The columns of services.trainer.updates.packing.Pack, and old_logprobs. loss_mask, completion_length
+            and behavior_logprobs are always read; advantages unless kind is sft; ref_logprobs if kl_coef is set;
+            covariance for the kinds in services.trainer.losses.covariance.
+        lengths: The number of tokens of each sequence in N.
+        totals: The counts over the whole mini-batch.
+        config: The kind and its coefficients.
     """
     logprobs_N, entropy_N = outputs_2N
     tokens = Tokens.of(logprobs_N, columns, lengths)

@@ -1,4 +1,4 @@
-"""A policy loss of the user's, imported from `trainer.loss.import_path`."""
+"""Calls a policy loss that the user wrote, imported from `trainer.loss.import_path`."""
 
 import torch
 
@@ -11,10 +11,10 @@ _FIELD = "trainer.loss.import_path"
 
 
 def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Calls the user's function; it returns the loss [N] of each token and metrics [N], as every kind does.
+    """Calls the user's function, which returns the loss [N] of each token and metrics [N] as every kind does.
 
     Raises:
-        InvalidInput: The function cannot be imported, or a result is not of shape [N].
+        InvalidInput: The function cannot be imported, or one of its results does not have shape [N].
     """
     losses_N, metrics = load_function(config.import_path, field=_FIELD)(tokens, config, **config.kwargs)
     for name, values_N in {"loss": losses_N, **metrics}.items():
@@ -28,10 +28,10 @@ def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, 
 
 
 def require_importable(config: LossConfig) -> None:
-    """Checks, before a run starts, that the user's function is there, if the config names one.
+    """Imports the user's function, if the config names one, so that a mistake is found before the run starts.
 
     Raises:
-        InvalidInput: It cannot be imported.
+        InvalidInput: The function cannot be imported.
     """
     if config.import_path:
         load_function(config.import_path, field=_FIELD)

@@ -1,4 +1,4 @@
-"""REINFORCE (Williams 1992)."""
+"""Implements REINFORCE (Williams 1992)."""
 
 import torch
 
@@ -7,5 +7,5 @@ from services.trainer.losses.terms import Tokens
 
 
 def reinforce(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss -A log policy of each token."""
+    """Returns each token's loss -A log policy."""
     return -tokens.advantages_N * tokens.logprobs_N, {}

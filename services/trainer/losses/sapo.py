@@ -1,4 +1,4 @@
-"""SAPO (arXiv 2511.20347): a soft gate around ratio 1 in place of a clip."""
+"""Implements SAPO (arXiv 2511.20347), which replaces the clip by a smooth gate around ratio 1."""
 
 import torch
 
@@ -7,10 +7,11 @@ from services.trainer.losses.terms import Tokens
 
 
 def sapo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss -A (4 / tau) sigmoid(tau (r - 1)) of each token, r = policy / old, tau by the sign of A.
+    """Returns each token's loss -A (4 / tau) sigmoid(tau (r - 1)), r = policy / old; tau depends on the sign of A.
 
-    Its gradient is that of -A r times 4 g (1 - g), g the sigmoid: 1 at r = 1, less on either side; sapo_gate is that.
-    The paper's mean is aggregation seq_mean_token_mean.
+    With g = sigmoid(tau (r - 1)), the gradient is that of -A r times the gate 4 g (1 - g), which is 1 at r = 1 and
+    smaller on either side. The metric sapo_gate is this gate. To average as the paper does, set
+    aggregation: seq_mean_token_mean.
     """
     is_positive_N = tokens.advantages_N > 0
     tau_N = torch.full_like(tokens.advantages_N, config.sapo.tau_negative)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood."""
+"""Implements the loss of supervised fine-tuning, the negative log-likelihood."""
 
 import torch
 
@@ -7,5 +7,5 @@ from services.trainer.losses.terms import Tokens
 
 
 def sft(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss -log policy of each token; advantages are not read."""
+    """Returns each token's loss -log policy. Does not read advantages."""
     return -tokens.logprobs_N, {}

@@ -1,4 +1,4 @@
-"""The loss of a critic: PPO's squared error (arXiv 1707.06347), clipped as in its first implementation."""
+"""Computes the critic's loss: PPO's squared error (arXiv 1707.06347), clipped as in PPO's first implementation."""
 
 from collections.abc import Mapping
 
@@ -11,16 +11,16 @@ from services.trainer.losses.terms import Totals, token_weights
 def value_loss(
     values_N: torch.Tensor, columns: dict[str, torch.Tensor], totals: Totals, config: ValueLossConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss (V - R)^2 / 2 of N tokens and its metrics, all sums to be added over micro-batches and ranks.
+    """Returns the loss (V - R)^2 / 2 of N tokens and its metrics, sums to be added over micro-batches and ranks.
 
-    With `value_clip` c it is the larger of that and the same at V clipped to within c of the value before the batch:
-    a value that has gone c towards, or past, its return gets no gradient to go farther.
+    If `value_clip` is c, the loss is the larger of (V - R)^2 / 2 and the same with V clipped to within c of the value
+    before the batch. A value that has moved by c toward its return, or past it, gets no gradient to move farther.
 
     Args:
-        values_N: What the critic says; carries the gradient.
-        columns: Of updates.packing.Pack: loss_mask, completion_length, returns and, if clipped, values.
-        totals: Counts over the whole mini-batch.
-        config: Clip and aggregation.
+        values_N: The critic's values V, with gradient.
+        columns: Columns of updates.packing.Pack: loss_mask, completion_length, returns and, with a clip, values.
+        totals: The counts over the whole mini-batch.
+        config: The clip and the aggregation.
     """
     returns_N, clip = columns["returns"], config.value_clip
     losses_N = (values_N - returns_N).square() / 2
@@ -31,7 +31,7 @@ def value_loss(
         clipped_N = ((values_N - columns["values"]).abs() > clip) & (near_losses_N > losses_N)
         losses_N = torch.maximum(losses_N, near_losses_N)
     loss = (token_weights(config, columns, totals) * losses_N).sum()
-    # Variances are small differences of these means.
+    # Float64, because the variances are small differences of these means.
     held_N, target_N = values_N.detach().double(), returns_N.double()
     means = {
         "clip_fraction": clipped_N,
@@ -46,9 +46,10 @@ def value_loss(
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:
-    """1 - Var(returns - values) / Var(returns), from sums of the metrics of `value_loss` over the whole mini-batch.
+    """Returns 1 - Var(returns - values) / Var(returns), given `value_loss`'s metrics summed over the mini-batch.
 
-    1 is a perfect critic, 0 one that says the mean; below, it is worse than that. Returns that do not vary give 0.
+    A perfect critic has 1, one that always predicts the mean return has 0, and a worse one is negative. If the returns
+    do not vary, the result is 0.
     """
     variance = metrics["return_square_mean"] - metrics["return_mean"] ** 2
     residual = metrics["error_square_mean"] - metrics["error_mean"] ** 2

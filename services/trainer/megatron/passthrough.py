@@ -16,7 +16,7 @@ Settings = TypeVar("Settings")
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
-def make(cls: type[Settings], settings: Mapping[str, Any], given: Mapping[str, Any], field: str) -> Settings:
+def make(cls: type[Settings], settings: Mapping[str, object], given: Mapping[str, Any], field: str) -> Settings:
     """Returns `cls(**settings)`, in which the user's `given` values override `settings`.
 
     Raises:
@@ -49,7 +49,7 @@ def refusals(field: str) -> Iterator[None]:
 
 
 def _typed(key: str, value: Any, field: str) -> Any:
-    names: Mapping[str, Any] = {}
+    names: Mapping[str, object] = {}
     if key.endswith("_dtype") and key not in ("moe_router_dtype",):
         names = _DTYPES
     elif key == "attention_backend":

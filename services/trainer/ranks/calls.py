@@ -1,10 +1,10 @@
-"""Rank 0 hands every command to all ranks, each with its own part, and waits for all of them.
+"""Sends every command from rank 0 to all ranks, with each rank's own data, and collects their answers.
 
-JSON for the command, Arrow frames for samples, over ZeroMQ: nothing is pickled. A rank that raises says so with its
-traceback even while others wait for it in a collective; those are then ended with the process group's processes.
-A rank that is gone is the failure of all, and no rank stays without rank 0.
+Commands travel over ZeroMQ as JSON, and samples as Arrow frames; nothing is pickled. A rank runs only the methods that
+its worker declares with `@rank_command`; a command names one of them.
 
-A command travels by its name, and a rank runs only those that its worker declares with `@rank_command`.
+A rank that raises sends its traceback at once, even while other ranks wait for it in a collective; those end when the
+trainer's processes end. If a rank is lost, the whole trainer fails; if rank 0 is lost, every rank exits.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from services.common.errors import ERROR_CLASSES, InternalError, LockstepError, 
 
 log = logging.getLogger(__name__)
 
-# After one rank failed with a typed error, the others are about to, unless they wait for it in a collective.
+# After one rank raised a typed error, the others will soon raise it too, unless they wait for it in a collective.
 GRACE_S = 10.0
-# From rank 0's start: the others were started with it, and import the same.
+# How long rank 0 waits for the others to connect. They start at the same time and import the same modules.
 _COMING_S = 600.0
-# A process that ends closes its connection; a host that is lost does not. ZeroMQ asks it this often, from a thread of
-# its own, whatever the rank is busy with, and gives it up after so long without an answer.
+# A process that exits closes its connection, but a host that fails does not. ZeroMQ therefore sends heartbeats from its
+# own thread, whatever the rank is busy with, and closes a connection that has been silent for too long.
 _HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
 
 
 Phase = Callable[[str, str], AbstractContextManager[None]]
-"""Entered while all ranks run a command: its name and the role."""
+"""Takes a command's name and role; returns a context manager that is entered while all ranks run the command."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One command or answer: plain values and frames."""
+    """A command or an answer: a body of JSON values, and frames of bytes."""
 
     body: dict[str, Any]
     frames: Sequence[bytes] = field(default=())
@@ -55,26 +55,26 @@ class Message:
 
 
 Command = Callable[..., Message | None]
-"""A worker's method. It takes its arguments by keyword, and `frames` if it wants them."""
+"""A method of a worker. It takes its arguments by keyword, and `frames` if the message has any."""
 
 Marked = TypeVar("Marked", bound=Command)
 _MARK = "_is_rank_command"
 
 
 def rank_command(method: Marked) -> Marked:
-    """Declares that rank 0 may call this method of a worker on every rank."""
+    """Allows rank 0 to call this method of a worker on every rank."""
     setattr(method, _MARK, True)
     return method
 
 
 def commands_of(worker: object) -> Mapping[str, Command]:
-    """Returns the methods of `worker` that are declared with `@rank_command`, by name."""
+    """Returns the methods of `worker` that `@rank_command` declares, by name."""
     names = {name for cls in type(worker).__mro__ for name, member in vars(cls).items() if hasattr(member, _MARK)}
     return {name: getattr(worker, name) for name in names}
 
 
 class Ranks:
-    """Rank 0's side. Commands run one after the other."""
+    """Calls commands on all ranks from rank 0, one command after the other."""
 
     def __init__(
         self, num_ranks: int, host: str, on_failure: Callable[[str], None], phase: Phase = lambda *_: nullcontext()
@@ -88,13 +88,13 @@ class Ranks:
         self._on_failure = on_failure
         self._turn = asyncio.Lock()
         self._failure: InternalError | None = None
-        self._connections: dict[int, tuple[int, str]] = {}  # rank and host, by what ZeroMQ calls a connection by
+        self._connections: dict[int, tuple[int, str]] = {}  # file descriptor -> rank and host
 
     async def wait_for_all(self) -> None:
-        """Returns once every rank has connected. From then on the loss of any is the failure of all.
+        """Waits until every rank has connected. From then on the loss of any rank is a failure of the trainer.
 
         Raises:
-            InternalError: Some did not within ten minutes.
+            InternalError: A rank did not connect within ten minutes.
         """
         missing = set(range(self.num_ranks))
         try:
@@ -110,20 +110,20 @@ class Ranks:
 
     @property
     def num_hosts(self) -> int:
-        """Those on which the ranks are."""
+        """Returns the number of hosts that the ranks run on."""
         return len({host for _, host in self._connections.values()})
 
     async def end(self) -> None:
-        """Lets all ranks end without a failure. Nothing can be called after it, and this process should end too."""
+        """Tells all ranks to exit normally. No command can be called afterwards, and this process should exit too."""
         for rank in range(self.num_ranks):
-            with contextlib.suppress(zmq.ZMQError):  # it is gone
+            with contextlib.suppress(zmq.ZMQError):  # the rank has exited already
                 await self._socket.send_multipart([str(rank).encode(), *Message({}).pack()])
-        zmq.asyncio.Context.instance().destroy(linger=1000)  # returns when all is sent
+        zmq.asyncio.Context.instance().destroy(linger=1000)  # returns when all messages are sent
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Returns when a rank is lost."""
+        """Waits until a rank is lost, and then ends the trainer."""
         lost = None
-        while lost is None:  # anybody may connect and go
+        while lost is None:  # ignores connections that are not a rank's
             lost = self._connections.get((await recv_monitor_message(monitor))["value"])
         rank, host = lost
         why = f"rank {rank} on {host} is gone: its process has ended, or its host cannot be reached"
@@ -132,16 +132,16 @@ class Ranks:
     async def call(
         self, command: Command, parts: Sequence[Message] | None = None, *, grace_s: float = GRACE_S, **arguments: Any
     ) -> list[Message]:
-        """Runs `command`, such as `Worker.train`, on all ranks; returns the answers in rank order.
+        """Runs `command`, such as `Worker.train`, on all ranks. Returns their answers in rank order.
 
         Every rank gets `arguments`, and the arguments and frames of its own part.
 
-        A cancelled call goes on in the background: the ranks cannot be called back, and the next call waits for them.
-        `grace_s` after the first typed error, those that have not answered have failed.
+        The ranks cannot interrupt a command, so a canceled call goes on in the background and the next call waits for
+        its answers. Ranks that have not answered `grace_s` seconds after the first typed error count as failed.
 
         Raises:
-            LockstepError: As the first rank raised it, when all ranks have answered.
-            InternalError: A rank failed with anything else; the trainer ends.
+            LockstepError: A rank raised this typed error. Raised when all ranks have answered.
+            InternalError: A rank was lost or raised any other error. The trainer ends.
         """
         name = command.__name__
         return await asyncio.shield(self._call(name, parts or [Message({})] * self.num_ranks, grace_s, arguments))
@@ -149,24 +149,21 @@ class Ranks:
     async def _call(
         self, name: str, parts: Sequence[Message], grace_s: float, arguments: dict[str, Any]
     ) -> list[Message]:
+        commands = [Message({"command": name, "arguments": arguments | part.body}, part.frames) for part in parts]
         async with self._turn:
             if self._failure:
                 raise self._failure
             with self._phase(name, arguments.get("role", "policy")):
-                for rank, part in enumerate(parts):
-                    command = Message({"command": name, "arguments": arguments | part.body}, part.frames)
-                    await self._send(rank, command)
+                for rank, command in enumerate(commands):
+                    try:
+                        await self._socket.send_multipart([str(rank).encode(), *command.pack()])
+                    except zmq.ZMQError as error:
+                        raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
                 answers = await self._answers(name, grace_s)
         errors = [answer.body["error"] for answer in answers.values() if "error" in answer.body]
-        if errors:  # as they came in; a rank that gives up has the others give up
+        if errors:  # in order of arrival; EPOCH_ABORTED comes last, because it is what another rank's error causes
             raise _rebuild(min(errors, key=lambda error: error["reason"] == Reason.EPOCH_ABORTED.value))
         return [answers[rank] for rank in range(self.num_ranks)]
-
-    async def _send(self, rank: int, command: Message) -> None:
-        try:
-            await self._socket.send_multipart([str(rank).encode(), *command.pack()])
-        except zmq.ZMQError as error:
-            raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
 
     async def _answers(self, name: str, grace_s: float) -> dict[int, Message]:
         answers: dict[int, Message] = {}
@@ -186,7 +183,7 @@ class Ranks:
         return answers
 
     async def _received(self, timeout_s: float | None) -> list[bytes] | None:
-        """What comes next; None if nothing came in time. Raises InternalError if a rank is lost before."""
+        """Returns the next message, or None after the timeout. Raises InternalError if a rank is lost meanwhile."""
         receiving: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._socket.recv_multipart())
         await asyncio.wait({receiving, self._watching}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if receiving.done():
@@ -197,7 +194,7 @@ class Ranks:
         return None
 
     def _fail(self, message: str, **metadata: str) -> InternalError:
-        """The trainer ends. Returns the first failure, whose consequences the others are."""
+        """Ends the trainer. Returns the first failure, since later ones are its consequences."""
         if self._failure is None:
             self._failure = InternalError(message, reason=Reason.RANK_FAILED, **metadata)
             self._on_failure(message)
@@ -205,10 +202,10 @@ class Ranks:
 
 
 def follow(rank: int, address: str, worker: object) -> bool:
-    """Every rank's side: runs the commands of `worker` that rank 0 sends, until it says that no more will come.
+    """Runs the commands that rank 0 sends, on `worker`, until rank 0 ends the trainer or is lost. Runs on every rank.
 
     Returns:
-        Whether rank 0 said so. If not it is gone, and the process should end.
+        True if rank 0 ended the trainer; False if it was lost, and the process should exit with an error.
     """
     commands = commands_of(worker)
     with zmq.Context.instance().socket(zmq.DEALER) as connection:
@@ -223,7 +220,7 @@ def follow(rank: int, address: str, worker: object) -> bool:
         connection.send(socket.gethostname().encode())
         while True:
             poller.poll()
-            if not connection.poll(0):  # what came before the loss comes first
+            if not connection.poll(0):  # messages that arrived before the loss are handled first
                 log.error("rank %d ends: rank 0 at %s is gone", rank, address)
                 return False
             message = Message.unpack(connection.recv_multipart())
@@ -238,7 +235,7 @@ def _send_heartbeats(to_others: zmq.Socket) -> None:
 
 
 def _run(rank: int, commands: Mapping[str, Command], message: Message) -> list[bytes]:
-    """Returns the packed answer, whatever happens: others wait for it."""
+    """Runs one command and returns its packed answer. Never raises, because rank 0 waits for the answer."""
     name, arguments = message.body["command"], message.body["arguments"]
     try:
         if (command := commands.get(name)) is None:
@@ -248,7 +245,7 @@ def _run(rank: int, commands: Mapping[str, Command], message: Message) -> list[b
     except LockstepError as error:
         log.warning("rank %d: %s: %s", rank, name, error.message)
         return Message({"error": _describe(error, type(error).__name__)}).pack()
-    except BaseException as error:  # also torch's; and the answer ends the whole trainer
+    except BaseException as error:  # some of torch's errors are no Exception; this answer ends the trainer
         log.exception("rank %d failed in %s", rank, name)
         where = {"rank": str(rank), "host": socket.gethostname(), "traceback": traceback.format_exc(limit=-8)}
         why = f"rank {rank} on {where['host']}: {type(error).__name__}: {error}"

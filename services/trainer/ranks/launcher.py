@@ -1,4 +1,4 @@
-"""The ranks of a trainer on one host: forked from a process that has imported once what is slow to import."""
+"""Starts the ranks of a trainer on one host. Without CUDA they are forked, so that modules are imported only once."""
 
 import logging
 import multiprocessing
@@ -19,12 +19,12 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
-    """Calls `serve` in `num_ranks` processes with torchrun's variables, and ends all of them when one ends.
+    """Calls `serve` in `num_ranks` processes with torchrun's variables. When one process ends, ends all others.
 
-    SIGTERM and SIGINT go to rank 0, which ends when it has finished. If this process is killed, the ranks end too.
+    SIGTERM and SIGINT are passed on to rank 0, which shuts down in order. If this process is killed, the ranks end too.
 
     Returns:
-        The exit code of the rank that ended first, 1 if that was a signal.
+        The exit code of the rank that ended first, or 1 if a signal ended it.
     """
     configure_logging("trainer")
     import_before_fork("torch")
@@ -32,26 +32,26 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     if method == "fork":
         import_before_fork("services.trainer.ranks.rank")
     else:
-        resource_tracker.ensure_running()  # spawning would start it later, and it unblocks signals
+        resource_tracker.ensure_running()  # spawning would start it after signals are blocked, and it unblocks them
     listener = socket.create_server((_HOST, 0))
-    context: Any = multiprocessing.get_context(method)  # Process is not of the base class
+    context: Any = multiprocessing.get_context(method)  # BaseContext has no Process
     shared = {
         "WORLD_SIZE": num_ranks,
         "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": listener.getsockname()[1],
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is here, as it is torchrun's
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # this process serves the store, as torchrun does
     }
     ranks = [
         context.Process(target=_rank, args=(rank, shared, os.getpid(), serve), name=f"rank {rank}")
         for rank in range(num_ranks)
     ]
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # here and in the ranks, until each knows what to do
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # here and in the ranks, until handlers are set
     for rank in ranks:
         rank.start()
     for number in _ENDING:
         signal.signal(number, lambda *_: ranks[0].terminate())
-    store = _serve_store(listener)  # its threads begin after the fork, and leave signals to this one
+    store = _serve_store(listener)  # after the fork, with signals blocked in its threads
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     ended = wait([rank.sentinel for rank in ranks])
     del store
@@ -61,12 +61,12 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
         rank.kill()
         rank.join()
     if first.exitcode:
-        log.error("%s ended with exit code %d, and so do all", first.name, first.exitcode)
+        log.error("%s ended with exit code %d; all other ranks were killed", first.name, first.exitcode)
     return first.exitcode if first.exitcode >= 0 else 1
 
 
 def _serve_store(listener: socket.socket) -> object:
-    """Where the ranks meet. They wait, connected to the listener, until it is there."""
+    """Serves the store where the ranks meet. Ranks may connect to the listener before this is called, and wait."""
     import torch.distributed as dist
 
     host, port = listener.getsockname()
@@ -74,7 +74,7 @@ def _serve_store(listener: socket.socket) -> object:
 
 
 def _method() -> str:
-    """Of multiprocessing. CUDA does not survive a fork."""
+    """Returns multiprocessing's start method. With CUDA it is spawn, because CUDA does not survive a fork."""
     import torch
 
     return "spawn" if torch.backends.cuda.is_built() else "fork"
@@ -84,7 +84,7 @@ def _rank(rank: int, shared: dict[str, object], launcher: int, serve: Callable[[
     variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in variables.items()})
     for number in _ENDING:
-        # Rank 0 ends first, in its own time: the others, which it may be waiting for, only when it has.
+        # Only rank 0 reacts to signals. It may need the other ranks to shut down, so they end after it.
         signal.signal(number, signal.SIG_IGN if rank else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     exit_with(launcher)

@@ -1,8 +1,7 @@
-"""The trainer's end of a publication: gather, pack, broadcast and hash, bucket by bucket.
+"""Sends a publication from the trainer: gathers, packs, broadcasts and hashes the weights, bucket by bucket.
 
-Several members can share the sending. Each gathers and packs the next of its own buckets while its last and those of
-the others are on their way. The broadcasts themselves follow one another: each of them takes the whole link into every
-engine.
+Several members can share the sending. Each gathers and packs its next bucket while its previous one and the buckets of
+the others are in flight. The broadcasts run one after the other, because each takes the whole link into every engine.
 """
 
 import time
@@ -20,14 +19,14 @@ from services.common.weights.plan import NamedTensors, Plan, pack, pack_rounds
 
 @dataclass(frozen=True)
 class Publication:
-    """What was sent, as far as this sender is concerned."""
+    """Describes a finished publication, as one sender saw it."""
 
     digest: str
-    """Of all that was sent; empty on all senders but the first."""
+    """The digest of everything that all senders sent. Only the first sender has it; it is empty on the others."""
     num_bytes: int
     duration_s: float
     base_sums: Sums | None
-    """Of the base, if the plan has an adapter beside it."""
+    """The hash sums of the base, if the plan has an adapter beside it."""
     cost: dict[str, float]
 
 
@@ -39,20 +38,27 @@ def send(
     version: int,
     base_sums: Sums | None = None,
 ) -> Publication:
-    """Broadcasts this sender's part of `weights` to the group; the first sender waits until all have the same content.
+    """Broadcasts this sender's part of the weights to the group.
 
-    `weights` is all of the plan, or, if it has several senders, this one's of each round. With `base_sums` every member
-    holds the base that has them, and `weights` are the adapter's only.
+    The first sender waits until every member has confirmed that it has the same content.
+
+    Args:
+        group: The members of the epoch.
+        plan: The order, buckets and senders of the weights.
+        weights: All weights of the plan; or, if it has several senders, this sender's weights of each round; or, with
+            `base_sums`, only the adapter's.
+        version: The policy version that is published.
+        base_sums: The hash sums of the base, if every member holds that base already.
 
     Raises:
         Aborted: A member failed, left or was too slow.
-        PreconditionFailed: A member received other bytes than were sent.
+        PreconditionFailed: A member received different bytes than were sent.
     """
     begin, cost = time.perf_counter(), Cost(group.device)
     skips_base = base_sums is not None
     digest = WeightDigest(plan.digest, group.device, base_sums or (0, 0))
-    most = 2 * plan.num_senders  # on their way: two rounds
-    in_flight: deque[tuple[Transfer, bool]] = deque()  # and whether it is this sender's own
+    most = 2 * plan.num_senders  # in flight at once: two rounds
+    in_flight: deque[tuple[Transfer, bool]] = deque()  # each with whether it is this sender's own
     packed = (
         pack_rounds(plan, cast(Iterable[NamedTensors], weights), group.device, sender=group.rank)
         if plan.num_senders > 1
@@ -61,14 +67,14 @@ def send(
     for bucket, flat in packed:
         if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:
             base_sums = digest.sums()
-        if flat is None:  # a broadcast passes through its members; none of them can leave it out
+        if flat is None:  # another sender's: broadcasts are relayed by the members, so each must take part
             in_flight.append((group.pass_on(bucket.num_bytes, bucket.sender), False))
         else:
             with cost.hashing():
                 digest.update(flat, start=bucket.start)
             in_flight.append((group.broadcast(flat, bucket.sender), True))
-        # One of its own stays on its way while the next is packed. All have arrived before `weights` ends, whose end
-        # may free what they are sent from.
+        # One of this sender's buckets stays in flight while the next is packed. All have arrived before `weights` is
+        # exhausted, because its end may free the memory that they are sent from.
         is_last = bucket is plan.buckets[-1]
         while in_flight and (is_last or len(in_flight) > most or sum(is_own for _, is_own in in_flight) > 1):
             group.wait(in_flight.popleft()[0])
@@ -78,7 +84,11 @@ def send(
 
 
 def _conclude(group: WeightGroup, plan: Plan, digest: WeightDigest, version: int) -> str:
-    """On the first sender, the digest of all senders' parts, which every receiver must have too."""
+    """Exchanges the senders' digests. Returns the digest of all parts on the first sender, and "" on the others.
+
+    Raises:
+        PreconditionFailed: A receiver's digest is different.
+    """
     if group.rank > 0:
         group.acknowledge(version, " ".join(map(str, digest.sums())))
         return ""
@@ -90,6 +100,8 @@ def _conclude(group: WeightGroup, plan: Plan, digest: WeightDigest, version: int
     content = digest.hexdigest()
     if any(other != content for other in received):
         raise PreconditionFailed(
-            f"sent weights {content}, members received {received}", reason=Reason.DIGEST_MISMATCH, sent=content
+            f"the trainer sent weights {content}, but members received {received}",
+            reason=Reason.DIGEST_MISMATCH,
+            sent=content,
         )
     return content

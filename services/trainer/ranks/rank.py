@@ -1,4 +1,4 @@
-"""One rank of a trainer, with torchrun's variables: rank 0 serves, every rank works."""
+"""Runs one rank of a trainer, given torchrun's variables. Rank 0 also serves gRPC."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
-import services.trainer.fsdp.backend  # noqa: F401  slow to import: before anyone waits for it
+import services.trainer.fsdp.backend  # noqa: F401  slow to import, so it is imported before a call waits for it
 from services.common.rpc.address import parse_address
 from services.common.rpc.command import ServeOptions
 from services.common.rpc.server import Server
@@ -29,7 +29,7 @@ def _join_torchrun() -> tuple[dist.Store, int, int]:
 
 
 def _device(threads_per_rank: int | None) -> torch.device:
-    # torchrun leaves one thread to each; an optimizer on CPU wants its share of the cores also where there are GPUs.
+    # torchrun sets one thread per rank, but an optimizer on CPU needs its share of the cores, even on a host with GPUs.
     num_cores, num_ranks = len(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(threads_per_rank or max(1, num_cores // num_ranks))
     if not torch.cuda.is_available():
@@ -40,9 +40,9 @@ def _device(threads_per_rank: int | None) -> torch.device:
 
 
 async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
-    """Serves on rank 0 until it is told to end, or a rank fails; works on every rank.
+    """Runs commands on every rank, and serves gRPC on rank 0, until the trainer is told to end or a rank fails.
 
-    Without `threads_per_rank` this host's cores are divided among the ranks of this trainer.
+    If `threads_per_rank` is None, this host's cores are divided equally among its ranks.
     """
     store, rank, world_size = _join_torchrun()
     worker = Worker(store, rank, world_size, _device(threads_per_rank))
@@ -51,13 +51,14 @@ async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
     else:
         code = await _serve(options, worker, store, world_size)
     logging.shutdown()
-    # A rank may be inside a collective that nobody will answer; whoever started the ranks ends them with this process.
+    # os._exit, because a thread may be stuck in a collective that no rank will answer. When this process exits, its
+    # launcher ends the other ranks.
     os._exit(code)
 
 
 def _follow_to_the_end(rank: int, store: dist.Store, worker: Worker) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
-        # torchrun asks all ranks to end. Rank 0 does in its own time, which may need the others, and they with it.
+        # torchrun signals all ranks. Only rank 0 reacts; it may need the others to shut down, so they end after it.
         signal.signal(number, signal.SIG_IGN)
     return 0 if follow(rank, store.get("lockstep/ranks").decode(), worker) else 1
 

@@ -1,4 +1,4 @@
-"""A checked batch, cut into what each rank needs of it."""
+"""Checks a batch and splits it into each rank's part."""
 
 import json
 from collections.abc import Sequence
@@ -17,17 +17,18 @@ from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Message
 from services.trainer.updates.packing import assign
 
-# One value per completion token; all but the first may be missing.
+# Columns with one value per completion token. All but the first may be missing.
 _PER_TOKEN = ["logprobs", "loss_mask", "ref_logprobs", "values", "advantages", "returns"]
 _COLUMNS = ["prompt_tokens", "tokens", *_PER_TOKEN]
 
 
 def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
-    """Refuses what would fail, or silently train on nonsense, on the ranks.
+    """Rejects samples that would make a rank fail, or silently train on wrong data.
 
     Raises:
-        InvalidInput: A column holds an empty list, a token outside the vocabulary, lengths that differ, or a value
-            that is missing or not finite; names the column and the first row.
+        InvalidInput: A column has an empty list, a length that differs from the tokens', a token outside the
+            vocabulary, or a value that is missing or not finite. The message names the column and, for lists that are
+            missing, empty or of the wrong length, the first such row.
     """
     num_tokens = _lengths(samples, "tokens")
     _refuse(_lengths(samples, "prompt_tokens") == 0, "prompt_tokens", "is empty")
@@ -47,10 +48,10 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
 
 
 def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY) -> list[Message]:
-    """Each rank's samples for `Worker.train`, in the order of its packs, and how they are packed.
+    """Returns each rank's samples for `Worker.train`, in the order of its packs, and how they are packed.
 
     Raises:
-        InvalidInput: The batch cannot be split as the config asks.
+        InvalidInput: The loss needs a column that is missing, or the batch cannot be split as the config asks.
     """
     for name in _needed(config, role):
         if samples[name].null_count:
@@ -63,7 +64,7 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: 
         counts = trained[rows]
         totals = Totals(int(counts.sum()), int((counts > 0).sum()))
         if not totals.num_tokens:
-            raise InvalidInput("loss_mask: leaves no token of a mini-batch to train on", field="loss_mask")
+            raise InvalidInput("loss_mask: masks every token of a mini-batch", field="loss_mask")
         for rank, packs in enumerate(_assign(part, config, num_ranks)):
             orders[rank] += [int(rows[index]) for pack in packs for index in pack]
             minibatches[rank].append({"packs": [len(pack) for pack in packs], "totals": asdict(totals)})
@@ -75,14 +76,17 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: 
 
 
 def trained_tokens(samples: pa.Table) -> np.ndarray:
-    """int64 [samples]: completion tokens of each sample that loss_mask leaves to be trained on."""
+    """Returns the number of completion tokens of each sample that loss_mask does not mask, int64 [samples]."""
     if samples["loss_mask"].null_count:
         return _lengths(samples, "tokens")
     return np.array([np.count_nonzero(mask.values) for mask in samples["loss_mask"]])
 
 
 def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> tuple[list[Message], np.ndarray]:
-    """Each rank's samples for `Worker.forward`, and where row i of the concatenated answers belongs."""
+    """Returns each rank's samples for `Worker.forward`, and the order that restores the rows of `samples`.
+
+    Row i of `samples` is row order[i] of the concatenated answers.
+    """
     narrow = samples.select(_COLUMNS)
     parts, order = [], []
     for packs in _assign(samples, config, num_ranks):
@@ -94,7 +98,7 @@ def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> t
 
 
 def vocab_size_of(config_json: bytes) -> int:
-    """Vocabulary of the model whose config.json this is."""
+    """Returns the vocabulary size of the model with this config.json."""
     content = json.loads(config_json)
     return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
 

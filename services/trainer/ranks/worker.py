@@ -1,4 +1,4 @@
-"""What every trainer rank can do. Rank 0's `Ranks` calls the same command on all of them at once."""
+"""Implements the commands of a trainer rank. `Ranks` on rank 0 calls each command on all ranks at once."""
 
 import gc
 import itertools
@@ -29,6 +29,7 @@ from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.background import in_background
 from services.trainer.checkpoint.export import adapter_config, export_adapter, export_hugging_face
 from services.trainer.losses import Totals
+from services.trainer.losses.python import require_importable
 from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.publish import send
 from services.trainer.updates.critic import update_critic
@@ -36,7 +37,7 @@ from services.trainer.updates.packing import Pack, build_pack
 from services.trainer.updates.policy import Minibatch, update
 from services.trainer.updates.profiler import Profiler
 
-# What each role is configured by.
+# The config class of each role.
 CONFIGS: dict[Role, type[TrainerConfig]] = {
     Role.POLICY: TrainerConfig,
     Role.REFERENCE: TrainerConfig,
@@ -45,7 +46,7 @@ CONFIGS: dict[Role, type[TrainerConfig]] = {
 
 
 class Worker:
-    """One rank: the backend of each role, and its membership of the weight group if it sends."""
+    """Holds one rank's backend of each role and, if the rank sends weights, its membership in the weight group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -54,8 +55,8 @@ class Worker:
         self._configs: dict[Role, TrainerConfig] = {}
         self._backends: dict[Role, Backend] = {}
         self._plan: Plan | None = None
-        self._members = [0]  # the ranks that send, as the weight group counts them
-        self._base_sums: Sums | None = None  # of the base, which is frozen, once it was sent
+        self._members = [0]  # the ranks that send weights, in the order of their ranks in the weight group
+        self._base_sums: Sums | None = None  # hash sums of the frozen base, once it was sent
         self._group: WeightGroup | None = None
         self._model_path = ""
         self._profiler: Profiler | None = None
@@ -66,12 +67,17 @@ class Worker:
     def open(
         self, *, role: str, config_json: str, model_path: str, checkpoint_path: str, seed: int, bucket_bytes: int
     ) -> Message:
-        """Builds a role's backend, from the model directory or from a checkpoint that rank 0 has verified.
+        """Builds a role's backend from the model directory, or from a checkpoint that rank 0 has verified.
 
-        The policy is the first role to be opened where it is: whatever is open is closed before it.
+        Opening the policy closes every role that is open, so the policy must be opened before the other roles.
+
+        Raises:
+            InvalidInput: The config is invalid, or the policy's loss cannot be imported.
         """
         role = Role(role)
         config = parse_json(CONFIGS[role], config_json)
+        if role is Role.POLICY:
+            require_importable(config.loss)
         self._close_role(role)
         if not dist.is_initialized():
             self._start_process_group(timedelta(seconds=config.collective_timeout_s))
@@ -95,13 +101,13 @@ class Worker:
 
     @rank_command
     def close(self) -> None:
-        """Frees the models."""
+        """Closes all roles and frees their models. Leaves the weight group and the process group."""
         self.leave()
         self._end_of_save()
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None
-        while self._backends:  # and no name of a backend is left, which would keep it
+        while self._backends:  # popped without a variable, which would keep the model alive
             self._backends.popitem()[1].close()
         self._plan = None
         self._free()
@@ -110,7 +116,7 @@ class Worker:
 
     @rank_command
     def forward(self, *, role: str, packs: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
-        """Log-probabilities and entropy, or values, of this rank's samples, in their order."""
+        """Returns log-probabilities and entropy, or a critic's values, of this rank's samples in their order."""
         held = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
         outputs = self._forward_of(Role(role))(held, temperature)
         columns = {}
@@ -129,7 +135,7 @@ class Worker:
         frames: Sequence[bytes],
         role: str = Role.POLICY,
     ) -> Message:
-        """One update of a role on this rank's samples; `minibatches` says how they are packed."""
+        """Trains a role on this rank's samples. `minibatches` has the pack sizes and totals of each mini-batch."""
         samples, built, begin = batches.decode(frames), [], 0
         for minibatch in minibatches:
             sizes = minibatch["packs"]
@@ -139,21 +145,21 @@ class Worker:
             begin += sum(sizes)
         if role == Role.CRITIC:
             backend, config = self._open(Role.CRITIC), self._configs[Role.CRITIC]
-            assert isinstance(config, CriticSettings), "CONFIGS has it so"
+            assert isinstance(config, CriticSettings), "CONFIGS maps the critic to CriticSettings"
             metrics = update_critic(backend, built, config, version)
         else:
             backend, profiler = self._open(), self._profiler
-            assert profiler is not None, "it is made with the policy"
+            assert profiler is not None, "open creates the profiler with the policy"
             index, self._num_updates = self._num_updates, self._num_updates + 1
             with profiler.update(index):
                 metrics = update(backend, built, self._configs[Role.POLICY], temperature, version)
         if self._device.type != "cpu":
-            torch.accelerator.synchronize()  # the optimizer's kernels, their time and their errors, are the update's
+            torch.accelerator.synchronize()  # the optimizer's kernels belong to the update: their time and their errors
         return Message({"metrics": metrics})
 
     @rank_command
     def join(self, *, group: str) -> Message:
-        """The ranks that send enter the epoch as its first members, rank 0 among them."""
+        """Joins the epoch if this rank sends weights. The senders, with rank 0, are the group's first members."""
         self.leave()
         if self._rank in self._members:
             message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
@@ -162,7 +168,7 @@ class Worker:
 
     @rank_command
     def agree(self) -> Message:
-        """Before `send`, if adapters are published: whether all members hold this very base, so that it is skipped."""
+        """Decides, before adapters are published, whether `send` skips the base because all members already hold it."""
         if self._rank != 0:
             return Message({})
         if self._group is None:
@@ -172,7 +178,10 @@ class Worker:
 
     @rank_command
     def send(self, *, version: int, skips_base: bool) -> Message:
-        """Publishes. All ranks gather, some of them broadcast; if that fails, the gather is still finished on all."""
+        """Publishes the weights. All ranks gather them, and the senders broadcast them.
+
+        If the broadcast fails, every rank still finishes the gather, because it is a collective.
+        """
         plan, base_sums = self._open_plan(), self._base_sums if skips_base else None
         weights = self._published(plan, skips_base=skips_base)
         with torch.no_grad():
@@ -183,7 +192,7 @@ class Worker:
                     raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
                 publication = send(self._group, plan, weights, version=version, base_sums=base_sums)
             except BaseException:
-                self.kill_epoch()  # nobody waits for this rank's part
+                self.kill_epoch()  # so that no member waits for this rank's part
                 raise
             finally:
                 _exhaust(weights)
@@ -191,22 +200,22 @@ class Worker:
         return Message(asdict(publication))
 
     def leave(self) -> None:
-        """Leaves the epoch, if any."""
+        """Leaves the epoch, if this rank has joined one."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
     def kill_epoch(self) -> None:
-        """Makes the members of the epoch in progress give up; called from another thread."""
+        """Makes all members of the current epoch give up. Other threads may call this."""
         group = self._group
         if group is not None:
             group.kill()
 
     @rank_command
     def save(self, *, path: str, state: dict[str, Any], role: str = Role.POLICY) -> Message:
-        """Writes a checkpoint into its staging directory, which is there; rank 0 completes it.
+        """Writes a checkpoint into its staging directory, which must exist. Rank 0 then completes the checkpoint.
 
-        The answer is empty if the backend writes in the background; it is then that of `saved`.
+        If the backend writes in the background, the answer is empty, and `saved` returns it when all is written.
         """
         self._end_of_save()
         final, backend = Path(path), self._open(Role(role))
@@ -220,19 +229,20 @@ class Worker:
         return Message(self._complete(final, state))
 
     def saved(self) -> dict[str, Any]:
-        """Waits for the end of the save in the background and returns its answer; called from another thread.
+        """Waits for the background save to end and returns its answer. Other threads may call this.
 
         Raises:
-            LockstepError: As the writers raised it.
+            LockstepError: The save failed with this error.
         """
-        assert self._saving is not None, "the servicer asks after an empty answer"
+        assert self._saving is not None, "saved is called only after save has returned an empty answer"
         return self._saving.result()
 
     @rank_command
     def export(self, *, path: str) -> Message:
-        """Writes the policy as a Hugging Face model directory, on rank 0, into the staging directory of `path`.
+        """Exports the policy as a Hugging Face model directory to `path`. Rank 0 writes it.
 
-        A policy with adapters is written merged, and its adapters alone into the subdirectory `adapter`.
+        A policy with adapters is written with the adapters merged, and the subdirectory `adapter` gets the adapters
+        alone.
         """
         weights, lora = self._open().weights(), self._configs[Role.POLICY].lora
         adapter = self._adapters().adapter() if lora.rank else ()
@@ -264,7 +274,7 @@ class Worker:
     def _published(self, plan: Plan, *, skips_base: bool) -> NamedTensors | Iterator[NamedTensors]:
         backend = self._open()
         if plan.num_senders > 1:
-            assert isinstance(backend, SeveralSenders), "it has made the plan's slots"
+            assert isinstance(backend, SeveralSenders), "only such a backend makes plans of several senders"
             return backend.sent_weights(plan.message.bucket_bytes)
         if not plan.has_adapter:
             return backend.weights()
@@ -278,7 +288,7 @@ class Worker:
         return {"num_bytes": num_bytes, "manifest_digest": digest}
 
     def _end_of_save(self) -> None:
-        """Waits for this rank's writers, however they end: rank 0's are done already, and have said how."""
+        """Waits until this rank's background save has ended. Ignores its error, which rank 0 has reported."""
         if self._saving is not None:
             futures.wait([self._saving])
 
@@ -289,16 +299,16 @@ class Worker:
 
     def _open_plan(self) -> Plan:
         self._open()
-        assert self._plan is not None, "it is made with the policy"
+        assert self._plan is not None, "open creates the plan with the policy"
         return self._plan
 
     def _adapters(self) -> Adapters:
         backend = self._open()
-        assert isinstance(backend, Adapters), "a config with adapters is one of such a backend"
+        assert isinstance(backend, Adapters), "only such a backend accepts a config with adapters"
         return backend
 
     def _forward_of(self, role: Role) -> Callable[[Sequence[Pack], float], list[torch.Tensor]]:
-        """Returns the forward of a role; with adapters the policy's base stands for a reference that was not opened."""
+        """Returns a role's forward. For a reference that is not open it is the base of a policy with adapters."""
         is_base = role is Role.REFERENCE and role not in self._backends and self._configs[Role.POLICY].lora.rank
         return self._adapters().forward_base if is_base else self._open(role).forward
 
@@ -311,7 +321,7 @@ class Worker:
             self._free()
 
     def _free(self) -> None:
-        gc.collect()  # models hang in cycles of hooks
+        gc.collect()  # models are in reference cycles with their hooks
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -323,7 +333,7 @@ class Worker:
 
 
 def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
-    """Imports the backend too: the libraries are large, and a host may have only one of them."""
+    """Imports and builds the backend. A host may have only one backend's libraries, and they are slow to import."""
     if config.strategy == "megatron":
         from services.trainer.megatron.backend import MegatronBackend
 

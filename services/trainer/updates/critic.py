@@ -1,4 +1,4 @@
-"""One update of the critic, like that of the policy but for what it is compared with: returns instead of advantages."""
+"""Updates the critic. Works like the policy's update, but reads returns instead of advantages."""
 
 import functools
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from services.trainer.updates.policy import Minibatch, apply_gradient
 def update_critic(
     backend: Backend, minibatches: Sequence[Minibatch], config: CriticSettings, version: int
 ) -> dict[str, float]:
-    """Applies `minibatches` to the critic of `version`; returns metrics, the same on every rank.
+    """Trains the critic, which is at `version`, on `minibatches`. Returns metrics, the same on every rank.
 
     Raises:
-        FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
+        FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.
     """
     metrics: list[dict[str, float]] = []
     for index, minibatch in enumerate(minibatches):

@@ -1,4 +1,4 @@
-"""Element-wise work as few kernels on GPU, by torch.compile."""
+"""Fuses element-wise operations into few kernels on GPU with torch.compile."""
 
 import functools
 from collections.abc import Callable
@@ -8,11 +8,14 @@ import torch
 
 
 def fused_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled if its first argument is on a GPU. As written on CPU, which then needs no compiler."""
+    """Returns `function`, compiled for calls whose first argument is on a GPU. CPU calls run it as written.
+
+    A host without GPUs therefore needs no compiler.
+    """
 
     @functools.cache
     def compiled() -> Callable[..., Any]:
-        return torch.compile(function, dynamic=True)  # late: it imports the compiler
+        return torch.compile(function, dynamic=True)  # not at decoration, because it imports the compiler
 
     @functools.wraps(function)
     def call(first: torch.Tensor, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Log-probability and entropy straight from hidden states: [tokens, vocabulary] never exists whole."""
+"""Computes log-probabilities and entropies from hidden states without storing all [tokens, vocabulary] logits."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from services.trainer.updates.fused import fused_on_gpu
 
-# Logits exist for this many entries at a time: on CPU in float32 a few times over, on GPU twice in half precision.
+# The number of logits computed at a time. On CPU a few float32 copies of them exist, on GPU two in half precision.
 _ENTRIES_PER_CHUNK = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 
@@ -18,17 +18,18 @@ def linear_logprobs(
     temperature: float,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Log-probability of each target and entropy, in nats, at it, [2, M], of softmax(hidden W^T / temperature).
+    """Returns each target's log-probability and the entropy at its position, [2, M], in nats.
 
-    The result is float32, or float64 like the weight. With a `group`, rank r of it holds rows r * V to (r + 1) * V of
-    the output weight, the answer is the same on all, and the gradient of `hidden_MD` is this rank's part, to be summed
-    over the group.
+    The distribution is softmax(hidden W^T / temperature). The result is float64 if the weight is, else float32.
+
+    With a `group`, its rank r holds rows r * V to (r + 1) * V of the output weight. The result is then the same on all
+    ranks, and the gradient of `hidden_MD` is this rank's part, which the caller sums over the group.
     """
     return _LinearLogprobs.apply(hidden_MD, weight_VD, targets_M, temperature, group)
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Saves its inputs and two numbers per token; the backward computes the logits again, chunk by chunk."""
+    """Saves its inputs and two numbers per token; the backward pass recomputes the logits, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -73,8 +74,11 @@ class _LinearLogprobs(torch.autograd.Function):
 
 @fused_on_gpu
 def _statistics(logits_CV: torch.Tensor, local_C: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
-    """Of z = logits / temperature: its maximum [C]; and [3, C] the sums of exp(z - max) and of (z - max) exp(z - max),
-    and z - max at the target if that is on this rank."""
+    """Returns statistics over this rank's part of the vocabulary of z = logits / temperature.
+
+    The first result is the maximum of z, [C]. The second, [3, C], has the sum of exp(z - max), the sum of
+    (z - max) exp(z - max), and z - max at the target, which is meaningless if the target is on another rank.
+    """
     scores = logits_CV.to(_precision(logits_CV)) / temperature
     top = scores.amax(-1)
     scores = scores - top[:, None]
@@ -92,7 +96,7 @@ def _gradient(
     grad_2C: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """d loss / d logits, in the logits' dtype: d logprob = onehot - p, d entropy = -p (log p + entropy)."""
+    """Returns d loss / d logits in the logits' dtype: d logprob = onehot - p, d entropy = -p (log p + entropy)."""
     logprobs = logits_CV.to(_precision(logits_CV)) / temperature - log_norm_C[:, None]
     grad_logprob, grad_entropy = grad_2C[0, :, None], grad_2C[1, :, None]
     is_target = local_C[:, None] == torch.arange(logits_CV.size(1), device=logits_CV.device)
@@ -103,7 +107,7 @@ def _gradient(
 def _combine(
     sums_3C: torch.Tensor, own_top_C: torch.Tensor, is_local_C: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The statistics over all ranks' parts of the vocabulary, their sums relative to the maximum over all."""
+    """Combines the ranks' statistics. Returns the sums, relative to the maximum over all ranks, and that maximum."""
     top_C = own_top_C.clone()
     dist.all_reduce(top_C, op=dist.ReduceOp.MAX, group=group)
     (weights_C, weighted_C, picked_C), below_C = sums_3C, own_top_C - top_C
@@ -115,7 +119,7 @@ def _combine(
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, where total may be of higher precision."""
+    """Adds left @ right to `total` in place; `total` may have a higher precision."""
     if left.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

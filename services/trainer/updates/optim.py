@@ -1,4 +1,4 @@
-"""AdamW's parameter groups, and the learning rate and weight decay of each update."""
+"""Builds AdamW, and computes the learning rate and weight decay of each update."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ import torch
 
 from services.common.config.trainer.section import OptimConfig
 
-# Part of the way from the last to the peak learning rate that is left, by the part of the decay that is done.
+# Each maps the share of the decay that is done, 0 to 1, to (lr - last lr) / (peak lr - last lr), 1 to 0.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
@@ -18,12 +18,14 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(config: OptimConfig, update: int) -> float:
-    """Learning rate of the optimizer update number `update`, counted from 0 over the whole run.
+    """Returns the learning rate of optimizer update number `update`, counted from 0 over the whole run.
 
-    It is what megatron.core's OptimizerParamScheduler.get_lr gives at num_steps = update + 1 during the warm-up
-    (update < warmup_steps), and at num_steps = update from then on: no update is wasted on a learning rate of 0, and
-    the peak lasts for two updates, the last of the warm-up and the first after it. As there, inverse_square_root
-    has no pull towards lr * min_lr_ratio: that is its floor up to decay_steps, and its value after them.
+    It equals megatron.core's OptimizerParamScheduler.get_lr at num_steps = update + 1 during the warm-up
+    (update < warmup_steps), and at num_steps = update afterwards. So no update has a learning rate of 0, and two
+    updates have the peak: the last of the warm-up and the first after it.
+
+    As in Megatron, inverse_square_root does not decay smoothly to lr * min_lr_ratio: up to decay_steps this is only a
+    lower bound, and after decay_steps it is the learning rate.
     """
     if update < config.warmup_steps:
         first = config.lr * config.warmup_init_ratio
@@ -43,7 +45,7 @@ def learning_rate(config: OptimConfig, update: int) -> float:
 
 
 def weight_decay(config: OptimConfig, update: int) -> float:
-    """Weight decay of the update number `update`: OptimizerParamScheduler.get_wd at num_steps = update."""
+    """Returns the weight decay of update number `update`: OptimizerParamScheduler.get_wd at num_steps = update."""
     start, end, steps = config.weight_decay, config.weight_decay_end, config.weight_decay_steps
     if end is None or steps is None:
         return start
@@ -53,7 +55,7 @@ def weight_decay(config: OptimConfig, update: int) -> float:
 
 
 def make_adamw(config: OptimConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.AdamW:
-    """AdamW that decays matrices only, not norms and biases: a group's decay is weight_decay * group["wd_mult"]."""
+    """Returns an AdamW that decays matrices but not norms and biases: by weight_decay * group["wd_mult"] per group."""
     matrices, vectors = [], []
     for _, parameter in named_parameters:
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Samples to packed micro-batches: no padding, equal counts on every rank, balanced by tokens. Pure functions."""
+"""Packs samples into micro-batches without padding, equally many per rank and balanced by tokens. Pure functions."""
 
 import heapq
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from services.common.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Pack:
-    """Some sequences end to end, as the model reads them. T tokens, B sequences, N predicted completion tokens.
+    """Holds sequences end to end, as the model reads them: T tokens, B sequences, N predicted completion tokens.
 
     The last token of a sequence predicts nothing and is left out of T. `columns` holds one value per predicted
-    token: behaviour_logprobs, loss_mask (1 or 0), completion_length (tokens of its sequence with mask 1) and, where
-    given, advantages, returns, values, old_logprobs and ref_logprobs.
+    token: behavior_logprobs, loss_mask (1 or 0), completion_length (how many tokens of its sequence have mask 1) and,
+    if the batch has them, advantages, returns, values, old_logprobs and ref_logprobs.
 
     Example: prompt [5, 6], completion [7, 8] gives tokens [5, 6, 7], predict [1, 2], targets [7, 8].
     """
@@ -33,11 +33,11 @@ class Pack:
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest sequence."""
+        """Returns the number of tokens of the longest sequence."""
         return max(self.lengths)
 
     def to(self, device: torch.device) -> "Pack":
-        """The same pack on `device`."""
+        """Returns a copy of this pack on `device`."""
         moved = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -52,15 +52,16 @@ class Pack:
 
 
 def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1) -> list[list[list[int]]]:
-    """Spreads samples over ranks and packs: the result is [rank][pack] -> sample indices, ascending.
+    """Assigns samples to ranks and packs. Returns [rank][pack] -> sample indices, ascending.
 
-    Longest first into the emptiest of as few packs as fit (LPT, Graham 1969); every rank gets the same number of packs,
-    since a sharded forward is a collective, and about the same number of tokens. An interleaved pipeline needs a number
-    that is a `multiple_of` its stages.
+    Makes as few packs of at most `max_tokens` tokens as possible, and puts the longest sample that is left into the
+    pack with the fewest tokens (LPT, Graham 1969). Every rank gets about the same number of tokens and exactly the same
+    number of packs, because the forward of a sharded model is a collective. That number is a multiple of
+    `multiple_of`, which an interleaved pipeline sets to its number of stages.
 
     Raises:
-        InvalidInput: A sample is longer than `max_tokens`, there are fewer samples than ranks, or the budget leaves no
-            equal split.
+        InvalidInput: A sample is longer than `max_tokens`, there are fewer samples than ranks, or no equal split
+            fits `max_tokens`.
     """
     if max(lengths) > max_tokens:
         raise InvalidInput(
@@ -76,12 +77,12 @@ def assign(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_
             break
     else:
         raise InvalidInput(
-            f"{len(lengths)} samples of up to {max(lengths)} tokens cannot be split into equally many packs on "
-            f"{num_ranks} ranks; raise trainer.max_tokens_per_microbatch from {max_tokens} to at least "
-            f"{2 * max(lengths)}, or make the samples of a mini-batch divisible by the ranks",
+            f"{len(lengths)} samples of up to {max(lengths)} tokens cannot be split into the same number of packs "
+            f"for each of {num_ranks} ranks; raise trainer.max_tokens_per_microbatch from {max_tokens} to at least "
+            f"{2 * max(lengths)}, or make the number of samples in a mini-batch divisible by the number of ranks",
             field="trainer.max_tokens_per_microbatch",
         )
-    # Deal heaviest to lightest, back and forth, so that the ranks' totals stay close.
+    # Deal the packs to the ranks from largest to smallest, back and forth, so that the ranks' totals stay close.
     packs.sort(key=lambda pack: (-pack[0], pack[1]))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for index, (_, samples) in enumerate(packs):
@@ -101,7 +102,7 @@ def _longest_first(lengths: Sequence[int], num_packs: int) -> list[tuple[int, li
 
 
 def build_pack(samples: pa.Table) -> Pack:
-    """The pack of all rows of `samples` (common.batch.SAMPLE_SCHEMA), in their order."""
+    """Packs all rows of `samples` (common.batch.SAMPLE_SCHEMA), in their order."""
     prompts, completions = _arrays(samples, "prompt_tokens"), _arrays(samples, "tokens")
     inputs = [np.concatenate([p, c])[:-1] for p, c in zip(prompts, completions, strict=True)]
     lengths = np.array([len(sequence) for sequence in inputs])
@@ -112,7 +113,7 @@ def build_pack(samples: pa.Table) -> Pack:
     ]
     counts = np.array([len(c) for c in completions])
     columns = {
-        "behaviour_logprobs": _flat(samples, "logprobs"),
+        "behavior_logprobs": _flat(samples, "logprobs"),
         "loss_mask": np.ones(counts.sum(), np.float32),
     }
     for name in ("loss_mask", "advantages", "ref_logprobs", "values", "returns"):

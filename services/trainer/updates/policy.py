@@ -1,4 +1,4 @@
-"""One policy update: mini-batches of packs, through any backend and any loss. The same on every rank."""
+"""Updates the policy mini-batch by mini-batch, with any backend and any loss. Every rank runs the same code."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from services.trainer.updates.packing import Pack
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One rank's packs of one optimizer update, and counts over all ranks."""
+    """Holds one rank's packs for one optimizer update, and the counts over all ranks."""
 
     packs: Sequence[Pack]
     totals: Totals
@@ -30,19 +30,20 @@ class Minibatch:
 def update(
     backend: Backend, minibatches: Sequence[Minibatch], config: TrainerConfig, temperature: float, version: int
 ) -> dict[str, float]:
-    """Applies `minibatches` to the policy of `version`; returns metrics, the same on every rank.
+    """Trains the policy, which is at `version`, on `minibatches`. Returns metrics, the same on every rank.
 
-    Engine and trainer are compared on the whole batch if old log-probabilities are recomputed, else on its first
-    mini-batch: later ones only meet a policy that has moved.
+    Before the first optimizer update, the engine's log-probabilities are compared with the trainer's: on the whole
+    batch if old log-probabilities are recomputed, else on the first mini-batch, because the trainer's
+    log-probabilities of later ones come from a policy that has already been updated.
 
     Raises:
-        PreconditionFailed: Engine and trainer disagree about the samples' log-probabilities; nothing is applied.
-        FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
+        PreconditionFailed: The engine's and the trainer's log-probabilities differ too much. Nothing is applied.
+        FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.
     """
     gap: dict[str, float] = {}
     compared, later_outputs = minibatches[:1], []
     if config.loss.old_logprobs == "recompute" and config.loss.is_sampled:
-        # Later mini-batches are compared with the policy before the first; the first is with itself.
+        # The old policy is the one before the first update. The first mini-batch gets it from its own forward.
         compared, later = minibatches, [pack for minibatch in minibatches[1:] for pack in minibatch.packs]
         later_outputs = backend.forward(later, temperature) if later else []
         for pack, outputs_2N in zip(later, later_outputs, strict=True):
@@ -61,10 +62,10 @@ def update(
 
 
 def apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict[str, float]:
-    """The optimizer update of that number, counted over the run: its gradient's norm and its learning rate.
+    """Applies the accumulated gradient as update `number`, counted over the run. Returns its norm and learning rate.
 
     Raises:
-        FloatingPointError: The gradient is not finite; the weights are spoilt and must not be used.
+        FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.
     """
     lr = learning_rate(config.optim, number)
     norm = backend.step(lr, weight_decay(config.optim, number))
@@ -76,9 +77,10 @@ def apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict
 def _loss(
     outputs_2N: torch.Tensor, pack: Pack, *, config: LossConfig, totals: Totals
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    # Unless it was recomputed, the old policy is the engine's or the policy itself: then the ratio is exactly 1.
+    # A recomputed old_logprobs column takes precedence. Otherwise the old policy is the engine's or the policy itself,
+    # for which the ratio is exactly 1.
     is_engine = config.old_logprobs == "engine"
-    old_N = pack.columns["behaviour_logprobs"] if is_engine else outputs_2N[0].detach()
+    old_N = pack.columns["behavior_logprobs"] if is_engine else outputs_2N[0].detach()
     columns = {"old_logprobs": old_N, **pack.columns}
     return policy_loss(outputs_2N, columns, pack.completion_lengths, totals, config)
 
@@ -93,13 +95,17 @@ def _set_covariance(backend: Backend, minibatch: Minibatch) -> None:
 def _require_agreement(
     backend: Backend, minibatches: Sequence[Minibatch], outputs: Sequence[torch.Tensor], config: TrainerConfig
 ) -> dict[str, float]:
-    """The gap of engine and trainer over `minibatches`, given the policy's `outputs` before anything is applied."""
+    """Returns the gap between engine and trainer on `minibatches`, given the `outputs` of the policy before the update.
+
+    Raises:
+        PreconditionFailed: The mean gap is above the config's limit. The gradients are discarded.
+    """
     gap = _logprob_gap(backend, minibatches, outputs)
-    if not gap["logprob_gap_mean"] <= config.max_logprob_gap:  # also if it is not a number
+    if not gap["logprob_gap_mean"] <= config.max_logprob_gap:  # "not <=" so that NaN is rejected too
         backend.discard_gradients()
         raise PreconditionFailed(
-            f"engine and trainer disagree: mean |log-probability gap| {gap['logprob_gap_mean']:.4g} is above "
-            f"trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
+            f"the engine and the trainer disagree: their log-probabilities differ by {gap['logprob_gap_mean']:.4g} on "
+            f"average, more than trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
             reason=Reason.LOGPROB_GAP,
             **gap,
         )
@@ -109,20 +115,21 @@ def _require_agreement(
 def _logprob_gap(
     backend: Backend, minibatches: Sequence[Minibatch], outputs: Sequence[torch.Tensor]
 ) -> dict[str, float]:
-    """Over the tokens that are trained on, on all ranks: |behaviour - trainer| log-probability and its k3 KL.
+    """Compares behavior and trainer log-probabilities on the n trained tokens of all ranks.
 
-    And the effective sample size of their importance weights w = exp(trainer - behaviour) as a share of them,
-    (sum w)^2 / (n sum w^2): 1 is full agreement.
+    Returns the mean and the maximum of |behavior - trainer|, the k3 estimate of their KL divergence, and the effective
+    sample size of the importance weights w = exp(trainer - behavior) as a share of n, (sum w)^2 / (n sum w^2), which is
+    1 if they agree exactly.
     """
     packs = [pack for minibatch in minibatches for pack in minibatch.packs]
     num_tokens = sum(minibatch.totals.num_tokens for minibatch in minibatches)
     is_trained_N = torch.cat([pack.columns["loss_mask"] for pack in packs]) > 0
-    behaviour_N = torch.cat([pack.columns["behaviour_logprobs"] for pack in packs])[is_trained_N].double()
+    behavior_N = torch.cat([pack.columns["behavior_logprobs"] for pack in packs])[is_trained_N].double()
     trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
-    gap_N, weight_N = (behaviour_N - trainer_N).abs(), (trainer_N - behaviour_N).exp()
-    sums = torch.stack([x.sum() for x in (gap_N, kl_k3(behaviour_N, trainer_N), weight_N, weight_N.square())])
+    gap_N, weight_N = (behavior_N - trainer_N).abs(), (trainer_N - behavior_N).exp()
+    sums = torch.stack([x.sum() for x in (gap_N, kl_k3(behavior_N, trainer_N), weight_N, weight_N.square())])
     gap, kl, weight, weight_square = backend.reduce(sums, dist.ReduceOp.SUM) / num_tokens
-    largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()  # a rank's share may be all masked
+    largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()  # all of a rank's tokens may be masked
     return {
         "logprob_gap_mean": float(gap),
         "logprob_gap_max": float(backend.reduce(largest, dist.ReduceOp.MAX)),

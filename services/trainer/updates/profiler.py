@@ -1,4 +1,4 @@
-"""Where an update's time and memory go: Chrome traces, and what the GPU held when its memory ran out."""
+"""Records where an update spends time and memory: Chrome traces, and a snapshot when the GPU runs out of memory."""
 
 import gzip
 import json
@@ -12,23 +12,27 @@ from torch.profiler import ProfilerActivity, record_function
 from services.common.config.trainer.section import ProfilerConfig
 from services.trainer.compat.torch import allocations, record_allocations, stop_recording
 
-_MAX_EVENTS = 100_000  # allocations and frees kept: some updates' worth, and several KB of host memory each
+_MAX_EVENTS = 100_000  # the newest allocations and frees: a few updates, at several KB of host memory per event
 
 
 class Profiler:
     """Profiles one rank during one run.
 
-    A trace (chrome://tracing, perfetto) of updates a to b is `rank-{rank}.steps-{a}-{b}.json`; each update in it is an
-    annotation `update {index}`. Every rank records its allocations if asked, whichever `ranks` are traced, for any may
-    run out of memory: `rank-{rank}.oom.json.gz` is then torch.cuda.memory._snapshot() as JSON. To look at it:
+    The trace of updates a to b is written to `rank-{rank}.steps-{a}-{b}.json` (open it in chrome://tracing or
+    Perfetto). It marks each update with an annotation `update {index}`.
+
+    With `memory_snapshot`, every rank records its allocations, whether or not `ranks` names it, because any rank may
+    run out of memory. A rank that does writes torch.cuda.memory._snapshot() as JSON to `rank-{rank}.oom.json.gz`. To
+    view it:
 
         python -c "import gzip, json; from torch.cuda._memory_viz import trace_plot as plot; \\
             print(plot(json.load(gzip.open('rank-0.oom.json.gz'))))" > oom.html
 
-    All methods belong to one thread: torch traces only the thread that started it, and crashes if another stops it.
+    Call all methods from one thread: torch traces only the thread that started a trace, and crashes if another thread
+    stops it.
 
     Raises:
-        OSError: The directory cannot be made.
+        OSError: The directory cannot be created.
     """
 
     def __init__(self, config: ProfilerConfig, rank: int):
@@ -45,9 +49,10 @@ class Profiler:
 
     @contextmanager
     def update(self, index: int) -> Iterator[None]:
-        """Around the update number `index`, counted from 0 since the run was opened.
+        """Profiles the block, which runs update number `index`, counted from 0 since the run was opened.
 
-        If the update raises, the trace ends and is written; running out of memory gets a note of the snapshot's path.
+        If the update raises, the trace ends and is written. An out-of-memory error gets a note with the snapshot's
+        path.
         """
         goes_on = False
         try:
@@ -58,14 +63,14 @@ class Profiler:
             goes_on = index + 1 in self._steps
         except torch.OutOfMemoryError as error:
             if self._config.memory_snapshot:
-                error.add_note(f"what the memory held is in {self._write_snapshot()}")
+                error.add_note(f"a snapshot of the GPU memory is in {self._write_snapshot()}")
             raise
         finally:
             if not goes_on:
                 self._stop()
 
     def close(self) -> None:
-        """Writes the trace in progress, if any, and records nothing any more."""
+        """Writes the trace in progress, if any, and stops recording."""
         self._stop()
         if self._records_memory:
             self._records_memory = False

@@ -102,8 +102,8 @@ async def train(stack: Stack, batch: pa.Table, stamp: PolicyStamp) -> trainer_pb
 
 
 def largest_gap(batch: pa.Table, forwarded: pa.Table) -> float:
-    behaviour, trainer = (np.concatenate(t["logprobs"].to_pylist()) for t in (batch, forwarded))
-    return float(np.abs(behaviour - trainer).max())
+    behavior, trainer = (np.concatenate(t["logprobs"].to_pylist()) for t in (batch, forwarded))
+    return float(np.abs(behavior - trainer).max())
 
 
 async def test_three_publications_are_exact_and_every_sample_is_on_policy(opened: Stack, tmp_path: Path):

@@ -12,7 +12,7 @@ from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.correction import correction
 from services.trainer.losses.terms import Tokens
 
-# Sequences of 3, 2 and 2 tokens, the second token of the first masked; old / behaviour probability.
+# Sequences of 3, 2 and 2 tokens, the second token of the first masked; old / behavior probability.
 RATIOS = [0.5, 1e-9, 3.0, 2.0, 4.0, 1.1, 0.9]
 LENGTHS = (3, 2, 2)
 MASK_N = torch.tensor([1.0, 0, 1, 1, 1, 1, 1])
@@ -22,7 +22,7 @@ PRODUCTS = [1.5, 1.5, 1.5, 8.0, 8.0, 0.99, 0.99]
 def columns() -> dict[str, torch.Tensor]:
     return {
         "old_logprobs": torch.full((7,), -1.0, dtype=torch.float64),
-        "behaviour_logprobs": -1 - torch.tensor(RATIOS, dtype=torch.float64).log(),
+        "behavior_logprobs": -1 - torch.tensor(RATIOS, dtype=torch.float64).log(),
         "advantages": torch.ones(7, dtype=torch.float64),
         "loss_mask": MASK_N,
         "completion_length": torch.tensor([2.0, 2, 2, 2, 2, 2, 2]),
@@ -73,7 +73,7 @@ def test_nothing_is_corrected_unless_asked() -> None:
 
 
 def test_weights_that_overflow_are_truncated() -> None:
-    far = columns() | {"behaviour_logprobs": torch.full((7,), -2000.0, dtype=torch.float64)}
+    far = columns() | {"behavior_logprobs": torch.full((7,), -2000.0, dtype=torch.float64)}
     tokens = Tokens.of(torch.full((7,), -2.0, dtype=torch.float64), far, LENGTHS)
     for weight in ("token", "sequence"):
         factor_N, _ = correction(tokens, CorrectionConfig(weight=weight))

@@ -16,7 +16,7 @@ def at_tokens(config: LossConfig, ratios: list[float], advantage: float, **colum
     """Sum of the losses, and gradients, of a sequence of tokens with these policy / old; its metrics."""
     n = len(ratios)
     logprobs = torch.full((n,), columns.pop("logprob", LOGPROB), dtype=torch.float64, requires_grad=True)
-    given = {"advantages": advantage, "loss_mask": 1.0, "completion_length": n, "behaviour_logprobs": 0.0, **columns}
+    given = {"advantages": advantage, "loss_mask": 1.0, "completion_length": n, "behavior_logprobs": 0.0, **columns}
     held = {name: torch.full((n,), float(value), dtype=torch.float64) for name, value in given.items()}
     held["old_logprobs"] = logprobs.detach() - torch.tensor(ratios, dtype=torch.float64).log()
     outputs = torch.stack([logprobs, torch.zeros_like(logprobs)])
@@ -159,7 +159,7 @@ def test_penalty_and_bonus_are_added() -> None:
     check(config, 1.0, 2.0, (-2 * LOGPROB + 0.5 * 0.5**2 / 2, -2 + 0.5 * 0.5), ref_logprobs=LOGPROB - 0.5)
     entropy = torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
-    names = ("old_logprobs", "behaviour_logprobs", "loss_mask", "completion_length")
+    names = ("old_logprobs", "behavior_logprobs", "loss_mask", "completion_length")
     outputs = torch.stack([-one, entropy])
     config = LossConfig(kind="sft", entropy_coef=0.1)
     loss, metrics = policy_loss(outputs, dict.fromkeys(names, one), (1,), Totals(1, 1), config)
@@ -190,7 +190,7 @@ def test_gradient_is_the_finite_difference(config: LossConfig) -> None:
     def random(size: int = 8) -> torch.Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64)
 
-    columns = {name: -2 + 0.5 * random() for name in ("old_logprobs", "ref_logprobs", "behaviour_logprobs")}
+    columns = {name: -2 + 0.5 * random() for name in ("old_logprobs", "ref_logprobs", "behavior_logprobs")}
     columns |= {"advantages": random(), "covariance": random()}
     columns["loss_mask"] = torch.tensor([1.0, 0, 1, 0, 1, 1, 1, 1], dtype=torch.float64)
     columns["completion_length"] = torch.tensor([2.0, 2, 2, 0, 4, 4, 4, 4], dtype=torch.float64)

@@ -24,7 +24,7 @@ from tests.trainer.loss_harness import HALVES, LAYOUTS, LOSSES, MISTAKES, REFERE
 METRIC_TOLERANCE = 5e-6
 # How far a tensor's weights moved, relative to its largest move: a sum of two gradients, each of some 70 tokens, up to
 # 1e-6 here. On top, after each of the two updates a weight is rounded, by an order of additions to one float and by
-# another to its neighbour: for norms, of size 1, that is up to 5e-5 of their move of 2e-3; matrices do not notice.
+# another to its neighbor: for norms, of size 1, that is up to 5e-5 of their move of 2e-3; matrices do not notice.
 MOVE_TOLERANCE = 5e-6
 WEIGHT_ROUNDING = 2 * 2**-23
 # Against float64 the rounding of the float32 forward itself counts too; see test_trainer_fsdp.

@@ -1,5 +1,7 @@
 """A loss of the user's is called as the built-in kinds are, and its mistakes are named."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -15,7 +17,7 @@ def loss_of(path: str, **kwargs: float) -> tuple[torch.Tensor, dict[str, torch.T
     logprobs_N = torch.tensor([-1.0, -2.0])
     ones_N = torch.ones(2)
     columns = {"loss_mask": ones_N, "completion_length": 2 * ones_N, "advantages": torch.tensor([1.0, -3.0])}
-    columns |= {"old_logprobs": torch.tensor([-1.5, -2.0]), "behaviour_logprobs": logprobs_N}
+    columns |= {"old_logprobs": torch.tensor([-1.5, -2.0]), "behavior_logprobs": logprobs_N}
     return policy_loss(torch.stack([logprobs_N, ones_N]), columns, (2,), Totals(2, 1), config)
 
 
@@ -43,6 +45,13 @@ def test_a_wrong_shape_is_named() -> None:
 def test_what_cannot_be_imported_is_refused_before_a_run(path: str, why: str) -> None:
     with pytest.raises(InvalidInput, match=f"trainer.loss.import_path: {path} {why}"):
         require_importable(LossConfig(kind="python", import_path=path))
+
+
+def test_a_module_that_raises_while_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lockstep_raising_loss.py").write_text("raise ValueError('no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidInput, match="lockstep_raising_loss:f cannot be imported: no such file"):
+        require_importable(LossConfig(kind="python", import_path="lockstep_raising_loss:f"))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ MEANS: list[dict[str, Any]] = [
     {"aggregation": "seq_mean_token_sum"},
     {"aggregation": "seq_mean_token_sum_norm", "norm_tokens": 7},
 ]
-COLUMNS = ("advantages", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
+COLUMNS = ("advantages", "old_logprobs", "behavior_logprobs", "ref_logprobs")
 
 
 @dataclass(frozen=True)

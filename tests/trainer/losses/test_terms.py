@@ -45,10 +45,10 @@ def test_sums_over_sequences_leave_out_masked_tokens() -> None:
 
 def test_masked_tokens_have_ratio_one_whatever_they_are() -> None:
     logprobs_N, others_N = torch.full((8,), -1.0), torch.where(MASK_N > 0, -2.0, -1e4)
-    columns = COLUMNS | dict.fromkeys(("old_logprobs", "behaviour_logprobs", "ref_logprobs"), others_N)
+    columns = COLUMNS | dict.fromkeys(("old_logprobs", "behavior_logprobs", "ref_logprobs"), others_N)
     tokens = Tokens.of(logprobs_N, columns, (3, 1, 4))
     assert torch.equal(tokens.log_ratio_N, MASK_N)
-    assert torch.equal(logprobs_N - tokens.columns["behaviour_logprobs"], MASK_N)
+    assert torch.equal(logprobs_N - tokens.columns["behavior_logprobs"], MASK_N)
     assert torch.equal(logprobs_N - tokens.columns["ref_logprobs"], MASK_N)
 
 

@@ -20,7 +20,7 @@ def column(*values: float) -> torch.Tensor:
 CASES = [
     (1.0, 1.0, 3.0, 2.0, -2.0),
     (1.1, 1.0, 3.0, 1.9**2 / 2, -1.9),
-    (1.5, 1.0, 3.0, 1.8**2 / 2, 0.0),  # went far enough towards the return
+    (1.5, 1.0, 3.0, 1.8**2 / 2, 0.0),  # went far enough toward the return
     (0.5, 1.0, 3.0, 2.5**2 / 2, -2.5),  # went away from it
     (1.5, 1.0, 1.3, 0.2**2 / 2, 0.2),  # past it
     (0.7, 1.0, 1.0, 0.3**2 / 2, -0.3),

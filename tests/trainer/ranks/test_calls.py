@@ -209,7 +209,7 @@ async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
     assert len(crew.failures) == 1
 
 
-async def test_cancelled_call_is_finished_before_the_next(crew: Crew) -> None:
+async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
     crew.close_gates()
     call = asyncio.create_task(crew.ranks.call(FakeWorker.train))
     await asyncio.to_thread(crew.workers[1].entered.wait)

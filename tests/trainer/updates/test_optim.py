@@ -103,7 +103,7 @@ WRONG = {
         "wsd_decay_steps": 7,
     },
     "weight_decay_end and weight_decay_steps": {"weight_decay_schedule": "cosine", "weight_decay_end": 0.1},
-    "constant neither": {"weight_decay_steps": 10},
+    "constant allows neither": {"weight_decay_steps": 10},
 }
 
 

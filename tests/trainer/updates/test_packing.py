@@ -84,7 +84,7 @@ def test_pack_against_a_naive_construction(rows: list[int]) -> None:
     table = samples().take(pa.array(rows))
     pack = build_pack(table)
     tokens, positions, starts, predict, targets = [], [], [0], [], []
-    names = ("behaviour_logprobs", "loss_mask", "advantages", "ref_logprobs", "completion_length")
+    names = ("behavior_logprobs", "loss_mask", "advantages", "ref_logprobs", "completion_length")
     flat: dict[str, list[float]] = {name: [] for name in names}
     for row in table.to_pylist():
         whole = row["prompt_tokens"] + row["tokens"]
@@ -92,7 +92,7 @@ def test_pack_against_a_naive_construction(rows: list[int]) -> None:
             # The token at index p + place is predicted at the one before it.
             predict.append(len(tokens) + len(row["prompt_tokens"]) + place - 1)
             targets.append(token)
-            flat["behaviour_logprobs"].append(row["logprobs"][place])
+            flat["behavior_logprobs"].append(row["logprobs"][place])
             flat["ref_logprobs"].append(row["ref_logprobs"][place])
             flat["advantages"].append(row["advantages"][place])
             flat["loss_mask"].append(1)
@@ -109,7 +109,7 @@ def test_pack_against_a_naive_construction(rows: list[int]) -> None:
     assert pack.columns.keys() == flat.keys()
     for name, values in flat.items():
         np.testing.assert_array_equal(pack.columns[name].numpy(), np.array(values, dtype=np.float32))
-    cut = pack.per_sample(pack.columns["behaviour_logprobs"])
+    cut = pack.per_sample(pack.columns["behavior_logprobs"])
     assert [part.tolist() for part in cut] == [
         np.array(row["logprobs"], dtype=np.float32).tolist() for row in table.to_pylist()
     ]

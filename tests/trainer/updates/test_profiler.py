@@ -160,7 +160,7 @@ def test_snapshot_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: SNAPSHOT)
     error = out_of_memory(Profiler(config(tmp_path, memory_snapshot=True), rank=1), 0)
     path = tmp_path / "rank-1.oom.json.gz"
-    assert error.__notes__ == [f"what the memory held is in {path}"]
+    assert error.__notes__ == [f"a snapshot of the GPU memory is in {path}"]
     assert_is_snapshot(path)
     assert "raise OutOfMemoryError # 1.0TiB requested" in _memory_viz.trace(
         json.loads(gzip.decompress(path.read_bytes()))
