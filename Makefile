@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
-.PHONY: setup run test test-services test-parts lint protos bench clean
+.PHONY: setup run test test-fast test-services test-parts lint protos bench clean
 
 setup: $(VENV)/.installed
 
@@ -25,6 +25,10 @@ test: setup lint
 
 FIRST_HALF := tests/common tests/deploy tests/e2e tests/fault tests/reward
 
+# Everything that starts no engine and no trainer ranks.
+test-fast: setup
+	@$(BIN)/python -m pytest tests/common tests/compat tests/coordinator tests/test_docs.py tests/test_source.py -m 'not slow'
+
 test-services: setup
 	@$(BIN)/python -m pytest $(FIRST_HALF) 2>&1 | sed -u ''
 
@@ -34,8 +38,8 @@ test-parts: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright
 	$(BIN)/lint-imports
+	$(BIN)/basedpyright
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \

@@ -110,7 +110,7 @@ class FsdpBackend(Backend):
         pass
 
     def _require_tensors_of(self, model: dict[str, Any], optimizer: dict[str, Any], directory: Path) -> None:
-        """Raises PreconditionFailed unless the checkpoint has exactly these tensors; torch crashes on missing ones."""
+        """Raises PreconditionFailed unless the checkpoint has exactly these tensors: without one, torch crashes."""
         saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items()
         tensors = {name: stored.size for name, stored in saved if isinstance(stored, TensorStorageMetadata)}
         there = {name: list(size) for name, size in tensors.items() if name.startswith(("model.", "optimizer.state."))}

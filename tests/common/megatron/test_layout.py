@@ -344,6 +344,7 @@ def groups_of(layout: Layout, names: tuple[str, ...], along: tuple[str, ...]) ->
     return {tuple(ranks) for ranks in groups.values()}
 
 
+@pytest.mark.slow
 def test_ranks_are_where_megatron_puts_them(megatron_says: tuple[list[Any], Any]) -> None:
     layouts = list(many_layouts())
     assert len(layouts) == len(megatron_says[0]) > 200

@@ -156,6 +156,7 @@ async def in_time(attempt: Callable[[float], Awaitable[None]]) -> None:
     raise TooSlow
 
 
+@pytest.mark.slow
 async def test_no_call_fails_while_certificates_are_renewed_and_expire(tmp_path) -> None:
     async def attempt(valid_s: float) -> None:
         async with deployed(tmp_path, valid_s) as (deployment, kept):
@@ -189,6 +190,7 @@ async def _callers(deployment: Deployment, client: Client) -> list[bytes]:
     return list(deployment.rollout.callers)
 
 
+@pytest.mark.slow
 async def test_without_renewal_connections_go_on_and_new_ones_are_refused(tmp_path) -> None:
     async def attempt(valid_s: float) -> None:
         async with deployed(tmp_path, valid_s) as (deployment, kept):

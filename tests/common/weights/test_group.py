@@ -297,6 +297,7 @@ def members(store: ServedStore) -> Iterator[list[Member]]:
         member.process.communicate()
 
 
+@pytest.mark.slow
 def test_group_outlives_a_member_that_is_killed_in_a_broadcast(store, members, next_epoch) -> None:
     # 64 MiB in buckets of 1 MiB: more than the sockets between the members hold, so that the dead is waited for.
     size = {"num_large": 64, "large": 1 << 18}

@@ -225,6 +225,7 @@ def test_answers_clocks_and_versions() -> None:
     assert "cuda versions" not in found
 
 
+@pytest.mark.slow
 async def test_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fails(await check_broadcast(timeout_s=PATIENCE_S), OK, "64 MiB in", "")
     dead = await check_broadcast(("-c", "raise SystemExit('no gloo here')"))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import pytest
 import yaml
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
@@ -73,6 +74,7 @@ async def run(directory: Path, at: list[str], fakes: Fakes) -> Command:
     return await Command.start(directory, "run", "run.yaml", *at, *given, f"--rollout={fakes.given.rollout[0]}")
 
 
+@pytest.mark.slow
 async def test_a_run_outlives_its_watchers_and_its_daemon(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run_settings(tmp_path)))
     at = ["--coordinator", f"127.0.0.1:{free_port()}"]

@@ -46,7 +46,7 @@ def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def take_apart(chunks: Iterable[torch.nn.Module]) -> None:
-    """Breaks the reference cycles of chunks, wrapped or not, to free their memory and groups. They are unusable then.
+    """Breaks the reference cycles of chunks, wrapped or not, to free their memory and groups. Do not use them then.
 
     Reason: the cycles go through C++ (DDP's gradient accumulators, the float32 weight that a parameter keeps), where
     Python's garbage collector does not see them, and a cache on the rotary embedding's class keeps instances alive.
