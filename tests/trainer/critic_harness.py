@@ -156,10 +156,10 @@ def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in body} | {HEAD: head}
     # Megatron's library is large, and its backend is imported by those who want it.
     from services.trainer.megatron.weights.stream import WeightStream as ShardStream
-    from services.trainer.megatron.weights.stream import held_parameters
+    from services.trainer.megatron.weights.stream import local_parameters
 
     chunks, parallelism = backend._model.bare_chunks(), backend._model.parallelism
-    body = ShardStream(held_parameters(chunks, parallelism), backend._map, parallelism, backend.device)
+    body = ShardStream(local_parameters(chunks, parallelism), backend._map, parallelism, backend.device)
     tensors = {name: tensor.clone() for name, tensor in backend._streamed(body.to_first())}
     backend._offloader.load("params")
     own = chunks[-1].output_layer.weight.detach().clone() if parallelism.is_last_stage else None

@@ -51,7 +51,7 @@ class CallableParameters(nn.ParameterDict):
     Reason: DDP with overlap_param_gather gathers weights in forward hooks, and torch's ParameterDict cannot be called.
     """
 
-    # ParameterDict's own only raises.
+    # ParameterDict's own __call__ only raises an error.
     __call__: Callable[..., dict[str, torch.Tensor]] = nn.Module.__call__  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def forward(self) -> dict[str, torch.Tensor]:

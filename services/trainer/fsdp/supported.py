@@ -22,7 +22,7 @@ def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel) -
     """Checks that only the output layer's weight makes logits, and that no layer mixes the sequences of a pack.
 
     Raises:
-        InvalidInput: The model has another step after the output layer's product, or a layer that mixes sequences.
+        InvalidInput: The logits depend on something else, or a layer would mix the sequences of a pack.
     """
     for name in _LOGIT_SETTINGS:
         if getattr(hf_config, name, None) not in (None, 1):

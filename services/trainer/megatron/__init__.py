@@ -1,12 +1,14 @@
-"""The Megatron-Core backend: tensor, sequence, pipeline, context, expert and data parallelism in any combination.
+"""Trains models with Megatron-Core, in any combination of its forms of parallelism.
 
-Importing this package, before megatron itself, makes Megatron-Core run on CPU where there is no GPU.
+These are tensor, sequence, pipeline, context, expert and data parallelism.
+
+Import this package before megatron itself: it makes Megatron-Core run on CPU if there is no GPU.
 """
 
 import os
 
 import services.trainer.compat.megatron  # noqa: F401  makes Megatron-Core run on CPU
 
-# TransformerEngine's one kernel for the products of all experts, on Hopper. Without it each is launched by itself, and
-# the processor that launches them is what a step waits for.
+# On Hopper this lets TransformerEngine compute all experts with one grouped GEMM. Without it the CPU launches one GEMM
+# per expert, and the GPU waits for the CPU.
 os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")

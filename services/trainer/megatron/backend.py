@@ -1,4 +1,4 @@
-"""The Megatron-Core backend."""
+"""Implements the Megatron-Core backend."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ from services.trainer.megatron.weights.lora_map import AdapterMap
 from services.trainer.megatron.weights.stream import (
     WeightStream,
     gather_json,
-    held_parameters,
     load_checkpoint_weights,
+    local_parameters,
 )
 from services.trainer.megatron.weights.weight_map import WeightMap
 from services.trainer.updates.packing import Pack
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
-    """The backend on Megatron-Core."""
+    """Implements a role on Megatron-Core."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
@@ -109,7 +109,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
 
         def collect(micro: MicroBatch, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             value, metrics = loss(outputs_KN, micro.pack)
-            # Megatron divides by the rows of all ranks, as its own auxiliary losses need; ours is normalised already.
+            # Megatron divides by all ranks' rows, which its auxiliary losses need; ours is already normalized.
             rows = torch.full((), micro.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
             return value * all_rows, rows, (outputs_KN.detach(), metrics)
 
@@ -127,7 +127,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         self._model.parallelism.activate()
         self._offloader.load("optimizer")
         set_rates(self._optimizer, lr, weight_decay)
-        _, norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  abstract without a type
+        _, norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  the abstract method has no annotation
         self._offloader.release("optimizer")
         self.discard_gradients()
         return float(norm)
@@ -178,7 +178,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         self._closing.close()
 
     def _check_layout(self, architecture: Architecture) -> None:
-        """By the ranks and the model that are really here, before any process group is made."""
+        """Checks the layout against the real world size and model, before any process group is made."""
         check_layout(
             self._config.megatron,
             dist.get_world_size(),
@@ -194,14 +194,14 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         config = transformer_config(self._hf, self._config, self._dtype)
         kind = ValueModel if self._role is Role.CRITIC else LogprobModel
         bare = [chunk.to(self.device) for chunk in build_chunks(kind, config, self._hf, is_adapted=is_adapted)]
-        held = held_parameters(bare, parallelism)
+        parameters = local_parameters(bare, parallelism)
         if megatron.dist_checkpointing_path:
             load_converted_weights(bare, parallelism, megatron.dist_checkpointing_path)
         else:
-            load_checkpoint_weights(held, self._map, parallelism, self._model_path)
+            load_checkpoint_weights(parameters, self._map, parallelism, self._model_path)
         if self._role is not Role.REFERENCE:
             if megatron.moe.freeze_router:
-                for parameter in held:
+                for parameter in parameters:
                     parameter.tensor.requires_grad_(".router." not in parameter.name)
             if is_adapted:
                 add_adapters(bare, self._config.lora, parallelism, seed=seed)
@@ -219,7 +219,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
 
     def _finish_update(self) -> None:
         for chunk in self._model.ddp_chunks():
-            if chunk.ddp_config.overlap_param_gather:  # else the last update would be gathered in the next forward
+            if chunk.ddp_config.overlap_param_gather:  # otherwise the next forward would gather the updated weights
                 chunk.start_param_sync(force_sync=True)
 
     def _streamed(self, stream: Iterator[T]) -> Iterator[T]:
@@ -229,13 +229,13 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         self._offloader.release("params")
 
     def _make_streams(self) -> None:
-        """Makes the stream of the merged policy and, if it has adapters, those of its base and of the adapters."""
+        """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""
         chunks, parallelism = self._model.bare_chunks(), self._model.parallelism
-        held = held_parameters(chunks, parallelism)
-        self._stream = WeightStream(held, self._map, parallelism, self.device, merged_values(chunks))
+        parameters = local_parameters(chunks, parallelism)
+        self._stream = WeightStream(parameters, self._map, parallelism, self.device, merged_values(chunks))
         if self._config.lora.rank:
-            adapters = held_parameters(chunks, parallelism, adapters=True)
-            self._base = WeightStream(held, self._map, parallelism, self.device)
+            adapters = local_parameters(chunks, parallelism, adapters=True)
+            self._base = WeightStream(parameters, self._map, parallelism, self.device)
             self._adapter = WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)
 
     def _count_rows(self, micros: Sequence[MicroBatch]) -> int:
@@ -244,7 +244,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         return int(rows)
 
     def _sum_metrics(self, kept: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Over micro-batches and ranks with different samples; told to the earlier pipeline stages."""
+        """Returns the sums over micro-batches and data-parallel ranks, on all pipeline stages."""
         parallelism = self._model.parallelism
         sums: dict[str, float] = {}
         if parallelism.is_last_stage:
@@ -259,7 +259,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
 
     def _gradient_tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self._model.ddp_chunks():
-            buffers: Any = chunk.buffers  # Megatron's list of them, in place of Module.buffers
+            buffers: Any = chunk.buffers  # Megatron's own list replaces Module.buffers
             yield from (buffer.grad_data for buffer in (*buffers, *chunk.expert_parallel_buffers))
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:

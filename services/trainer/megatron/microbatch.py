@@ -1,7 +1,7 @@
-"""A pack as one context-parallel rank sees it: each sequence padded, cut, and its own rows found again.
+"""Pads and cuts packs into micro-batches for one context-parallel rank, and joins the outputs of all ranks again.
 
-A sequence of a CP run is cut into 2 * CP chunks of which rank r holds chunks r and 2 * CP - 1 - r, so that causal
-attention is the same work for all (arXiv 2407.21783, section 3.3.2). The loss always sees whole sequences.
+With context parallelism each sequence is cut into 2 * CP chunks; rank r holds chunks r and 2 * CP - 1 - r, so that
+causal attention is the same work on every rank (arXiv 2407.21783, section 3.3.2). The loss always gets whole sequences.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from services.trainer.updates.packing import Pack
 
 @dataclass(frozen=True)
 class Cut:
-    """How sequences are laid out: `align` divides every padded length."""
+    """Describes how sequences are padded and cut. Every padded length is a multiple of `align`."""
 
     cp_size: int
     cp_rank: int
@@ -27,17 +27,17 @@ class Cut:
     is_packed: bool
 
     def padded(self, length: int) -> int:
-        """`length`, rounded up."""
+        """Returns `length` rounded up to a multiple of `align`."""
         return -(-length // self.align) * self.align
 
     def num_tokens(self, pack: Pack) -> int:
-        """Padded tokens of the pack, or of each sequence if they are not packed."""
+        """Returns the padded tokens of the pack, or of each sequence if sequences are not packed."""
         return sum(map(self.padded, pack.lengths)) if self.is_packed else self.padded(pack.max_seqlen)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens [1, T] packed end to end or [B, S] padded, of this CP rank; M of the pack's N predictions are in them."""
+    """Holds this CP rank's tokens, [1, T] packed end to end or [B, S] padded, with M of the pack's N predictions."""
 
     pack: Pack
     tokens: torch.Tensor
@@ -47,19 +47,19 @@ class MicroBatch:
     where_M: torch.Tensor
 
     def whole(self, values_KM: torch.Tensor, cp_group: ProcessGroup) -> torch.Tensor:
-        """Values [K, N] of all predictions, from every CP rank's M of them. Its gradient stays on this rank's M."""
+        """Returns the values [K, N] of all predictions, gathered from all CP ranks; only its own M get gradients."""
         whole_KN = values_KM.new_zeros(values_KM.size(0), self.pack.targets_N.numel())
         whole_KN = whole_KN.index_copy(1, self.where_M, values_KM)
         return reduce_from_tensor_model_parallel_region(whole_KN, group=cp_group)
 
     @property
     def num_rows(self) -> int:
-        """Rows that the model computes on this CP rank, padding included."""
+        """Returns the number of rows that the model computes on this CP rank, including padding."""
         return self.tokens.numel()
 
 
 def cut_packs(packs: Sequence[Pack], cut: Cut, *, is_fixed_size: bool) -> list[MicroBatch]:
-    """Micro-batches of `packs`; with `is_fixed_size` (interleaved pipelines need it) filled up to one shape."""
+    """Returns micro-batches; with `is_fixed_size`, which interleaved pipelines need, all are padded to one shape."""
     num_tokens = [cut.num_tokens(pack) for pack in packs]
     num_sequences = max(len(pack.lengths) for pack in packs)
     return [
@@ -74,7 +74,7 @@ def cut_packs(packs: Sequence[Pack], cut: Cut, *, is_fixed_size: bool) -> list[M
 
 
 def _cut_pack(pack: Pack, cut: Cut, *, num_tokens: int, num_sequences: int) -> MicroBatch:
-    """`num_tokens` of the whole pack if packed, of each sequence if not."""
+    """Pads to `num_tokens` per pack if sequences are packed, per sequence if not, and cuts this rank's part."""
     padded = _padded_lengths(pack, cut, num_tokens, num_sequences)
     lengths = np.array([*pack.lengths, *[0] * (len(padded) - len(pack.lengths))])
     starts = np.cumsum(lengths) - lengths
@@ -108,12 +108,12 @@ def _padded_lengths(pack: Pack, cut: Cut, num_tokens: int, num_sequences: int) -
 
 
 def _own_predictions(pack: Pack, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows, in the order of the model's [S, B] output, that predict, and which of the N predictions they are."""
+    """Returns which rows of the model's output, flattened from [S, B], predict, and which of the N predictions."""
     order = source.T.reshape(-1)
     row_of = np.full(sum(pack.lengths), -1)
     row_of[order[order >= 0]] = np.flatnonzero(order >= 0)
     ends = np.cumsum(pack.lengths)
-    # A completion of c tokens is predicted by the last c of its sequence.
+    # The last c tokens of a sequence predict its completion of c tokens.
     predict = [np.arange(end - count, end) for end, count in zip(ends, pack.completion_lengths, strict=True)]
     rows_N = row_of[np.concatenate(predict)]
     return rows_N[rows_N >= 0], np.flatnonzero(rows_N >= 0)

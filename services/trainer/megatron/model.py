@@ -1,4 +1,4 @@
-"""A model as Megatron chunks, one or, with an interleaved pipeline, several on each rank."""
+"""Builds a model as Megatron chunks: one per rank, or several with an interleaved pipeline."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ from services.trainer.megatron.passthrough import make, refusals
 from services.trainer.megatron.transformer import model_settings, transformer_settings
 from services.trainer.updates.logprobs import linear_logprobs
 
-# Kernels that exist only there.
+# Settings whose kernels exist only on GPU.
 _NEEDS_GPU = (
     "masked_softmax_fusion",
     "apply_rope_fusion",
@@ -47,12 +47,12 @@ _NEEDS_GPU = (
 
 
 class LogprobHead(ColumnParallelLinear):
-    """The output layer: from hidden states to log-probabilities and entropies, without whole logits."""
+    """Computes log-probabilities and entropies from hidden states, without whole logits. It is the output layer."""
 
     def forward(  # type: ignore[override]
         self, hidden_SBD: torch.Tensor, weight_VD: torch.Tensor, micro: MicroBatch, temperature: float
     ) -> torch.Tensor:
-        """Float32 [2, M]: this context-parallel rank's predictions."""
+        """Returns float32 [2, M] for the predictions on this context-parallel rank."""
         if self.sequence_parallel:
             hidden_SBD = gather_from_sequence_parallel_region(hidden_SBD, group=self.tp_group)
         else:
@@ -63,18 +63,18 @@ class LogprobHead(ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Module):
-    """From hidden states to one number, the same on all tensor-parallel ranks; 0 before any training."""
+    """Computes a value from each hidden state, equal on all tensor-parallel ranks; 0 before any training."""
 
     def __init__(self, layer: ColumnParallelLinear):
         super().__init__()
-        assert layer.weight is not None  # only a tied output layer has none of its own
+        assert layer.weight is not None  # only a tied output layer has no weight
         self.sequence_parallel, self.tp_group = layer.sequence_parallel, layer.tp_group
         self.weight = torch.nn.Parameter(torch.zeros_like(layer.weight[:1]))
 
     def forward(self, hidden_SBD: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """Float32 [1, M]: this context-parallel rank's values."""
+        """Returns float32 [1, M], the values on this context-parallel rank."""
         if self.sequence_parallel:
-            # All ranks compute the same from the whole: each keeps its part of the gradient, nothing is summed.
+            # All ranks compute the same value from the whole, so each keeps its part of the gradient and sums nothing.
             hidden_SBD = gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -83,12 +83,12 @@ class ValueHead(torch.nn.Module):
 
 
 class Chunk(HiddenStateModel):
-    """A chunk of a model; the last one ends in outputs at the predictions."""
+    """Computes a chunk of a model; the last chunk returns outputs at the predictions."""
 
     num_outputs: int
 
     def forward(self, micro: MicroBatch, temperature: float) -> torch.Tensor:  # type: ignore[override]
-        """Hidden states for the next chunk; the last chunk's are [K, M], see the heads."""
+        """Returns hidden states for the next chunk; the last chunk returns its head's outputs [num_outputs, M]."""
         # Megatron's annotations leave out that positions, mask and packing may be None.
         hidden = super().forward(micro.tokens, None, None, packed_seq_params=micro.packed)  # pyright: ignore[reportArgumentType]
         return self._outputs(hidden, micro, temperature) if self.post_process else hidden
@@ -105,7 +105,7 @@ class Chunk(HiddenStateModel):
 
 
 class LogprobModel(Chunk):
-    """Ends in log-probabilities."""
+    """Returns log-probabilities and entropies."""
 
     num_outputs = 2
 
@@ -122,7 +122,7 @@ class LogprobModel(Chunk):
 
 
 class ValueModel(Chunk):
-    """Ends in values. Its head is no tensor of the checkpoint that the model starts from."""
+    """Returns values. The checkpoint that the model starts from has no tensor for its head."""
 
     num_outputs = 1
 
@@ -137,7 +137,7 @@ class ValueModel(Chunk):
 
 
 def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's config of one role.
+    """Makes Megatron's config for one role.
 
     Raises:
         InvalidInput: transformer_config_kwargs has an unknown key, or Megatron refuses the combination.
@@ -156,13 +156,13 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # The interleaved schedule exchanges shapes in an order that swaps or deadlocks: it gets equal sizes instead.
+        # The interleaved schedule mixes up variable shapes or deadlocks, so its micro-batches are padded to one size.
         "variable_seq_lengths": vpp is None,
         "batch_p2p_comm": False,
         "overlap_p2p_comm": vpp is not None and is_gpu,
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
-        # Only for float8; without it a first micro-batch does not overwrite gradients, see add_gradients_in_place.
+        # The cache is for float8; with it the first micro-batch would overwrite gradients, see add_gradients_in_place.
         "disable_parameter_transpose_cache": True,
         **_moe_settings(megatron),
         **_recompute_settings(trainer, megatron),
@@ -171,7 +171,7 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
     given = megatron.transformer_config_kwargs
     config = make(TransformerConfig, settings, given, "megatron.transformer_config_kwargs")
     if config.moe_z_loss_coeff is not None:
-        # Megatron divides it by these ranks and then weighs each one's part by that rank's tokens only
+        # Megatron divides the loss by these ranks and then weighs each rank's part by only that rank's tokens
         # (moe/router.py, apply_z_loss, with calculate_per_token_loss).
         config.moe_z_loss_coeff *= megatron.tensor_model_parallel_size * megatron.context_parallel_size
     return config
@@ -180,9 +180,10 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
 def build_chunks(
     kind: type[Chunk], config: TransformerConfig, hf: PretrainedConfig, *, is_adapted: bool = False
 ) -> list[Chunk]:
-    """This rank's chunks, on the current device, with weights yet to be loaded.
+    """Makes this rank's chunks on the current device; their weights are not loaded yet.
 
-    Layers that will be adapted have their norms apart: a fused layer keeps its normalised input, the adapter's, inside.
+    With `is_adapted` the norms are separate layers, since the adapter needs the normalized input, which a fused layer
+    does not return.
     """
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -207,12 +208,12 @@ def build_chunks(
 def wrap_chunks(
     chunks: Sequence[Chunk], config: TransformerConfig, megatron: MegatronConfig
 ) -> list[DistributedDataParallel]:
-    """Chunks whose gradients are summed over the data-parallel ranks.
+    """Wraps chunks to sum their gradients over the data-parallel ranks.
 
     Raises:
         InvalidInput: ddp_config has an unknown key.
     """
-    # On CPU what is sent meanwhile takes the cores that compute.
+    # On CPU, communication in the background would compete with computation for the cores.
     overlaps = megatron.ddp_config.get("overlap_grad_reduce", next(chunks[0].parameters()).is_cuda)
     settings = {
         "use_distributed_optimizer": megatron.use_distributed_optimizer,
@@ -236,12 +237,12 @@ def wrap_chunks(
 
 
 def half_precision(chunk: Chunk, config: TransformerConfig) -> torch.nn.Module:
-    """The chunk, converting between stages if it computes in bfloat16."""
+    """Returns the chunk, wrapped to convert between float32 and bfloat16 if it computes in bfloat16."""
     return Float16Module(config, chunk) if config.bf16 else chunk
 
 
 def unwrap(chunk: torch.nn.Module) -> Chunk:
-    """The model chunk inside its wrappers."""
+    """Returns the model chunk inside its wrappers."""
     while not isinstance(chunk, Chunk):
         chunk = chunk.get_submodule("module")
     return chunk
@@ -258,7 +259,7 @@ def _layer_spec(config: TransformerConfig, place: dict[str, Any], *, is_adapted:
 
 
 def _with_own_norms(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """TransformerEngine's norm and linear layer, fused in `spec`, apart; checkpoints of both have the same names."""
+    """Splits layers that fuse TransformerEngine's norm with a linear layer; checkpoint names stay the same."""
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TELayerNormColumnParallelLinear,
@@ -297,9 +298,10 @@ def _moe_settings(megatron: MegatronConfig) -> dict[str, Any]:
 
 
 def _router_ranks(megatron: MegatronConfig) -> int:
-    """Ranks that an auxiliary loss is summed over. Megatron 0.16 weighs each one's part by that rank's tokens only.
+    """Returns the number of ranks over which an auxiliary loss is summed.
 
-    (moe/router.py, attach_and_log_load_balancing_loss, with calculate_per_token_loss.)
+    Megatron 0.16 weighs each rank's part by only that rank's tokens (moe/router.py, attach_and_log_load_balancing_loss,
+    with calculate_per_token_loss), so the coefficient is multiplied by this number.
     """
     if megatron.moe.load_balancing_type == "global_aux_loss":
         return dist.get_world_size() // megatron.pipeline_model_parallel_size

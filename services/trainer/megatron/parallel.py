@@ -1,4 +1,4 @@
-"""Megatron's process groups of one role. Megatron keeps them in globals of a module, so roles take turns with it."""
+"""Makes Megatron's process groups of one role. Megatron keeps them in globals, which the roles use in turn."""
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -8,7 +8,7 @@ from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, g
 
 
 class Parallelism:
-    """The groups that `config` asks for over all ranks. `activate` before anything of Megatron runs for the role."""
+    """Makes the groups of `config` over all ranks. Call `activate` before Megatron runs anything for the role."""
 
     def __init__(self, config: MegatronConfig, *, timeout_s: float, seed: int):
         self.config = config
@@ -20,7 +20,7 @@ class Parallelism:
             context_parallel_size=config.context_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=config.etp,
-            distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]  a timedelta's minutes
+            distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]  Megatron passes it to timedelta
         )
         self._state = current_groups()
         self._replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -35,29 +35,29 @@ class Parallelism:
         self.expert_rank = parallel_state.get_expert_model_parallel_rank()
         self.tp_index = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
         etp_rank = parallel_state.get_expert_tensor_parallel_rank()
-        assert etp_rank is not None  # its group was made
+        assert etp_rank is not None  # initialize_model_parallel made its group
         self.etp_index = etp_rank, config.etp
         self.data_rank = parallel_state.get_data_parallel_rank()
-        # Each tensor-parallel rank draws its own dropout; pipeline stages hold other layers anyway.
+        # Each tensor-parallel rank draws its own dropout. Pipeline stages have different layers, so one seed is enough.
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def activate(self) -> None:
-        """Makes Megatron's globals name these groups."""
+        """Sets Megatron's globals to these groups."""
         set_groups(self._state)
 
     def shard_index(self, parameter: torch.Tensor, *, is_expert: bool) -> tuple[int, int]:
-        """Which of how many tensor-parallel shards this rank's `parameter` is; the first of one if it is not cut."""
+        """Returns the index and the number of tensor-parallel shards of `parameter`; (0, 1) if it is not cut."""
         if not getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_dim", -1) < 0:
             return 0, 1
         return self.etp_index if is_expert else self.tp_index
 
     def is_holder(self, parameter: torch.Tensor, *, is_expert: bool) -> bool:
-        """Whether this rank speaks for `parameter`: of the first replica, and the first of those that are equal."""
+        """Returns whether this rank is the holder of its shard: the first of all ranks that have the same shard."""
         replica = self._expert_replica if is_expert else self._replica
         is_cut = self.shard_index(parameter, is_expert=is_expert)[1] > 1
         return replica == 0 and (is_cut or (self.etp_index if is_expert else self.tp_index)[0] == 0)
 
 
 def forget_parallelism() -> None:
-    """Puts Megatron's globals back; the groups end with torch.distributed's."""
+    """Resets Megatron's globals to no groups. The groups exist until torch.distributed shuts down."""
     set_groups(NO_GROUPS)

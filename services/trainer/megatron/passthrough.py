@@ -1,4 +1,4 @@
-"""Tables of the config that go to Megatron's dataclasses as they are."""
+"""Passes tables of the config to Megatron's dataclasses unchanged."""
 
 import contextlib
 import dataclasses
@@ -17,10 +17,11 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 
 def make(cls: type[Settings], settings: Mapping[str, object], given: Mapping[str, Any], field: str) -> Settings:
-    """`cls(**settings)` with the user's `given` over it.
+    """Returns `cls(**settings)`, in which the user's `given` values override `settings`.
 
     Raises:
-        InvalidInput: A given key is not a field of `cls`, or Megatron refuses the combination; names key and `field`.
+        InvalidInput: A given key is not a field of `cls`, or Megatron refuses the combination. The message has the key
+            and `field`.
     """
     known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
     for key in given:
@@ -38,7 +39,7 @@ def make(cls: type[Settings], settings: Mapping[str, object], given: Mapping[str
 
 @contextlib.contextmanager
 def refusals(field: str) -> Iterator[None]:
-    """Megatron's own checks of a combination are errors of the config that it came from."""
+    """Converts the errors of Megatron's own checks to InvalidInput for the config `field`."""
     try:
         yield
     except (AssertionError, ValueError, TypeError) as error:
@@ -57,7 +58,7 @@ def _typed(key: str, value: Any, field: str) -> Any:
         return value
     if value.lower() not in names:
         raise InvalidInput(
-            f"{field}.{key}: {value!r} is none of {', '.join(names)}",
+            f"{field}.{key}: {value!r} is not one of {', '.join(names)}",
             reason=Reason.INVALID_CONFIG,
             field=f"{field}.{key}",
         )

@@ -1,4 +1,4 @@
-"""One model of the deployment in Megatron: its groups, its chunks, and how packs run through them."""
+"""Runs packs through one role's model in Megatron: its chunks and process groups."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.updates.packing import Pack
 
-# (micro-batch, outputs [K, N] at the predictions of its pack) -> whatever the schedule is to collect.
+# Takes a micro-batch and the outputs [K, N] at its pack's predictions; returns a value for the schedule to collect.
 Collect = Callable[[MicroBatch, torch.Tensor], Any]
 
 
 class MegatronModel:
-    """Chunks, wrapped or not, with the groups that they were built for."""
+    """Holds the chunks of one model, wrapped or not, and their process groups."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, parallelism: Parallelism):
         self.chunks, self.config, self.parallelism = list(chunks), config, parallelism
@@ -36,25 +36,26 @@ class MegatronModel:
         )
 
     def cut(self, packs: Sequence[Pack]) -> list[MicroBatch]:
-        """The packs as this rank computes them."""
+        """Returns the micro-batches that this rank computes for the packs."""
         return cut_packs(packs, self._cut, is_fixed_size=len(self.chunks) > 1)
 
     def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        """The model's outputs [K, N] of each pack, on every rank that holds it. No gradient."""
+        """Returns the model's outputs [K, N] of each pack, on all pipeline stages, without gradients."""
         micros = self.cut(packs)
         with torch.no_grad():
             outputs = self._run(micros, temperature, lambda micro, outputs_KN: outputs_KN, is_forward_only=True)
         return self.from_last_stage(outputs, packs)
 
     def accumulate(self, micros: Sequence[MicroBatch], temperature: float, collect: Collect) -> list[Any]:
-        """Forward and backward of all micro-batches in Megatron's schedule; what `collect` gave, on the last stage.
+        """Runs forward and backward of all micro-batches in Megatron's schedule.
 
-        `collect` returns loss, number of tokens that the gradient will be divided by, and what is to be kept.
+        `collect` returns the loss, the number of tokens by which the gradient will be divided, and a value to keep.
+        Returns the kept values on the last pipeline stage, and an empty list elsewhere.
         """
         return self._run(micros, temperature, collect, is_forward_only=False)
 
     def from_last_stage(self, values: Sequence[torch.Tensor], packs: Sequence[Pack]) -> list[torch.Tensor]:
-        """[K, N] of each pack, which only the last pipeline stage has, on all stages."""
+        """Returns `values`, [K, N] of each pack, which only the last pipeline stage has, on all stages."""
         counts = [pack.targets_N.numel() for pack in packs]
         if self.parallelism.is_last_stage:
             whole = torch.cat(list(values), 1)
@@ -84,7 +85,7 @@ class MegatronModel:
         )
 
     def close(self) -> None:
-        """Frees memory and groups."""
+        """Frees the memory of the chunks and their references to process groups."""
         self.config.grad_scale_func = self.config.no_sync_func = None
         take_apart(self.chunks)
         self.chunks.clear()
@@ -94,7 +95,7 @@ class MegatronModel:
         return [unwrap(chunk) for chunk in self.chunks]
 
     def ddp_chunks(self) -> list[DistributedDataParallel]:
-        """Returns the wrapped chunks of a trained model; none of a reference, whose chunks have no gradients."""
+        """Returns the wrapped chunks of a trained model, or none for a reference, which has no gradients."""
         return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
 
 

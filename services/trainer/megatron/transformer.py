@@ -1,4 +1,4 @@
-"""Makes Megatron's config of a model from transformers', by the record of the model's family."""
+"""Converts a transformers config to Megatron's, using the record of the model's family."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def read_config(model_path: str) -> PretrainedConfig:
     """Reads the config of a model directory.
 
     Raises:
-        InvalidInput: It cannot be read, or Megatron would compute something else than the model.
+        InvalidInput: The config cannot be read, or Megatron would not compute the same as the model.
     """
     try:
         hf = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
@@ -45,7 +45,7 @@ def model_architecture(hf: PretrainedConfig) -> Architecture:
 
 
 def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
-    """Returns the model's part of megatron.core.transformer.TransformerConfig."""
+    """Returns the fields of megatron.core.transformer.TransformerConfig that the model determines."""
     model = model_architecture(hf)
     settings = {
         "num_layers": model.num_layers,
@@ -65,10 +65,10 @@ def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
-    """Returns the model's part of megatron.core.models.gpt.GPTModel's arguments.
+    """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines.
 
     Raises:
-        InvalidInput: A kind of rotary scaling that Megatron does not have.
+        InvalidInput: Megatron does not support the model's rotary scaling.
     """
     rope = dict(hf.rope_parameters)
     settings = {
@@ -82,7 +82,7 @@ def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         settings["seq_len_interpolation_factor"] = rope["factor"]
-    elif kind == "llama3" and _llama3_constants(rope) == (1, 4, 8192):  # Megatron's, not settable
+    elif kind == "llama3" and _llama3_constants(rope) == (1, 4, 8192):  # Megatron's constants cannot be set
         settings |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
     elif kind != "default":
         raise InvalidInput(f"model: rotary scaling {rope} is not supported by strategy megatron", field="model")
@@ -99,7 +99,7 @@ def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, Any
         "moe_ffn_hidden_size": model.moe_intermediate_size,
         "moe_router_topk": model.num_experts_per_tok,
         "moe_router_score_function": "softmax",
-        # Softmax over the chosen experts alone is softmax over all, renormalised.
+        # Softmax over only the chosen experts equals softmax over all experts, renormalized.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
         "moe_shared_expert_intermediate_size": model.shared_expert_intermediate_size or None,
         "moe_shared_expert_gate": model.has("mlp.shared_experts.gate_weight"),

@@ -180,7 +180,7 @@ def test_a_run_starts_from_converted_weights(results: Path, converted: str, orig
         "experts": ["router.weight is [4, 64] there and [8, 64] here", "nothing was loaded"],
         "dense": ["mlp.experts.experts.linear_fc1.weight", "no tensor decoder.layers.0"],
         "deep": ["decoder.layers.2.", "is not in this model"],
-        "nothing": ["is no torch_dist checkpoint"],
+        "nothing": ["is not a torch_dist checkpoint"],
         "changed": ["is not the file that was written"],
     }.items(),
 )

@@ -177,7 +177,7 @@ def test_names_of_dtypes_and_kernels_become_what_megatron_wants() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("params_dtype", "float31"), ("attention_backend", "cudnn")])
 def test_name_that_is_none_of_the_choices_is_refused(key: str, value: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{key}: '{value}' is none of"):
+    with pytest.raises(InvalidInput, match=f"{key}: '{value}' is not one of"):
         transformer(**{key: value})
 
 

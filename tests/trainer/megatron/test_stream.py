@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 
 from services.common.weights.plan import Plan, unpack
 from services.trainer.megatron.weights import stream as module
-from services.trainer.megatron.weights.stream import Held, WeightStream
+from services.trainer.megatron.weights.stream import LocalTensor, WeightStream
 from services.trainer.megatron.weights.weight_map import Part
 from services.trainer.ranks.publish import send
 from tests.support import PATIENCE_S
@@ -130,7 +130,7 @@ class Rank:
             for index, (holders, num, _) in enumerate(layout)
             if rank in holders
         }
-        held = [Held(f"w{index}", tensor) for index, tensor in shards.items()]
+        held = [LocalTensor(f"w{index}", tensor) for index, tensor in shards.items()]
         places = {id(tensor): layout[index][0].index(rank) for index, tensor in shards.items()}
         names = SimpleNamespace(part=lambda name: part(layout, int(name[1:])), is_published=lambda name: True)
         parallelism = SimpleNamespace(

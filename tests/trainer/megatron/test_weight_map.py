@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from services.common.errors import InternalError, InvalidInput
 from services.common.families.architecture import Architecture
 from services.common.families.registry import FAMILIES
-from services.trainer.megatron.weights.stream import Held, load_checkpoint_weights
+from services.trainer.megatron.weights.stream import LocalTensor, load_checkpoint_weights
 from services.trainer.megatron.weights.weight_map import WeightMap
 
 
@@ -160,6 +160,6 @@ def test_parameter_that_the_map_does_not_know_is_an_error(name: str) -> None:
 
 def test_checkpoint_tensor_of_another_shape_than_the_configs_is_refused(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.zeros(25)}, tmp_path / "model.safetensors")
-    held = [Held("decoder.final_layernorm.weight", torch.zeros(24))]
-    with pytest.raises(InvalidInput, match=r"model\.norm\.weight is \[25\], by config\.json \[24\]"):
+    held = [LocalTensor("decoder.final_layernorm.weight", torch.zeros(24))]
+    with pytest.raises(InvalidInput, match=r"model\.norm\.weight has shape \[25\], but config\.json gives \[24\]"):
         load_checkpoint_weights(held, WeightMap(shape_of()), None, str(tmp_path))  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self._eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # finalize_model_grads sums the gradient over the tensor-parallel ranks where this is set.
+        # If Megatron finds this attribute, finalize_model_grads sums the gradient over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What Megatron's Adam remembers, as sharded tensors: first and second moments, and the weights in float32.
+"""Converts the state of Megatron's Adam to sharded tensors: first and second moments, and the weights in float32.
 
-Under "fully_reshardable" every model parameter has its own tensors, in its own shape, with and without the distributed
-optimizer. Under "dp_reshardable" they are the flat buffers of the distributed optimizer as they lie in memory.
+With "fully_reshardable" each model parameter has its own tensors, in its own shape, with and without the distributed
+optimizer. With "dp_reshardable" the tensors are the distributed optimizer's flat buffers as they are in memory.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ Resharding = Literal["fully_reshardable", "dp_reshardable"]
 
 
 def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resharding, *, is_loading: bool) -> Sharded:
-    """The state of each chained optimizer; `model` has the sharded tensors of all parameters. All ranks call it.
+    """Returns the state of each chained optimizer; `model` has the sharded tensors of all parameters.
 
-    To load a fully reshardable state of a distributed optimizer is shard_state's.
+    All ranks call it. shard_state loads the fully reshardable state of a distributed optimizer instead.
     """
     allocate(optimizer)
     states: Sharded = {}
@@ -33,7 +33,7 @@ def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resh
         elif resharding == "dp_reshardable":
             states[index] = _bucket_state(part, model, index, is_loading)
         elif not is_loading:
-            # Gathered in host memory on the first data-parallel rank, not in device memory on all of them.
+            # Gathers in host memory on the first data-parallel rank, instead of in device memory on all of them.
             how = {"distrib_optim_fully_reshardable_mem_efficient": True}
             states[index] = part.sharded_param_state_fully_reshardable(model, False, how)
     return {index: state for index, state in states.items() if state}
@@ -41,9 +41,9 @@ def sharded_state(optimizer: MegatronOptimizer, model: Sharded, resharding: Resh
 
 @torch.no_grad()
 def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded) -> None:
-    """Takes over what was loaded into sharded_state(is_loading=True)."""
+    """Sets the state that was loaded into the tensors of sharded_state(is_loading=True)."""
     for index, part in chained_parts(optimizer):
-        if index not in loaded:  # a pipeline stage without adapters, or what shard_state loads
+        if index not in loaded:  # the pipeline stage has no adapters, or shard_state loads its state
             continue
         forget_steps(part)
         if not isinstance(part, DistributedOptimizer):
@@ -53,19 +53,19 @@ def set_state(optimizer: MegatronOptimizer, loaded: Sharded, model: Sharded) -> 
 
 
 def forget_steps(part: Any) -> None:
-    """Before moments are loaded into it: Megatron wants the count with the rest, but it is set by set_num_updates."""
+    """Removes the step counts before moments are loaded: Megatron would expect them too; set_num_updates sets them."""
     for state in part.optimizer.state.values():
         state.pop("step", None)
 
 
 def is_gathered(optimizer: MegatronOptimizer, resharding: Resharding) -> bool:
-    """Whether a state to be saved is a copy in host memory already (get_parameter_state_dp_zero), no live tensors."""
+    """Returns whether a state to save is already a copy in host memory (get_parameter_state_dp_zero)."""
     parts = [part for _, part in chained_parts(optimizer)]
     return resharding == "fully_reshardable" and all(isinstance(part, DistributedOptimizer) for part in parts)
 
 
 def num_updates(optimizer: MegatronOptimizer) -> int:
-    """Updates made so far, for Adam's bias correction."""
+    """Returns the number of updates so far, for Adam's bias correction."""
     steps = [0]
     for inner in _adams(optimizer):
         steps += [int(group.get("step", 0)) for group in inner.param_groups]
@@ -74,7 +74,7 @@ def num_updates(optimizer: MegatronOptimizer) -> int:
 
 
 def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
-    """TransformerEngine's Adam counts per parameter group, torch's per parameter."""
+    """Sets the number of updates, per parameter group in TransformerEngine's Adam and per parameter in torch's."""
     for inner in _adams(optimizer):
         if isinstance(inner, torch.optim.Adam):
             for state in inner.state.values():
@@ -85,7 +85,7 @@ def set_num_updates(optimizer: MegatronOptimizer, number: int) -> None:
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Makes the moments, which are otherwise made in the first update."""
+    """Allocates the moments, which the first update would otherwise allocate."""
     for _, part in chained_parts(optimizer):
         if is_hybrid(part):
             allocate_hybrid(part)
@@ -103,7 +103,7 @@ def _adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
 
 
 def _allocate_precision_aware(part: Any) -> None:
-    """As init_state_fn, which Megatron-Core 0.16 writes for a TransformerEngine before 2.1."""
+    """Does what init_state_fn does, which in Megatron-Core 0.16 supports only TransformerEngine before 2.1."""
     for group in part.optimizer.param_groups:
         for parameter in group["params"]:
             if not part.optimizer.state[parameter]:
@@ -112,7 +112,7 @@ def _allocate_precision_aware(part: Any) -> None:
 
 
 def _whole_state(part: Any, model: Sharded) -> Sharded:
-    """Named like the fully reshardable state of the distributed optimizer."""
+    """Returns the state with the names of the distributed optimizer's fully reshardable state."""
     states: Sharded = {}
     for name, shard in model.items():
         main = getattr(shard.data, "main_param", None)
@@ -129,7 +129,7 @@ def _whole_state(part: Any, model: Sharded) -> Sharded:
 
 def _bucket_state(part: Any, model: Sharded, index: int, is_loading: bool) -> Sharded:
     state = part.sharded_param_state_dp_reshardable(model, is_loading)
-    for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # objects, and the tensors' shapes say as much
+    for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # objects that the tensors' shapes make redundant
         del state[name]
     add_prefix_for_sharding(state, f"chained_{index}.")
     return state

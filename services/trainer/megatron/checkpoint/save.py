@@ -1,9 +1,9 @@
-"""Checkpoints of a trained model and its optimizer, which load under other parallel sizes than they were saved under.
+"""Saves and loads a trained model and its optimizer; the parallel sizes may differ between saving and loading.
 
-Beside Megatron's files lies layout.json: what the checkpoint was saved under, and how often the optimizer had been
-applied. The learning rate needs no state, it follows from the policy's version. With adapters, only they and their
-optimizer state are saved. Random number generators go on where they were if the ranks' layout is the same; on another
-they stay as they are, which after OpenRun is seeded anew.
+Besides Megatron's files a checkpoint has layout.json: the layout that it was saved under, and the number of optimizer
+updates. The learning rate needs no state, since it follows from the policy's version. With LoRA, only the adapters and
+their optimizer state are saved. Random number generators are restored if the ranks' layout is the same; otherwise they
+keep their state, which OpenRun has just seeded.
 """
 
 import json
@@ -43,13 +43,13 @@ from services.trainer.megatron.weights.stream import HEAD, gather_json, is_adapt
 
 _LAYOUT = "layout.json"
 _FIELD = "trainer.megatron.dist_checkpointing_path"
-# What converters put before the names of a model's tensors.
+# Prefixes that converters add to the names of a model's tensors.
 _PREFIXES = ("", "model.", "module.")
 
 
 @dataclass(frozen=True)
 class SavedUnder:
-    """What a checkpoint was saved under. `sizes` are the parallel sizes by name."""
+    """Describes the run that saved a checkpoint. `sizes` maps names to parallel sizes."""
 
     model_type: str
     lora_rank: int
@@ -61,7 +61,7 @@ class SavedUnder:
 
     @classmethod
     def of(cls, config: TrainerConfig, role: Role, model_type: str, device: torch.device) -> "SavedUnder":
-        """That of this run."""
+        """Returns the description of this run."""
         megatron = config.megatron
         is_by_bucket = megatron.use_distributed_optimizer and not megatron.fully_reshardable
         return cls(
@@ -87,34 +87,34 @@ class SavedUnder:
         return f"a {self.role}, {self.model_type}{adapters} on {self.num_ranks} ranks of {sizes} ({self.resharding})"
 
     def has_ranks_of(self, other: "SavedUnder") -> bool:
-        """Whether each rank is what it is in `other`."""
+        """Returns whether each rank has the same place in the layout of `other`."""
         return (self.device, self.num_ranks, self.sizes) == (other.device, other.num_ranks, other.sizes)
 
     def require_loadable(self, own: "SavedUnder") -> None:
-        """Raises PreconditionFailed if a run of layout `own` cannot load a checkpoint of this one."""
+        """Raises PreconditionFailed if a run with layout `own` cannot load a checkpoint of this one."""
         hint = ""
         if self.role != own.role:
-            hint = "each role has checkpoints of its own"
+            hint = "each role has its own checkpoints"
         elif (self.model_type, self.lora_rank) != (own.model_type, own.lora_rank):
             hint = "use the same model and lora.rank"
         elif self.resharding == "dp_reshardable" and (self.sizes != own.sizes or own.resharding != self.resharding):
-            hint = "a dp_reshardable checkpoint loads only where nothing but DP differs; save a fully_reshardable one"
+            hint = "a dp_reshardable checkpoint loads only if nothing but DP differs; save a fully_reshardable one"
         if hint:
-            raise PreconditionFailed(f"the checkpoint is of {self}, this run is {own}: {hint}")
+            raise PreconditionFailed(f"the checkpoint was saved by {self}, but this run is {own}: {hint}")
 
 
 class Checkpointer:
-    """Saves and loads one model with its optimizer. All ranks call everything in the same order."""
+    """Saves and loads one model with its optimizer. All ranks call each method, in the same order."""
 
     def __init__(self, model: MegatronModel, optimizer: MegatronOptimizer, config: TrainerConfig, own: SavedUnder):
         self._model, self._optimizer, self._own = model, optimizer, own
-        # The writers of a background thread must not meet with the collectives of the training.
+        # A background thread writes with its own group, so that its collectives do not mix with those of training.
         timeout = timedelta(seconds=config.collective_timeout_s)
         is_async = config.megatron.async_save
         self._writers = group_of(dist.new_group(backend="gloo", timeout=timeout)) if is_async else None
 
     def save(self, directory: Path) -> None:
-        """Writes into `directory`.
+        """Writes a checkpoint into `directory`.
 
         Raises:
             InternalError: A file could not be written.
@@ -122,7 +122,7 @@ class Checkpointer:
         self._staged(directory, is_copied=False)()
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Copies what is to be saved and returns what writes the copy into `directory`, for another thread."""
+        """Copies the state and returns a function that writes the copy into `directory` from another thread."""
         return self._staged(directory, is_copied=True)
 
     def _staged(self, directory: Path, *, is_copied: bool) -> Callable[[], None]:
@@ -130,7 +130,7 @@ class Checkpointer:
         alive = ["model"] if is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
         sharded = self._sharded(self._own.resharding, is_loading=False)
         staged = stage(sharded, copied=alive if is_copied else ())
-        # A pipeline stage without adapters has an optimizer that never counts.
+        # The optimizer of a pipeline stage without adapters counts no updates, so take the maximum.
         number = max(gather_json(num_updates(self._optimizer), torch.device("cpu")))
 
         def write_all() -> None:
@@ -142,11 +142,11 @@ class Checkpointer:
         return write_all
 
     def load(self, directory: Path) -> None:
-        """Loads what `save` wrote, under whatever layout.
+        """Loads a checkpoint that `save` wrote under any layout.
 
         Raises:
             PreconditionFailed: It cannot be loaded under this run's layout. Nothing is changed.
-            InvalidInput: Its tensors are not those of this model. Nothing is changed.
+            InvalidInput: Its tensors do not match this model's. Nothing is changed.
             DataLoss: layout.json is damaged.
         """
         saved, number = _read_layout(directory)
@@ -178,24 +178,24 @@ class Checkpointer:
 
 
 def model_tensors(chunks: Sequence[Chunk], parallelism: Parallelism, *, has_layers_apart: bool = True) -> Sharded:
-    """Parameters and buffers of this rank's chunks; with `has_layers_apart` each layer has tensors of its own."""
+    """Returns parameters and buffers of this rank's chunks; with `has_layers_apart` each layer has its own tensors."""
     metadata = {"non_homogeneous_layers": has_layers_apart, "dp_cp_group": parallelism.dp_cp_group}
     return {
         f"{index}.{name}": shard
         for index, chunk in enumerate(chunks)
         for name, shard in chunk.sharded_state_dict(metadata=metadata).items()
-        # Objects are TransformerEngine's scaling state of FP8, which begins anew.
+        # Objects are TransformerEngine's FP8 scaling state, which starts anew.
         if isinstance(shard, (ShardedTensor, ShardedTensorFactory))
     }
 
 
 def load_converted_weights(chunks: Sequence[Chunk], parallelism: Parallelism, path: str) -> None:
-    """Fills the model from a torch_dist checkpoint: `state` of one of ours, or a converted one.
+    """Loads the model from a torch_dist checkpoint: a converted one, or the `state` of a Lockstep checkpoint.
 
-    Adapters and a critic's head are left as they are.
+    Adapters and a critic's head keep their values.
 
     Raises:
-        InvalidInput: It does not hold exactly this model's tensors, or is not the checkpoint that was saved.
+        InvalidInput: The checkpoint does not have exactly this model's tensors, or does not match its manifest.
     """
     directory = Path(path)
     problem = ""

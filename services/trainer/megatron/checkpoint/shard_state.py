@@ -1,8 +1,8 @@
-"""What a distributed optimizer remembers, from a fully reshardable checkpoint, a part at a time.
+"""Loads a distributed optimizer's state from a fully reshardable checkpoint, in batches.
 
-Megatron's own template (sharded_param_state_fully_reshardable) has the state of every parameter in every rank's host
-memory, 12 bytes per parameter at any data-parallel size. Here a rank asks for the parameters that its shard has some
-of, which is what load_parameter_state_from_fully_reshardable takes from the template, and has a batch of them at once.
+Megatron's own template (sharded_param_state_fully_reshardable) holds the state of every parameter in every rank's host
+memory, 12 bytes per parameter at any data-parallel size. Here a rank reads only the parameters that its shard overlaps,
+which are also those that load_parameter_state_from_fully_reshardable uses, and holds one batch of them at a time.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from services.trainer.megatron.checkpoint.torch_dist import Sharded, load
 from services.trainer.megatron.optim.adam import chained_parts
 from services.trainer.megatron.weights.stream import gather_json
 
-# Host memory for what has been read and is yet to be cut; what is larger by itself is a batch of its own.
+# Limits the host memory of a batch. The parts of one tensor are never split, so a larger one is a batch by itself.
 _BATCH_BYTES = 1 << 30
 _BYTES_PER_NUMBER = 4
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter that this rank's shard has some of. `wanted` are its whole sharded tensors, on the meta device."""
+    """Describes a parameter that this rank's shard overlaps. `wanted` has its whole sharded tensors as meta tensors."""
 
     part: DistributedOptimizer
     parameter: torch.nn.Parameter
@@ -36,20 +36,23 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Of `wanted`, once it is read."""
+        """Returns the bytes of `wanted` in memory after reading."""
         return len(self.wanted) * self.parameter.numel() * _BYTES_PER_NUMBER
 
     def take(self, whole: Sharded) -> None:
-        """Keeps this rank's range of what was read."""
+        """Sets this rank's range from the whole tensors that were read."""
         take_range(self.part, self.parameter, whole)
 
 
 def shard_pieces(optimizer: MegatronOptimizer, model: Sharded) -> list[Piece]:
-    """What this rank has to read; nothing without the distributed optimizer. `model` has all parameters' tensors."""
+    """Returns what this rank has to read: nothing without the distributed optimizer.
+
+    `model` has the sharded tensors of all parameters.
+    """
     shards = {shard.data: shard for shard in model.values()}
     pieces = []
     for part in (part for _, part in chained_parts(optimizer) if isinstance(part, DistributedOptimizer)):
-        for parameter in part.model_param_gbuf_map:  # those in some bucket's param_map
+        for parameter in part.model_param_gbuf_map:  # the parameters in some bucket's param_map
             whole = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
             wanted = {
                 key: make_sharded_optimizer_tensor(shards[parameter], whole, prefix=f"optimizer.state.{key}")
@@ -61,7 +64,7 @@ def shard_pieces(optimizer: MegatronOptimizer, model: Sharded) -> list[Piece]:
 
 @torch.no_grad()
 def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
-    """Reads and takes over all pieces. All ranks call it; ranks with fewer batches read nothing in the last rounds."""
+    """Reads and sets all pieces. All ranks call it; ranks with fewer batches read nothing in the last rounds."""
     parts = {id(piece.part): piece.part for piece in pieces}
     for part in parts.values():
         forget_steps(part)
@@ -77,7 +80,7 @@ def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    # The experts of a layer are shards of one tensor, all of which Megatron's loader wants at once on a single rank.
+    # The experts of a layer are shards of one tensor, and Megatron's loader needs all of a rank's shards at once.
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
         groups.setdefault(piece.wanted["param"].key, []).append(piece)

@@ -1,8 +1,8 @@
-"""Sharded tensors to disk and back in Megatron-Core's torch_dist format: torch's distributed checkpoint and two files.
+"""Writes and reads sharded tensors in Megatron-Core's torch_dist format: torch's distributed checkpoint and two files.
 
-There are only tensors in it. `common.pt`, where Megatron keeps everything else, is written empty, as its loader wants
-the file, and never read. `.metadata` is a pickle of torch's: read only what the trainer's manifest has verified or what
-you trust as you trust a program.
+The checkpoint contains only tensors. `common.pt`, where Megatron keeps everything else, is written empty because
+Megatron's loader requires the file, and is never read here. `.metadata` is a pickle made by torch, which can run code:
+read only checkpoints that the trainer's manifest has verified, or that you trust like a program.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,16 +28,19 @@ from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.compat.megatron.checkpoint import torch_tensors
 from services.trainer.megatron.weights.stream import gather_json
 
-# Nested dicts with Megatron's sharded tensors, and factories that make some, as leaves.
+# Nested dicts whose leaves are Megatron's sharded tensors, or factories that make them.
 Sharded = dict[Any, Any]
 _NUM_NAMED = 3
 _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
 
 
 def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, Any]:
-    """What this rank has to write of `sharded`; parts in `copied` in host memory of their own. All ranks call it."""
+    """Returns the tensors of `sharded` that this rank writes; parts in `copied` are copied to host memory.
+
+    All ranks call it.
+    """
     tensors, _ = save_preprocess({name: part for name, part in sharded.items() if part})
-    assert isinstance(tensors, dict)  # as `sharded` is
+    assert isinstance(tensors, dict)  # because `sharded` is
     for name in copied:
         for shard in nested_values(tensors.get(name, {})):
             if is_main_replica(shard.replica_id):
@@ -46,10 +49,10 @@ def stage(sharded: Sharded, *, copied: Collection[str] = ()) -> Mapping[str, Any
 
 
 def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Writes what was staged; all ranks of `group` (None for all ranks) call it, and each returns when all are done.
+    """Writes the staged tensors. All ranks of `group` (None for all ranks) call it, and return when all are done.
 
     Raises:
-        InternalError: A rank could not write; on every rank.
+        InternalError: A rank could not write. Every rank raises it.
     """
     # Torch's own writer: Megatron's forks processes, which outlive a trainer that is killed.
     writer = dcp.FileSystemWriter(directory, thread_count=2)
@@ -62,13 +65,13 @@ def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup |
 
 
 def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint and their global shapes.
+    """Returns the names of a checkpoint's tensors and their global shapes.
 
     Raises:
         InvalidInput: There is no checkpoint in `directory`.
     """
     if not (directory / ".metadata").is_file():
-        raise InvalidInput(f"path: {directory} is no torch_dist checkpoint: it has no .metadata", field="path")
+        raise InvalidInput(f"path: {directory} is not a torch_dist checkpoint: it has no .metadata", field="path")
     metadata = dcp.FileSystemReader(directory).read_metadata()
     tensors = metadata.state_dict_metadata.items()
     return {key: tuple(saved.size) for key, saved in tensors if isinstance(saved, TensorStorageMetadata)}
@@ -77,31 +80,32 @@ def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 def read(
     sharded: Sharded, directory: Path, *, later: Sharded | None = None, prefix: str = "", ignored: str = ""
 ) -> Sharded:
-    """The same structure with loaded tensors: those of plain sharded tensors are their own, overwritten in place.
+    """Loads the checkpoint's tensors into `sharded` in place, and returns its structure with the loaded tensors.
 
-    All ranks call it, and nothing is overwritten unless all ranks together want the checkpoint's model, tensor by
-    tensor, but for `ignored`, and what is to be loaded `later` is there too. Its names have `prefix`.
+    All ranks call it. Nothing is overwritten unless the model tensors that all ranks together want are exactly those of
+    the checkpoint, except `ignored`, and the tensors to load `later` exist too. The checkpoint's names have `prefix`.
 
     Raises:
-        InvalidInput: A tensor is missing, too many or has another global shape; names the first. On every rank.
-        InternalError: A rank could not read; on every rank, and some tensors may be overwritten.
+        InvalidInput: A tensor is missing, unexpected or has another global shape. The message has the first ones. Every
+            rank raises it.
+        InternalError: A rank could not read. Every rank raises it, and some tensors may be overwritten.
     """
     _require({"now": sharded, "later": later or {}}, directory, prefix, ignored)
     return load(sharded, directory)
 
 
 def load(sharded: Sharded, directory: Path) -> Sharded:
-    """`read` without its checks. What is on the meta device gets host memory. All ranks call it.
+    """Does what `read` does, without its checks. Meta tensors are loaded into new host memory. All ranks call it.
 
     Raises:
-        InternalError: A rank could not read; on every rank, and some tensors may be overwritten.
+        InternalError: A rank could not read. Every rank raises it, and some tensors may be overwritten.
     """
     tensors, kept, factories = load_preprocess(sharded)
     dict_list_map_inplace(lambda shard: shard.without_data() if shard.data.is_meta else shard, tensors)
     with typed_errors(f"checkpoint {directory}: not read"):
         loaded = TorchDistLoadShardedStrategy().load(tensors, directory)
     merge(loaded, kept)
-    assert isinstance(factories, dict)  # as `sharded` is
+    assert isinstance(factories, dict)  # because `sharded` is
     return apply_factory_merges(loaded, factories)
 
 
@@ -134,6 +138,6 @@ def _problems(tensors: Sharded, saved: Mapping[str, tuple[int, ...]]) -> list[st
 
 
 def _fits(shard: ShardedTensor, shape: tuple[int, ...]) -> bool:
-    if shard.allow_shape_mismatch:  # a vocabulary, which converters pad
+    if shard.allow_shape_mismatch:  # the vocabulary, which converters pad
         return shape[0] >= shard.global_shape[0] and shape[1:] == shard.global_shape[1:]
     return shape == shard.global_shape

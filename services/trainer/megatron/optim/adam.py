@@ -1,4 +1,4 @@
-"""Megatron's Adam, and the learning rate and weight decay of each update."""
+"""Makes Megatron's Adam, and sets the learning rate and weight decay of each update."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from services.trainer.megatron.passthrough import make, refusals
 def make_optimizer(
     chunks: Sequence[DistributedDataParallel], config: TrainerConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """The optimizer of the policy's chunks.
+    """Makes the optimizer of a trained model's chunks.
 
     Raises:
-        InvalidInput: optimizer_config_kwargs has an unknown key, Megatron refuses the combination, or the weights are
-            not what optimizer_cpu_offload takes.
+        InvalidInput: optimizer_config_kwargs has an unknown key, Megatron refuses the combination, or
+            optimizer_cpu_offload does not support the weights.
     """
     ddp = chunks[0].ddp_config
     settings = {
@@ -34,7 +34,7 @@ def make_optimizer(
         "bf16": dtype is torch.bfloat16,
         "use_distributed_optimizer": ddp.use_distributed_optimizer,
         "overlap_param_gather": ddp.overlap_param_gather,
-        # Whole float32 weights, which a checkpoint for any layout is made of.
+        # A checkpoint for any layout needs whole float32 weights, not remainders.
         "store_param_remainders": not config.megatron.fully_reshardable,
     }
     given = config.megatron.optimizer_config_kwargs
@@ -50,7 +50,7 @@ def _require_half_precision_on_gpu(chunks: Sequence[DistributedDataParallel]) ->
         if not parameter.is_cuda or parameter.dtype is torch.float32:
             field = "megatron.optimizer_config_kwargs.optimizer_cpu_offload"
             raise InvalidInput(
-                f"{field}: Megatron has it for bfloat16 weights on GPUs, and some here are {parameter.dtype} on "
+                f"{field}: Megatron supports only bfloat16 weights on GPUs, but a weight here is {parameter.dtype} on "
                 f"{parameter.device.type}; use megatron.optimizer_offload",
                 reason=Reason.INVALID_CONFIG,
                 field=field,
@@ -58,14 +58,14 @@ def _require_half_precision_on_gpu(chunks: Sequence[DistributedDataParallel]) ->
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """For the next update; parameter groups keep their multiples, 0 for the decay of norms and biases."""
+    """Sets both for the next update. Parameter groups keep their multipliers: 0 for the decay of norms and biases."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """Everything the optimizer keeps on the device: its float32 weights and moments."""
+    """Yields all tensors of the optimizer on the device: float32 weights and moments."""
     for _, part in chained_parts(optimizer):
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
@@ -74,7 +74,7 @@ def state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
 
 
 def chained_parts(optimizer: MegatronOptimizer) -> Iterator[tuple[int, Any]]:
-    """The optimizers of the dense and of the expert parameters, where this rank has some that are trained."""
+    """Yields the index and optimizer of the dense and of the expert parameters that this rank trains, if any."""
     for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         if not part.is_stub_optimizer:
             yield index, part

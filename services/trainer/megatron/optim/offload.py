@@ -1,4 +1,4 @@
-"""Moves what a phase does not need from the device to host memory, and back bit by bit the same."""
+"""Offloads tensors that the current phase does not need to host memory, and restores them bit for bit."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -9,11 +9,11 @@ from services.trainer.compat.torch import storage_id
 
 
 class Offloader:
-    """Groups of tensors that leave the device together; only those named in `leaving` ever do.
+    """Offloads and restores groups of tensors; only the groups in `leaving` are ever offloaded.
 
-    Works on storages, so that tensors which share memory (views, flat buffers) still do afterwards. One of several
-    groups, as the float32 weights of a model that is float32 itself, moves with the first of them, which must be here
-    whenever the others are used. `discarded` groups come back as zeros.
+    It works on storages, so that tensors which share memory (views, flat buffers) still share it afterwards. A storage
+    in several groups, such as the weights of a float32 model, moves with the first of them, which must be loaded
+    whenever the others are used. Groups in `discarded` come back as zeros.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Offloader:
         self._away: dict[str, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]] = {}
 
     def load(self, *names: str) -> None:
-        """Brings groups back; those that are here stay."""
+        """Restores groups to the device; groups that are not offloaded stay as they are."""
         for name in names:
             for storage, num_bytes, host in self._away.pop(name, ()):
                 storage.resize_(num_bytes)
@@ -34,7 +34,7 @@ class Offloader:
                 device.zero_() if host is None else device.copy_(host)
 
     def release(self, *names: str) -> None:
-        """Sends groups away, where that was asked for."""
+        """Offloads groups that are in `leaving`."""
         for name in names:
             if name in self._leaving and name not in self._away:
                 self._away[name] = [self._send(storage, name) for storage in self._storages(name)]
@@ -48,7 +48,7 @@ class Offloader:
         return storage, num_bytes, host
 
     def _storages(self, name: str) -> Iterable[torch.UntypedStorage]:
-        """Once each, and only for the first group that has it: others need it no longer than that one does."""
+        """Returns each storage of a group once, without those that an earlier group contains."""
         found = {storage_id(tensor): tensor.untyped_storage() for tensor in self._groups[name]()}
         for earlier in itertools.takewhile(lambda other: other != name, self._groups):
             for tensor in self._groups[earlier]():

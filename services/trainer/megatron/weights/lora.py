@@ -1,13 +1,13 @@
-"""Low-rank adapters (arXiv 2106.09685) in Megatron's parallel linear layers: W x becomes W x + alpha / rank * B A x.
+"""Adds low-rank adapters (arXiv 2106.09685) to Megatron's parallel linear layers: W x + alpha / rank * B A x.
 
-A [rank, in] and B [out, rank] are parameters of the layer itself, so every other name stays as it is.
+A [rank, in] and B [out, rank] are parameters of the layer itself, so all other parameters keep their names.
 
     column parallel (linear_qkv, linear_fc1):  A is whole on every rank, B is cut by rows like W
     row parallel (linear_proj, linear_fc2):    A is cut by columns like W, B is whole on every rank
 
-Both products of a rank's matrices are its part of B A: merging needs no communication, and the forward communicates
-`rank` channels. The rest of the model is frozen. Experts get no adapters, but for one that computes every token; a
-layer whose MLP is only experts has adapters in its attention alone.
+In both cases the product of a rank's own matrices is its shard of B A: merging needs no communication, and the forward
+communicates `rank` channels. The rest of the model is frozen. Experts get no adapters, except a shared expert; a layer
+whose MLP has no shared expert and is not dense has adapters only in its attention.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ from services.trainer.compat.megatron.random import rng_tracker
 from services.trainer.compat.torch import CallableParameters
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.weights.stream import Held, gather_json
+from services.trainer.megatron.weights.stream import LocalTensor, gather_json
 
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
 
 @dataclass(frozen=True)
 class _Site:
-    """A layer that can have adapters; its parent is `prefix` in the whole model, such as decoder.layers.3.mlp."""
+    """Names a layer that can have adapters. `prefix` is its parent in the whole model, such as decoder.layers.3.mlp."""
 
     prefix: str
     layer: str
@@ -54,7 +54,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Shape:
-    """How a layer's adapters lie on this rank: the rows of each part, in `num_groups` interleaved groups."""
+    """Describes a layer's adapters on this rank: the rows of each part, in `num_groups` interleaved groups."""
 
     rows: Mapping[str, int]
     num_groups: int
@@ -65,14 +65,14 @@ class _Shape:
     dropout: float
 
     def fuse(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[..., rows] of every part to [..., rows] of the layer."""
+        """Interleaves [..., rows] of the parts into [..., rows] of the layer."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.unflatten(-1, (self.num_groups, -1)) for part in parts], -1).flatten(-2)
 
 
 class _Adapted:
-    """Over a parallel linear layer. `lora_A` and `lora_B` are by part; a part may have none."""
+    """Adds adapters to a parallel linear layer. `lora_A` and `lora_B` map parts to matrices; a part may have none."""
 
     lora_A: CallableParameters
     lora_B: CallableParameters
@@ -87,7 +87,7 @@ class _Adapted:
         return (out + self._adapter(x), bias) if self.lora_is_on else (out, bias)
 
     def merged_weight(self) -> torch.Tensor:
-        """This rank's W + scale * B A, added up in float32."""
+        """Returns this rank's W + scale * B A, computed in float32, in the dtype of W."""
         deltas = [
             (self.lora_B[part].float() @ self.lora_A[part].float()).T
             if part in self.lora_A
@@ -107,13 +107,13 @@ class _Adapted:
         axes = {name: axis for name in own if name.startswith(cut)}
         entries = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
         both = f"{prefix}lora_B.linear_fc1"
-        if both in entries:  # its rows are gate and up of this rank
+        if both in entries:  # its rows are this rank's gate and up
             entries[both] = apply_swiglu_sharded_factory(entries[both], sharded_offsets)
-        # The layer below takes the adapters for replicated tensors.
+        # The base class treats the adapters as replicated tensors, so override their entries.
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | entries  # type: ignore[misc]
 
     def _adapter(self, x: torch.Tensor) -> torch.Tensor:
-        """scale * B A x, laid out like the layer's output."""
+        """Returns scale * B A x, laid out like the layer's output."""
         shape = self.lora_shape
         a, b = self.lora_A(), self.lora_B()
         low = F.linear(self._dropped(x), torch.cat(list(a.values()))) * shape.scale
@@ -136,19 +136,19 @@ class _Adapted:
         shape = self.lora_shape
         if not shape.dropout or not self.training:
             return x
-        # Ranks that hold slices draw for themselves; those that hold the same input must drop the same of it.
+        # Ranks with different slices draw their own dropout; ranks with the same input must draw the same.
         is_slice = shape.has_sequence_parallel or not shape.is_column
         with rng_tracker().fork() if is_slice else contextlib.nullcontext():
             return F.dropout(x, shape.dropout)
 
 
 def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Parallelism, *, seed: int) -> None:
-    """Freezes the chunks and gives them adapters, the same in every layout; they change nothing until trained.
+    """Freezes the chunks and adds adapters, the same in every layout; they change no output until trained.
 
-    A collective of all ranks.
+    All ranks call it together.
 
     Raises:
-        InvalidInput: A target that `lora.kind` does not have, an exclusion that excludes nothing, or no target is left.
+        InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, or no target is left.
     """
     targets = _targets(lora)
     sites = [site for chunk in chunks for site in _sites(chunk)]
@@ -157,7 +157,7 @@ def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Paralle
     excluded = _excluded(lora, names, next(chunks[0].parameters()).device)
     for chunk in chunks:
         chunk.requires_grad_(False)
-        if chunk.pre_process:  # recomputation keeps the graph only through inputs that need a gradient
+        if chunk.pre_process:  # recomputation builds a graph only if its inputs require gradients
             chunk.embedding.register_forward_hook(_require_gradient)
     for site, parts in candidates.items():
         kept = [part for part in parts if f"{site.prefix}.{part}" not in excluded]
@@ -167,7 +167,7 @@ def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Paralle
 
 @contextlib.contextmanager
 def without_adapters(chunks: Sequence[Chunk]) -> Iterator[None]:
-    """The base model."""
+    """Turns the adapters off inside the context, which leaves the base model."""
     modules = _adapted(chunks)
     for module in modules:
         module.lora_is_on = False
@@ -178,13 +178,13 @@ def without_adapters(chunks: Sequence[Chunk]) -> Iterator[None]:
             module.lora_is_on = True
 
 
-def merged_values(chunks: Sequence[Chunk]) -> Callable[[Held], torch.Tensor]:
-    """For WeightStream: a parameter with its adapters merged in, or as it is."""
+def merged_values(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], torch.Tensor]:
+    """Returns a function for WeightStream that returns a parameter with its adapters merged, if it has any."""
     owners = {id(module.weight): module for module in _adapted(chunks)}
 
-    def value(held: Held) -> torch.Tensor:
-        owner = owners.get(id(held.tensor))
-        return held.tensor if owner is None else owner.merged_weight()
+    def value(parameter: LocalTensor) -> torch.Tensor:
+        owner = owners.get(id(parameter.tensor))
+        return parameter.tensor if owner is None else owner.merged_weight()
 
     return value
 
@@ -214,7 +214,7 @@ def _sites(chunk: Chunk) -> Iterator[_Site]:
 
 
 def _excluded(lora: LoraConfig, names: Sequence[str], device: torch.device) -> set[str]:
-    """Which of all ranks' names have no adapter."""
+    """Returns the names, over all ranks, that are excluded."""
     all_names = {name for theirs in gather_json(list(names), device) for name in theirs}
     excluded: set[str] = set()
     for pattern in lora.exclude_modules:
@@ -229,7 +229,7 @@ def _excluded(lora: LoraConfig, names: Sequence[str], device: torch.device) -> s
         excluded |= set(matches)
     if not all_names - excluded:
         raise InvalidInput(
-            "trainer.lora: no module of the model is a target that is not excluded, so there is nothing to train",
+            "trainer.lora: every target module of the model is excluded, or it has none, so there is nothing to train",
             reason=Reason.INVALID_CONFIG,
             field="trainer.lora",
         )
@@ -252,7 +252,7 @@ def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Par
         cut, whole = getattr(module, cut)[part], getattr(module, whole)[part]
         tensor_parallel.set_tensor_model_parallel_attributes(cut, True, axis, 1)
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
-        # finalize_model_grads sums the gradient over the tensor-parallel ranks, each of which saw a part of the tokens.
+        # finalize_model_grads then sums the gradient over the tensor-parallel ranks, as each had a part of the tokens.
         whole.sequence_parallel = shape.has_sequence_parallel
     set_class(module, type(f"Adapted{type(module).__name__}", (_Adapted, type(module)), {}))
     assert isinstance(module, _Adapted)

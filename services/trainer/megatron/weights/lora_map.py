@@ -1,4 +1,4 @@
-"""Adapters in the names and shapes of PEFT, the form in which Hugging Face and inference engines read them."""
+"""Maps adapters to the names and shapes of PEFT, which Hugging Face and inference engines read."""
 
 import re
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from services.trainer.megatron.weights.weight_map import Part, WeightMap
 
 
 class AdapterMap:
-    """What WeightMap is for the model: an adapter of a fused layer becomes one of each matrix, with the same A."""
+    """Maps adapters as WeightMap maps weights. A fused layer's adapter becomes one per matrix, all with the same A."""
 
     def __init__(self, weights: WeightMap):
         self._weights = weights
 
     def part(self, name: str) -> Part:
-        """The part of an adapter's matrix, such as decoder.layers.3.self_attention.linear_qkv.lora_A.linear_q.
+        """Returns the part of an adapter matrix, such as decoder.layers.3.self_attention.linear_qkv.lora_A.linear_q.
 
         Raises:
-            InternalError: This is no adapter.
-            InvalidInput: It is of one part of a matrix that checkpoints have whole.
+            InternalError: The name is not an adapter's.
+            InvalidInput: The adapter is for one part of a matrix that checkpoints store whole.
         """
         match = re.fullmatch(r"(.+\.(\w+))\.lora_([AB])\.(\w+)", name)
         if match is None:
@@ -35,7 +35,7 @@ class AdapterMap:
             if base.is_fused:
                 raise InvalidInput(
                     f"lora.kind canonical_lora: the model's checkpoints have the parts of {layer} in one tensor, "
-                    f"{names[0]}, of which an adapter file can only adapt all; use kind lora",
+                    f"{names[0]}, which an adapter file can only adapt as a whole; use kind lora",
                     reason=Reason.INVALID_CONFIG,
                     field="lora.kind",
                 )
@@ -49,7 +49,7 @@ class AdapterMap:
         return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
 
     def is_published(self, name: str) -> bool:
-        """All adapters are."""
+        """Returns True: all adapters are published."""
         return True
 
 

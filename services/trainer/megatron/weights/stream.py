@@ -1,4 +1,4 @@
-"""Checkpoint weights into the sharded model, and out of it: streamed from the ranks that hold the shards of each."""
+"""Loads checkpoint weights into the sharded model, and streams whole weights from the ranks that hold the shards."""
 
 import itertools
 import json
@@ -20,22 +20,22 @@ from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights.weight_map import Part, WeightMap
 
-# Shards that lie next to each other on the same ranks travel together, up to this many bytes of all ranks.
+# A run is consecutive parameters with the same holders, which are sent together: up to this many bytes over all ranks.
 _RUN_BYTES = 64 << 20
-# A run of less than this part of a bucket, such as a layer's norms, is sent by a rank that does not hold it.
+# A run smaller than a bucket divided by this, such as a layer's norms, may be sent by a rank that does not hold it.
 _SMALL = 256
 HEAD = "output_layer.weight"
-"""Of a language model, and of a critic, whose is not in the checkpoint that it starts from."""
+"""Names the head of a language model and of a critic. The checkpoint that a critic starts from has no critic head."""
 
 
 Streamed = Iterator[tuple[str, torch.Tensor]]
 Slot = tuple[int, Sequence[int]]
-"""A sender, and the numbers of the consecutive runs that it sends."""
+"""Pairs a sender's rank with the indices of the consecutive runs that it sends."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter of this rank, under its name in the whole model."""
+class LocalTensor:
+    """Holds a parameter of this rank, under its name in the whole model."""
 
     name: str
     tensor: torch.Tensor
@@ -43,59 +43,59 @@ class Held:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of the whole model: which ranks hold its shards, in order, and what a shard is."""
+    """Describes a parameter of the whole model: the ranks that hold its shards, in shard order, and one shard."""
 
     name: str
     holders: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @cached_property  # every publication asks, of many thousand experts
+    @cached_property  # every publication reads it for many thousand experts
     def num_bytes(self) -> int:
-        """Of one shard."""
+        """Returns the bytes of one shard."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class CheckpointNames(Protocol):
-    """What a stream must know of its parameters; WeightMap is one."""
+    """Maps the parameters of a stream to checkpoint tensors, as WeightMap does."""
 
     def part(self, name: str) -> Part:
-        """The checkpoint tensors of a parameter, and how its shards are joined."""
+        """Returns the checkpoint tensors of a parameter, and how to join its shards."""
         ...
 
     def is_published(self, name: str) -> bool:
-        """Whether the stream has it."""
+        """Returns whether the stream contains the parameter."""
         ...
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a model tensor belongs to a LoRA adapter."""
+    """Returns whether a model tensor belongs to a LoRA adapter."""
     return ".lora_" in name
 
 
-def held_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False) -> list[Held]:
-    """All parameters of this rank but adapters and heads that no checkpoint has, or only the adapters."""
-    held = []
+def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False) -> list[LocalTensor]:
+    """Returns this rank's parameters without adapters and critic heads, or with `adapters` only the adapters."""
+    parameters = []
     for chunk in chunks:
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.layers())}
         for name, tensor in chunk.named_parameters():
             is_new = isinstance(chunk, ValueModel) and name == HEAD
             if is_adapter(name) == adapters and not is_new:
-                held.append(Held(_global_name(name, layers, chunk, parallelism), tensor))
-    return held
+                parameters.append(LocalTensor(_global_name(name, layers, chunk, parallelism), tensor))
+    return parameters
 
 
 def load_checkpoint_weights(
-    held: Sequence[Held], weight_map: WeightMap, parallelism: Parallelism, model_path: str
+    parameters: Sequence[LocalTensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
 ) -> None:
-    """Copies this rank's slices, and nothing else, out of the safetensors files of `model_path`.
+    """Copies only this rank's slices from the safetensors files of `model_path`.
 
     Raises:
-        InvalidInput: A tensor is missing, or has another shape than config.json says.
+        InvalidInput: A tensor is missing, or its shape does not match config.json.
     """
     files = tensor_files(Path(model_path))
     opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    for parameter in held:
+    for parameter in parameters:
         part = weight_map.part(parameter.name)
         missing = [name for name in part.names if name not in files]
         if missing:
@@ -103,30 +103,30 @@ def load_checkpoint_weights(
         slices = [opened[files[name]].get_slice(name) for name in part.names]
         for name, found, shape in zip(part.names, slices, part.shapes, strict=True):
             if tuple(found.get_shape()) != shape:
-                message = f"model: {model_path}: {name} is {found.get_shape()}, by config.json {list(shape)}"
-                raise InvalidInput(message, field="model")
+                shapes = f"has shape {found.get_shape()}, but config.json gives {list(shape)}"
+                raise InvalidInput(f"model: {model_path}: {name} {shapes}", field="model")
         shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
         with torch.no_grad():
             parameter.tensor.copy_(shard)
 
 
 class WeightStream:
-    """The policy in checkpoint names, always in the same order; no rank ever holds all of it.
+    """Streams the policy under checkpoint names, always in the same order; no rank ever holds all of it.
 
-    `value` gives what is published of a parameter, such as the weight with its adapter merged in.
+    `value` returns the tensor to publish for a parameter, such as the weight with its adapter merged.
     """
 
     def __init__(
         self,
-        held: Sequence[Held],
+        parameters: Sequence[LocalTensor],
         names: CheckpointNames,
         parallelism: Parallelism,
         device: torch.device,
-        value: Callable[[Held], torch.Tensor] = lambda held: held.tensor,
+        value: Callable[[LocalTensor], torch.Tensor] = lambda parameter: parameter.tensor,
     ):
         self._map, self._value = names, value
         self._rank = dist.get_rank()
-        self._held = {parameter.name: parameter for parameter in held}
+        self._local = {parameter.name: parameter for parameter in parameters}
         self._device = device
         self._entries = self._find_holders(parallelism)
         self._parts = {entry.name: names.part(entry.name) for entry in self._entries}
@@ -134,21 +134,22 @@ class WeightStream:
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and meta tensors."""
+        """Returns names and meta tensors."""
         meta = ((entry, [torch.empty(entry.shape, dtype=entry.dtype, device="meta")]) for entry in self._entries)
         return [pair for entry, shard in meta for pair in self._joined(entry, shard * len(entry.holders))]
 
     def slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Returns the slots in which the ranks send `specs`: a rank that holds them, and how many tensors, a bucket's.
+        """Returns the slots in which the ranks send `specs`: the sender's rank and the number of its tensors.
 
-        Several ranks then gather and pack at once, and what one rank alone holds is not gathered at all. Small tensors
-        stay in the slot before them.
+        A slot fills at most one bucket, unless one run is larger. The sender is a rank that holds the slot's tensors,
+        so that several ranks gather and pack at the same time, and tensors on only one rank are not gathered. Small
+        runs stay in the slot before them.
         """
         slots = self._slots(bucket_bytes)
         return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in slots]
 
     def to_senders(self, bucket_bytes: int) -> Iterator[Streamed]:
-        """Yields this rank's whole tensors of each round of `slots`. All ranks take all rounds to their ends."""
+        """Yields this rank's whole tensors of each round of `slots`. All ranks must finish all rounds."""
         for together in take_together((slot[0], slot) for slot in self._slots(bucket_bytes)):
             streamed = self._gather(together)
             yield streamed
@@ -156,14 +157,14 @@ class WeightStream:
                 pass
 
     def to_first(self) -> Streamed:
-        """All, whole, on rank 0, and nothing elsewhere."""
+        """Yields all whole tensors on rank 0, and nothing on other ranks."""
         return self._gather([(0, range(len(self._runs)))])
 
     def _slots(self, bucket_bytes: int) -> Iterator[Slot]:
         return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)
 
     def _gather(self, slots: Sequence[Slot]) -> Streamed:
-        """Yields one run of every slot at a time: each rank gives and takes at once."""
+        """Yields this rank's slot, run by run. All slots advance together, so each rank sends and receives at once."""
         for column in itertools.zip_longest(*(indices for _, indices in slots)):
             runs = [(sender, self._runs[i]) for (sender, _), i in zip(slots, column, strict=True) if i is not None]
             own = next((run for sender, run in runs if sender == self._rank), None)
@@ -174,7 +175,7 @@ class WeightStream:
     def _exchange(
         self, own: Sequence[Entry] | None, others: Sequence[tuple[int, Sequence[Entry]]]
     ) -> dict[int, torch.Tensor]:
-        """Sends this rank's shards of the runs of others, and receives the others' of its own, by rank."""
+        """Sends this rank's shards of other senders' runs; returns the received shards of `own`, by rank."""
         received = {}
         if own:
             num_bytes = sum(entry.num_bytes for entry in own)
@@ -184,20 +185,20 @@ class WeightStream:
         for sender, run in others:
             if self._rank in run[0].holders:
                 operations.append(dist.P2POp(dist.isend, self._flat(run), sender))
-        # All at once, over the connections that all ranks share: two alone would get a communicator of their own.
+        # A batch uses the communicator of all ranks; single operations would make one for each pair of ranks.
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         return received
 
     def _whole(self, run: Sequence[Entry], received: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every holder's shards joined; this rank's own are not copied."""
+        """Yields the joined shards of all holders; this rank's own shards are not copied first."""
         holders = run[0].holders
         per_holder = [_shards(received[h], run) if h in received else self._own(run) for h in holders]
         for entry, *shards in zip(run, *per_holder, strict=True):
             yield from self._joined(entry, shards)
 
     def _own(self, run: Sequence[Entry]) -> list[torch.Tensor]:
-        return [self._value(self._held[entry.name]).detach().to(self._device) for entry in run]
+        return [self._value(self._local[entry.name]).detach().to(self._device) for entry in run]
 
     def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
         flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)]
@@ -208,9 +209,9 @@ class WeightStream:
         return zip(part.names, part.join(shards), strict=True)
 
     def _find_holders(self, parallelism: Parallelism) -> list[Entry]:
-        """What every rank holds, told to all: a name's holders are those of the first replica, in shard order."""
+        """Returns the entries of all ranks' parameters. The holders are in the first replica, in shard order."""
         own = []
-        for parameter in self._held.values():
+        for parameter in self._local.values():
             part, tensor = self._map.part(parameter.name), parameter.tensor
             if parallelism.is_holder(tensor, is_expert=part.is_expert) and self._map.is_published(parameter.name):
                 index, _ = parallelism.shard_index(tensor, is_expert=part.is_expert)
@@ -226,7 +227,7 @@ class WeightStream:
 
 
 def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | None = None) -> list:
-    """Everyone's `value`, in rank order: plain data as JSON bytes."""
+    """Gathers every rank's `value` in rank order. Values are JSON data."""
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
@@ -242,7 +243,7 @@ def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
 
 
 def _deal(runs: Sequence[Sequence[Entry]], num_tensors: Sequence[int], bucket_bytes: int) -> Iterator[Slot]:
-    """Yields slots of a bucket at most, or of one run that is larger. Who has sent least is next."""
+    """Yields slots of at most one bucket, or of one larger run. The next sender is the holder that has sent least."""
     sent: Counter[int] = Counter()
     sender, indices, in_slot = 0, [], 0
     for index, (run, count) in enumerate(zip(runs, num_tensors, strict=True)):

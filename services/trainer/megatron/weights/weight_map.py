@@ -1,8 +1,8 @@
 """Maps Megatron's parameters to checkpoint tensors, and cuts and joins their shards.
 
-The record of the model's family says which tensors a parameter is made of. Megatron fuses q, k, v into one matrix with
-rows interleaved by key-value group, and stacks gate and up in another. A tensor-parallel rank holds a slice of those.
-Megatron's local and TransformerEngine layers have different names for some parameters; both are known here.
+The record of the model's family lists the tensors of each parameter. Megatron fuses q, k, v into one matrix with rows
+interleaved by key-value group, and stacks gate and up in another. Each tensor-parallel rank holds a slice of those.
+Megatron's local layers and TransformerEngine's have different names for some parameters; this module knows both.
 """
 
 import functools
@@ -19,7 +19,7 @@ from services.common.families.record import Weight
 
 
 class Sliceable(Protocol):
-    """A tensor, or one in a safetensors file of which only what is asked for is read."""
+    """Is a tensor, or a slice of a safetensors file that reads only the requested rows and columns."""
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
@@ -48,7 +48,7 @@ class WeightMap:
     def __init__(self, model: Architecture):
         self._model = model
         self._layer = {weight.parameter: weight for weight in model.layer}
-        # What the same ranks hold is together in a publication, so that it travels together.
+        # Parameters on the same ranks are adjacent, so that a publication sends them together.
         in_order = sorted(model.layer, key=lambda weight: (weight.is_expert, weight.cut == "whole"))
         self._places = {weight.parameter: place for place, weight in enumerate(in_order)}
         self._experts_place = sum(not weight.is_expert for weight in model.layer)
