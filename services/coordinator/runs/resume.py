@@ -50,7 +50,7 @@ def open_run(config: AnyConfig) -> Start:
         InvalidInput: The directory holds a run and `resume` is "never".
         NotFound: `resume` is "must" or a path, and there is nothing to resume from.
         PreconditionFailed: Another coordinator has the run open, or it was started with another config.
-        DataLoss: The checkpoint named in the ledger is missing or damaged.
+        DataLoss: The checkpoint named in the ledger is missing or damaged, or the directory has lost its ledger.
     """
     ledger_path = config.run_dir / LEDGER
     exists = ledger_path.exists()
@@ -80,6 +80,8 @@ def is_path(resume: str) -> bool:
 
 def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     opened = ledger.last(Kind.OPENED)
+    if not opened:
+        _require_unused(config.run_dir)
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
     if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
         _require_same(config, json.loads(opened["config"]), ledger)
@@ -91,6 +93,20 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     written = config.model_dump_json()
     ledger.record(Kind.OPENED, run_id=run_id, config=written, checkpoint=checkpoint, versions=installed())
     return Start(run_id, ledger, checkpoint, critic)
+
+
+def _require_unused(run_dir: Path) -> None:
+    """Raises DataLoss if a run without a ledger has left files: starting over would delete or overwrite them."""
+    kept = [
+        path for name in ("batches", CHECKPOINTS, CRITIC_CHECKPOINTS) for path in sorted((run_dir / name).glob("*"))
+    ]
+    if kept:
+        checkpoints = [path for path in kept if path.parent.name == CHECKPOINTS]
+        resume = f" with resume={checkpoints[-1]} to go on from there" if checkpoints else ""
+        raise DataLoss(
+            f"resume: {run_dir} has {kept[-1].relative_to(run_dir)}, but its {LEDGER} is missing or empty; restore it "
+            f"with the files beside it ({LEDGER}-wal), or use another name{resume}"
+        )
 
 
 def _critic_checkpoint(checkpoint: str) -> str:

@@ -178,3 +178,32 @@ def test_megatrons_sizes_may_change(tmp_path: Path):
     sized(tensor_model_parallel_size=2, param_offload=True)
     with pytest.raises(PreconditionFailed, match=r"another trainer\.megatron\.moe\.freeze_router "):
         sized(moe={"freeze_router": True})
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+@pytest.mark.parametrize("loss", ["gone", "empty"])
+def test_a_run_that_lost_its_ledger_is_not_started_over(tmp_path: Path, resume: str, loss: str):
+    begin(tmp_path)
+    publish(tmp_path)
+    checkpoint = save(tmp_path, 3)
+    for file in (tmp_path / "run").glob("ledger.sqlite*"):
+        file.unlink()
+    if loss == "empty" or resume == "must":
+        (tmp_path / "run" / "ledger.sqlite").touch()
+    for _ in range(2):  # an attempt leaves nothing that lets the next one through
+        with pytest.raises(DataLoss, match=rf"ledger.sqlite is missing or empty; .* resume={checkpoint} to go on"):
+            begin(tmp_path, resume)
+    assert checkpoint.is_dir()
+    start = begin(tmp_path, resume=str(checkpoint), name="other")
+    assert start.checkpoint == str(checkpoint)
+
+
+def test_batches_alone_are_reason_enough(tmp_path: Path):
+    batches = tmp_path / "run" / "batches"
+    batches.mkdir(parents=True)
+    begin(tmp_path).ledger  # an empty directory is a new run
+    for file in (tmp_path / "run").glob("ledger.sqlite*"):
+        file.unlink()
+    (batches / "step-000000.parquet").touch()
+    with pytest.raises(DataLoss, match=r"has batches/step-000000.parquet, but its ledger.sqlite is missing"):
+        begin(tmp_path)
