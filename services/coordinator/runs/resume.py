@@ -97,9 +97,8 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
 
 def _require_unused(run_dir: Path) -> None:
     """Raises DataLoss if a run without a ledger has left files: starting over would delete or overwrite them."""
-    kept = [
-        path for name in ("batches", CHECKPOINTS, CRITIC_CHECKPOINTS) for path in sorted((run_dir / name).glob("*"))
-    ]
+    folders = ("batches", CRITIC_CHECKPOINTS, CHECKPOINTS)
+    kept = [path for folder in folders for path in sorted((run_dir / folder).glob("*"))]
     if kept:
         checkpoints = [path for path in kept if path.parent.name == CHECKPOINTS]
         resume = f" with resume={checkpoints[-1]} to go on from there" if checkpoints else ""

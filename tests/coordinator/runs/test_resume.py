@@ -201,7 +201,7 @@ def test_a_run_that_lost_its_ledger_is_not_started_over(tmp_path: Path, resume: 
 def test_batches_alone_are_reason_enough(tmp_path: Path):
     batches = tmp_path / "run" / "batches"
     batches.mkdir(parents=True)
-    begin(tmp_path).ledger  # an empty directory is a new run
+    begin(tmp_path)  # an empty directory is a new run
     for file in (tmp_path / "run").glob("ledger.sqlite*"):
         file.unlink()
     (batches / "step-000000.parquet").touch()
