@@ -30,6 +30,11 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("policy_digest", pa.string(), nullable=False),
         pa.field("scorer", pa.string(), nullable=False),
         pa.field("seed", pa.uint64(), nullable=False),
+        # Of samples with an environment; null otherwise. Turn k has the tokens from turn_begins[k] to turn_ends[k].
+        pa.field("turn_begins", pa.list_(pa.int32())),
+        pa.field("turn_ends", pa.list_(pa.int32())),
+        pa.field("turn_rewards", pa.list_(pa.float64())),
+        pa.field("environment", pa.string()),
     ]
 )
 

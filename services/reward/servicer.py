@@ -21,7 +21,11 @@ from services.reward.scorers.base import Item
 log = logging.getLogger(__name__)
 
 NAME = "lockstep.reward.v1.RewardService"
-_FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
+_FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_TURN_LIMIT: "turn_limit",
+}
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
@@ -142,7 +146,7 @@ def _parse_extra(text: str) -> dict[str, object]:
 def _finish_reason(candidate: pb.Candidate, index: int) -> str:
     if candidate.finish_reason not in _FINISH_REASONS:
         field = f"candidates[{index}].finish_reason"
-        raise InvalidInput(f"{field}: {candidate.finish_reason} is neither STOP nor LENGTH", field=field)
+        raise InvalidInput(f"{field}: {candidate.finish_reason} is not STOP, LENGTH or TURN_LIMIT", field=field)
     return _FINISH_REASONS[candidate.finish_reason]
 
 

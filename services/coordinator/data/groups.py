@@ -9,9 +9,14 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
 from services.common.batch import SAMPLE_SCHEMA
+from services.coordinator.data.episodes import Episode
 from services.coordinator.data.prompts import Prompt
 
-FINISH_REASONS = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
+FINISH_REASONS = {
+    FinishReason.FINISH_REASON_STOP: "stop",
+    FinishReason.FINISH_REASON_LENGTH: "length",
+    FinishReason.FINISH_REASON_TURN_LIMIT: "turn_limit",
+}
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,12 @@ class SampledGroup:
     prompt: Prompt
     completions: Sequence[Completion]
     stamp: PolicyStamp
+    episodes: Sequence[Episode] = field(default=(), kw_only=True)
+    """The episode of each completion; empty without an environment."""
+
+    def episode(self, sample: int) -> Episode | None:
+        """Returns the episode of a completion; None without an environment."""
+        return self.episodes[sample] if self.episodes else None
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class ScoredGroup(SampledGroup):
 
     @property
     def is_truncated(self) -> np.ndarray:
-        """Whether each sample reached max_tokens, bool [n]."""
+        """Whether each sample was cut off by a limit of tokens, bool [n]."""
         return np.array([c.finish_reason == FinishReason.FINISH_REASON_LENGTH for c in self.completions])
 
     @property
@@ -73,15 +84,25 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
             "reward": score.reward,
             "components": list(score.components.items()),
             "baseline": group.baseline,
-            "loss_mask": [not group.is_truncated[sample]] * len(completion.tokens) if mask_truncated else None,
+            "loss_mask": _loss_mask(group, sample, mask_truncated),
             "finish_reason": FINISH_REASONS[completion.finish_reason],
             "policy_version": group.stamp.version,
             "policy_digest": group.stamp.digest,
             "scorer": group.scorer,
             "seed": completion.seed,
+            **(vars(group.episodes[sample]) if group.episodes else {}),
             **{name: rows[sample] for name, rows in group.columns.items()},
         }
         for group in sorted(groups, key=lambda g: g.index)
         for sample, (completion, score) in enumerate(zip(group.completions, group.scores, strict=True))
     ]
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def _loss_mask(group: ScoredGroup, sample: int, mask_truncated: bool) -> list[bool] | None:
+    num_tokens, episode = len(group.completions[sample].tokens), group.episode(sample)
+    if mask_truncated and group.is_truncated[sample]:
+        return [False] * num_tokens
+    if episode:
+        return episode.loss_mask(num_tokens)
+    return [True] * num_tokens if mask_truncated else None

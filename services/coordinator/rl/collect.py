@@ -55,11 +55,7 @@ class Collector:
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         """Samples and scores one prompt. Returns None if `reward.on_failure` drops the group."""
-        params = SamplingParams(
-            temperature=draw.sampling.temperature,
-            max_tokens=draw.sampling.max_tokens,
-            stop_token_ids=self._tokenizer.eos_token_ids,
-        )
+        params = self._params(draw, draw.sampling.max_tokens)
         seeds = [self._seed_of(draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
@@ -71,7 +67,19 @@ class Collector:
         group, baseline = await gather(self.one(index, prompt, drawn) for drawn in (draw, greedy))
         return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
 
-    def _seed_of(self, step: int, prompt_id: str, sample: int) -> int:
-        """Returns a seed that depends only on the run's seed, the step, the prompt and the sample's index."""
-        key = f"{self._seed}/{step}/{prompt_id}/{sample}".encode()
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of what was collected since the last call."""
+        return {}
+
+    def _params(self, draw: Draw, most: int) -> SamplingParams:
+        """Returns the sampling parameters for at most `most` tokens."""
+        return SamplingParams(
+            temperature=draw.sampling.temperature,
+            max_tokens=min(draw.sampling.max_tokens, most),
+            stop_token_ids=self._tokenizer.eos_token_ids,
+        )
+
+    def _seed_of(self, *place: str | int) -> int:
+        """Returns a seed that depends only on the run's seed and the place: step, prompt, sample and turn."""
+        key = "/".join(map(str, (self._seed, *place))).encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

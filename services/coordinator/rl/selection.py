@@ -45,7 +45,9 @@ class Selected:
 
     groups: Sequence[ScoredGroup]
     decision: Mapping[str, object]
-    """The record for the ledger, as JSON values; `metrics` has the step's sampling metrics."""
+    """The record for the ledger, as JSON values."""
+    metrics: dict[str, float]
+    """The step's sampling metrics."""
     outcomes: dict[str, tuple[int, int]]
     """(samples, samples that passed) by prompt id; empty without a curriculum."""
 
@@ -114,7 +116,8 @@ class _Selection:
         groups = useful[: self._num_trainable(len(useful))]
         self._require_enough(groups, useful, counted)
         discarded = useful[len(groups) :] + [tried.group for tried in rest if tried.group and tried.drop is None]
-        return Selected(groups, self._decision(groups, discarded, counted), self._outcomes(counted))
+        metrics = self._metrics(groups, discarded, counted)
+        return Selected(groups, self._decision(groups, discarded, counted), metrics, self._outcomes(counted))
 
     def _why_dropped(self, group: ScoredGroup | None) -> Drop | None:
         dynamic = self._config.selection.dynamic
@@ -167,9 +170,9 @@ class _Selection:
             )
         log.warning("%s; training on %d", message, len(groups))
 
-    def _decision(
+    def _metrics(
         self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Attempt]
-    ) -> dict[str, object]:
+    ) -> dict[str, float]:
         masked = sum(int(group.is_truncated.sum()) for group in groups)
         rewards = np.concatenate([tried.group.rewards for tried in counted if tried.group])
         metrics = {
@@ -180,13 +183,17 @@ class _Selection:
             "aborted": self._num_started - len(self._tried),
             "overlong_masked": masked if self._config.selection.overlong.mask_truncated else 0,
         }
+        return {f"sampling/{name}": float(value) for name, value in metrics.items()}
+
+    def _decision(
+        self, groups: Sequence[ScoredGroup], discarded: Sequence[ScoredGroup], counted: Sequence[_Attempt]
+    ) -> dict[str, object]:
         return {
             "keep": self._config.selection.over_sampling.keep,
             "num_prompts": len(counted),
             "num_groups": len(groups),
             "dropped": {tried.prompt.prompt_id: tried.drop for tried in counted if tried.drop},
             "discarded": [group.prompt.prompt_id for group in discarded],
-            "metrics": {f"sampling/{name}": float(value) for name, value in metrics.items()},
         }
 
     def _outcomes(self, counted: Sequence[_Attempt]) -> dict[str, tuple[int, int]]:

@@ -85,7 +85,8 @@ async def collect(run: Run, context: LoopContext, stamp: PolicyStamp, step: int)
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     samples = compute_advantages(samples, config.advantage, kl_coef=coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
-    return CollectedBatch(samples, stamp, selected.decision, selected.outcomes, context.data.digest, kl)
+    decision = {**selected.decision, "metrics": selected.metrics | context.collector.take_metrics()}
+    return CollectedBatch(samples, stamp, decision, selected.outcomes, context.data.digest, kl)
 
 
 def kl_coef(run: Run, version: int) -> float:

@@ -12,6 +12,7 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
+from services.coordinator.data.episodes import final_text, num_sampled
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.tokenizer import Tokenizer
 
@@ -23,23 +24,29 @@ class Reward:
 
     def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
-        self._address, self._config, self._timeouts = address, config.reward, config.timeouts
-        self._run_id, self._num_opens, self._scorer = "", 0, ""
+        self._config, self._timeouts = config.reward, config.timeouts
+        self._environment_json = config.environment.model_dump_json() if config.environment else ""
         self._opening = asyncio.Lock()
+        self.address, self.run_id, self.num_opens = address, "", 0
+        self.opened = pb.OpenRunResponse()
+        """What the service answered when it was opened first; the scorers and the environment never change."""
 
     async def open(self, run_id: str) -> None:
-        """Starts the scorers.
+        """Starts the scorers and the environment.
 
         Raises:
-            PreconditionFailed: SCORER_CHANGED, the scorers are not those of the first call.
+            PreconditionFailed: SCORER_CHANGED, they are not those of the first call.
         """
-        self._run_id = run_id
-        request = pb.OpenRunRequest(run_id=run_id, config_json=self._config.model_dump_json())
+        self.run_id = run_id
+        request = pb.OpenRunRequest(
+            run_id=run_id, config_json=self._config.model_dump_json(), environment_json=self._environment_json
+        )
         opened = await self._client.call(
             RewardService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
         )
-        self._require_same(opened.scorer)
-        self._num_opens += 1
+        self._require_same(opened.scorer, opened.environment)
+        self.opened = opened
+        self.num_opens += 1
 
     async def score(
         self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
@@ -54,14 +61,14 @@ class Reward:
         """
         request, answer = self._request(group, tokenizer), None
         while answer is None:
-            num_opens = self._num_opens
+            num_opens = self.num_opens
             try:
                 answer = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
             except LockstepError as error:
                 if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
                     raise
-                await self._reopen(num_opens, why=error.message)
-        self._require_same(answer.scorer)
+                await self.reopen(num_opens, why=error.message)
+        self._require_same(answer.scorer, self.opened.environment)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:
             return None
@@ -74,11 +81,11 @@ class Reward:
     def _request(self, group: SampledGroup, tokenizer: Tokenizer) -> pb.ScoreRequest:
         candidates = [
             pb.Candidate(
-                text=tokenizer.decode(completion.tokens),
-                num_tokens=len(completion.tokens),
+                text=final_text(completion, group.episode(sample), tokenizer),
+                num_tokens=num_sampled(completion, group.episode(sample)),
                 finish_reason=completion.finish_reason,
             )
-            for completion in group.completions
+            for sample, completion in enumerate(group.completions)
         ]
         return pb.ScoreRequest(
             prompt_id=group.prompt.prompt_id,
@@ -86,23 +93,27 @@ class Reward:
             answer=group.prompt.answer,
             extra_json=json.dumps(group.prompt.extra),
             candidates=candidates,
-            run_id=self._run_id,
+            run_id=self.run_id,
         )
 
-    async def _reopen(self, num_opens: int, *, why: str) -> None:
+    async def reopen(self, num_opens: int, *, why: str) -> None:
+        """Opens the run again on a service that was lost when it had been opened `num_opens` times."""
         async with self._opening:
-            if self._num_opens == num_opens:  # only the first of the calls that failed reopens it
+            if self.num_opens == num_opens:  # only the first of the calls that failed reopens it
                 log.warning("lost the reward service; waiting for it to come back: %s", why)
-                await self.open(self._run_id)
+                await self.open(self.run_id)
 
-    def _require_same(self, scorer: str) -> None:
-        self._scorer = self._scorer or scorer
-        if scorer != self._scorer:
-            message = (
-                f"{self._address}: the reward service has scorers {scorer}, but this run opened {self._scorer}: it was "
-                "restarted with another version; restart it with the previous version, or restart the run"
-            )
-            raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
+    def _require_same(self, scorer: str, environment: str) -> None:
+        for what, now, before in (
+            ("scorers", scorer, self.opened.scorer),
+            ("environment", environment, self.opened.environment),
+        ):
+            if self.num_opens and now != before:
+                message = (
+                    f"{self.address}: the reward service has {what} {now}, but this run opened {before}: it was "
+                    "restarted with another version; restart it with the previous version, or restart the run"
+                )
+                raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
 
     def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
         reason = pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")

@@ -1,0 +1,101 @@
+"""Episodes: samples in which an environment answers the policy's turns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from lockstep.types.v1.types_pb2 import Completion, FinishReason
+
+from services.coordinator.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The policy's turns within the tokens of a sample. All other tokens are the environment's and are not trained on.
+
+    Turn k has the tokens from `turn_begins[k]` to `turn_ends[k]`, exclusive, and the reward `turn_rewards[k]`.
+    """
+
+    turn_begins: Sequence[int]
+    turn_ends: Sequence[int]
+    turn_rewards: Sequence[float]
+    environment: str
+    """Name and version of the environment."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, object]) -> Self | None:
+        """Returns the episode of a row of a batch; None if the row was sampled without an environment."""
+        if row["environment"] is None:
+            return None
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Returns the episode of a sample that has no tokens because its environment failed."""
+        return cls((), (), (), "")
+
+    @property
+    def reward(self) -> float:
+        """Returns the sum of the turns' rewards."""
+        return sum(self.turn_rewards)
+
+    def loss_mask(self, num_tokens: int) -> list[bool]:
+        """Returns whether the policy sampled each of `num_tokens` tokens."""
+        mask = [False] * num_tokens
+        for begin, end in zip(self.turn_begins, self.turn_ends, strict=True):
+            mask[begin:end] = [True] * (end - begin)
+        return mask
+
+    def turns(self, tokens: Sequence[int]) -> list[Sequence[int]]:
+        """Returns the tokens of each turn."""
+        return [tokens[begin:end] for begin, end in zip(self.turn_begins, self.turn_ends, strict=True)]
+
+
+@dataclass
+class Stream:
+    """The tokens of an episode in progress. Tokens are only ever appended, exactly as they were sampled or sent."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Returns the prompt of the next turn: all tokens so far."""
+        return (*self.prompt, *self.tokens)
+
+    @property
+    def num_seen(self) -> int:
+        """Returns the number of tokens that the engine has seen, as prompts or by sampling them."""
+        return len(self.prompt) + (self.ends[-1] if self.ends else 0)
+
+    def add_turn(self, completion: Completion) -> None:
+        """Appends a sampled turn."""
+        self.begins.append(len(self.tokens))
+        self.tokens.extend(completion.tokens)
+        self.logprobs.extend(completion.logprobs)
+        self.ends.append(len(self.tokens))
+
+    def add_context(self, tokens: Sequence[int]) -> None:
+        """Appends tokens that the policy did not sample."""
+        self.tokens.extend(tokens)
+        self.logprobs.extend([0.0] * len(tokens))
+
+    def end(self, reason: FinishReason, seed: int, environment: str) -> tuple[Completion, Episode]:
+        """Returns the sample and its episode."""
+        completion = Completion(tokens=self.tokens, logprobs=self.logprobs, finish_reason=reason, seed=seed)
+        return completion, Episode(self.begins, self.ends, self.rewards, environment)
+
+
+def final_text(completion: Completion, episode: Episode | None, tokenizer: Tokenizer) -> str:
+    """Returns the text that scorers judge: that of the last turn."""
+    turns = episode.turns(completion.tokens) if episode else [completion.tokens]
+    return tokenizer.decode(turns[-1]) if turns else ""
+
+
+def num_sampled(completion: Completion, episode: Episode | None) -> int:
+    """Returns the number of tokens that the policy sampled."""
+    return sum(map(len, episode.turns(completion.tokens))) if episode else len(completion.tokens)

@@ -1,0 +1,142 @@
+"""Client of the environments. Spreads episodes over the reward services and gives failures one type."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from enum import StrEnum
+
+from lockstep.reward.v1 import environment_pb2 as pb
+from lockstep.reward.v1 import environment_pb2_grpc
+from lockstep.reward.v1.environment_pb2_grpc import EnvironmentServiceServicer as EnvironmentService
+from lockstep.types.v1.types_pb2 import FinishReason
+
+from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
+from services.common.rpc.client import Answer, Client, Method, Request
+from services.common.rpc.tls import LOCAL, Transport
+from services.common.tasks import gather
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.services.clients.reward import Reward
+
+# The service limits each reply by environment.turn_s itself. The call may take this much longer.
+_MARGIN_S = 30.0
+
+
+class EnvironmentFailure(StrEnum):
+    """Says why an episode failed without the policy's doing. It counts in the metrics under this word."""
+
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    REFUSED = "refused"
+    INVALID_REPLY = "invalid_reply"
+    LOST = "lost"
+    """The reward service was lost or restarted, and with it the episode."""
+
+
+class EpisodeFailed(LockstepError):
+    """The environment failed. The episode can be played again, with the same seeds."""
+
+    default_reason = Reason.ENVIRONMENT_FAILED
+
+    def __init__(self, failure: EnvironmentFailure, message: str):
+        super().__init__(f"environment: {failure.value}: {message}")
+        self.failure = failure
+
+
+class EpisodeClient:
+    """Calls the environment of one reward service about one episode."""
+
+    def __init__(self, service: "_Service", episode_id: str, turn_s: float):
+        self._service, self._turn_s = service, turn_s
+        self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
+        self._num_turns = 0
+        self.environment = service.reward.opened.environment
+        """Name and version of the environment."""
+
+    async def reset(self, seed: int, prompt: Prompt) -> Sequence[pb.Message]:
+        """Begins the episode. Returns the messages that follow the prompt.
+
+        Raises:
+            EpisodeFailed: The environment failed.
+        """
+        row = {"prompt": prompt.text, "answer": prompt.answer, **prompt.extra}
+        request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row))
+        answer = await self._service.call(EnvironmentService.Reset, request, self._turn_s)
+        _require_success(answer)
+        return answer.messages
+
+    async def step(self, text: str, num_tokens: int, finish_reason: FinishReason) -> pb.StepResponse:
+        """Gives the environment the policy's next turn. Returns its reply.
+
+        Raises:
+            EpisodeFailed: The environment failed.
+        """
+        request = pb.StepRequest(
+            **self._ids, turn=self._num_turns, text=text, num_tokens=num_tokens, finish_reason=finish_reason
+        )
+        answer = await self._service.call(EnvironmentService.Step, request, self._turn_s)
+        _require_success(answer)
+        self._num_turns += 1
+        return answer
+
+    async def close(self) -> None:
+        """Ends the episode, if the service can be reached."""
+        with contextlib.suppress(EpisodeFailed):  # its lease ends it
+            await self._service.call(EnvironmentService.Close, pb.CloseRequest(**self._ids), self._turn_s)
+
+
+class Environments:
+    """Plays each episode on the reward service that has the fewest open episodes."""
+
+    def __init__(self, rewards: Sequence[Reward], turn_s: float, transport: Transport = LOCAL):
+        self._services = [_Service(reward, transport) for reward in rewards]
+        self._turn_s = turn_s
+        opened = rewards[0].opened
+        self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
+        """JSON schemas of the tools, as chat templates take them."""
+        self.roles = tuple(opened.roles)
+        """Roles of the messages that the environment may send."""
+
+    @asynccontextmanager
+    async def episode(self, episode_id: str) -> AsyncIterator[EpisodeClient]:
+        """Yields the client of a new episode, which it ends afterwards."""
+        service = min(self._services, key=lambda service: service.num_episodes)
+        client = EpisodeClient(service, episode_id, self._turn_s)
+        service.num_episodes += 1
+        try:
+            yield client
+        finally:
+            service.num_episodes -= 1
+            await client.close()
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        await gather(service.close() for service in self._services)
+
+
+class _Service:
+    def __init__(self, reward: Reward, transport: Transport):
+        self.reward = reward
+        self._client = Client(reward.address, environment_pb2_grpc.EnvironmentServiceStub, transport)
+        self.num_episodes = 0
+
+    async def call(self, method: Method[Request, Answer], request: Request, turn_s: float) -> Answer:
+        num_opens = self.reward.num_opens
+        try:
+            return await self._client.call(method, request, timeout_s=turn_s + _MARGIN_S)
+        except (Unavailable, DeadlineExceeded, PreconditionFailed) as error:
+            if error.reason not in (Reason.UNREACHABLE, Reason.DEADLINE, Reason.RUN_NOT_OPEN, Reason.EPISODE_NOT_OPEN):
+                raise
+            if error.reason is Reason.RUN_NOT_OPEN or isinstance(error, Unavailable):
+                await self.reward.reopen(num_opens, why=error.message)
+            raise EpisodeFailed(EnvironmentFailure.LOST, error.message) from error
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+def _require_success(answer: pb.ResetResponse | pb.StepResponse) -> None:
+    if answer.HasField("failure"):
+        name = pb.EnvironmentFailureReason.Name(answer.failure.reason)
+        word = name.removeprefix("ENVIRONMENT_FAILURE_REASON_").lower()
+        raise EpisodeFailed(EnvironmentFailure(word), answer.failure.message)

@@ -1,0 +1,52 @@
+"""Client of all reward services of a run."""
+
+from collections.abc import Sequence
+
+from services.common.config.run import Config
+from services.common.errors import PreconditionFailed, Reason
+from services.common.rpc.tls import LOCAL, Transport
+from services.common.tasks import gather
+from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.services.clients.reward import Reward
+
+
+class Rewards:
+    """Sends each group to the reward service with the fewest groups in progress."""
+
+    def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
+        self.services = [Reward(address, config, transport) for address in addresses]
+        self._in_progress = dict.fromkeys(self.services, 0)
+
+    async def open(self, run_id: str) -> None:
+        """Starts the scorers and the environment on every service.
+
+        Raises:
+            PreconditionFailed: SCORER_CHANGED, the services have different versions.
+        """
+        await gather(service.open(run_id) for service in self.services)
+        first = self.services[0]
+        for service in self.services[1:]:
+            for mine, others in zip(_versions(first), _versions(service), strict=True):
+                if mine != others:
+                    message = f"{first.address} has {mine}, but {service.address} has {others}: install one version"
+                    raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
+
+    async def score(
+        self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
+    ) -> ScoredGroup | None:
+        """Scores a group as Reward.score does."""
+        service = min(self.services, key=lambda service: self._in_progress[service])
+        self._in_progress[service] += 1
+        try:
+            return await service.score(group, tokenizer, keep_failed=keep_failed)
+        finally:
+            self._in_progress[service] -= 1
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        await gather(service.close() for service in self.services)
+
+
+def _versions(service: Reward) -> tuple[str, str]:
+    return service.opened.scorer, service.opened.environment
