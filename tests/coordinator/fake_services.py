@@ -17,7 +17,7 @@ from services.common.errors import LockstepError
 from services.common.rpc.server import Server
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.collect import Collector
-from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from tests.support import PATIENCE_S, free_port
 
@@ -161,7 +161,7 @@ async def collector(
     server = Server()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(scorer, server.grpc)
     port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService"])
-    rollout, reward = Rollout([fake.address for fake in fakes], config), Reward(f"127.0.0.1:{port}", config)
+    rollout, reward = Rollout([fake.address for fake in fakes], config), Rewards([f"127.0.0.1:{port}"], config)
     try:
         await rollout.open("run", ModelCard())
         for replica in rollout.replicas:

@@ -27,7 +27,10 @@ _OPTIONS: dict[str, tuple[object, object]] = {
         Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running rollout replica; repeat for more.")],
         None,
     ),
-    "reward": (Annotated[str, typer.Option(help="HOST:PORT of a running reward service.")], ""),
+    "reward": (
+        Annotated[list[str] | None, typer.Option(help="HOST:PORT of a running reward service; repeat for more.")],
+        None,
+    ),
     "trainer": (Annotated[str, typer.Option(help="HOST:PORT of a running trainer.")], ""),
     "reference": (_OwnTrainer, ""),
     "critic": (_OwnTrainer, ""),
@@ -44,7 +47,7 @@ class Given(TypedDict, total=False):
     """The values of the options that a command takes."""
 
     rollout: list[str] | None
-    reward: str
+    reward: list[str] | None
     trainer: str
     reference: str
     critic: str
@@ -82,15 +85,20 @@ def addresses(given: Given, *, is_operator: bool = False) -> "Addresses":
     from services.common.rpc.tls import Credentials, Transport
     from services.coordinator.services.launch import Addresses
 
-    tls, insecure, rollout = given["tls"], given["insecure"], tuple(given.get("rollout") or ())
-    others = {name: address for name, address in given.items() if name not in ("tls", "insecure", "rollout")}
+    tls, insecure = given["tls"], given["insecure"]
+    rollout, reward = tuple(given.get("rollout") or ()), tuple(given.get("reward") or ())
+    others = {name: given[name] for name in ("trainer", "reference", "critic") if name in given}
     if tls and insecure:
         raise InvalidInput("--tls and --insecure exclude each other", field="--insecure")
     credentials = Credentials(tls) if tls else None
     if credentials:
         credentials.require_role(Role.COORDINATOR, *([Role.OPERATOR] if is_operator else []))
     transport = Transport(credentials, insecure)
-    for name, address in [*others.items(), *(("rollout", address) for address in rollout)]:
+    for name, address in [
+        *others.items(),
+        *(("rollout", address) for address in rollout),
+        *(("reward", address) for address in reward),
+    ]:
         if address:
             require_secure(address, transport, field=f"--{name}")
-    return replace(Addresses(rollout, transport=transport), **others)
+    return replace(Addresses(rollout, reward, transport=transport), **others)

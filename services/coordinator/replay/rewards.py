@@ -12,13 +12,13 @@ from services.coordinator.data.parquet import Record as Row
 from services.coordinator.data.prompts import Prompt, PromptDataset
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.replay.record import Batch, Difference, compare, require_same_data
-from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rewards import Rewards
 
 _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
 
 
 async def replay_rewards(
-    batch: Batch, reward: Reward, data: PromptDataset, tokenizer: Tokenizer
+    batch: Batch, reward: Rewards, data: PromptDataset, tokenizer: Tokenizer
 ) -> tuple[int, list[Difference]]:
     """Scores every group of `batch` with the opened `reward`. Returns the number of samples and the differences.
 
@@ -38,7 +38,7 @@ async def replay_rewards(
     return batch.samples.num_rows, [difference for differences in found for difference in differences]
 
 
-async def _group(prompt: Prompt, rows: Sequence[Row], reward: Reward, tokenizer: Tokenizer) -> list[Difference]:
+async def _group(prompt: Prompt, rows: Sequence[Row], reward: Rewards, tokenizer: Tokenizer) -> list[Difference]:
     completions = [
         Completion(tokens=row["tokens"], finish_reason=_FINISH_REASONS[row["finish_reason"]], seed=row["seed"])
         for row in rows

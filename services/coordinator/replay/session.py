@@ -21,7 +21,7 @@ from services.coordinator.replay.rewards import replay_rewards
 from services.coordinator.replay.training import replay_training
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.trainer import Model, Trainer
 from services.coordinator.services.closing import close_run
 from services.coordinator.services.launch import Addresses
@@ -132,7 +132,7 @@ class _Session:
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
         tokenizer = _tokenizer(run.config, self.record.run_dir)
         data = PromptDataset.load(run.config.data, tokenizer, seed=run.config.seed)
-        reward = Reward(addresses.reward, run.config, addresses.transport)
+        reward = Rewards(addresses.reward, run.config, addresses.transport)
         try:
             await reward.open(run.run_id)
             return await replay_rewards(self.record.batch(self.step), reward, data, tokenizer)

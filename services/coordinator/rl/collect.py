@@ -14,7 +14,7 @@ from services.common.telemetry.trace import span
 from services.coordinator.data.groups import ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.tokenizer import Tokenizer
-from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 
 
@@ -34,7 +34,7 @@ class Draw:
 class Collector:
     """Samples and scores prompts with one tokenizer. All sampling seeds derive from the run's `seed`."""
 
-    def __init__(self, rollout: Rollout, reward: Reward, tokenizer: Tokenizer, seed: int):
+    def __init__(self, rollout: Rollout, reward: Rewards, tokenizer: Tokenizer, seed: int):
         self._rollout, self._reward, self._tokenizer, self._seed = rollout, reward, tokenizer, seed
 
     async def collect(

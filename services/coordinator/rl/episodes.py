@@ -22,8 +22,9 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
-from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.services.opening import Services
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class EpisodeCollector(Collector):
     """Collects groups whose samples are episodes. Each episode advances on its own."""
 
     def __init__(
-        self, rollout: Rollout, reward: Reward, tokenizer: Tokenizer, config: Config, environments: Environments
+        self, rollout: Rollout, reward: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
     ):
         super().__init__(rollout, reward, tokenizer, config.seed)
         assert config.environment, "without an environment, Collector samples single completions"
@@ -147,6 +148,13 @@ class EpisodeCollector(Collector):
         total.components["environment"] = played.episode.reward
         total.reward += self._settings.weight * played.episode.reward
         return total
+
+
+def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> Collector:
+    """Returns what collects the run's groups: of episodes, if it has an environment, else of single completions."""
+    if services.environments is None:
+        return Collector(services.rollout, services.reward, tokenizer, config.seed)
+    return EpisodeCollector(services.rollout, services.reward, tokenizer, config, services.environments)
 
 
 def _shared_prompt(played: Sequence[_Played]) -> Prompt:

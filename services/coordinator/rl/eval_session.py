@@ -17,7 +17,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import Prompts, load_eval
 from services.coordinator.data.tokenizer import Tokenizer
-from services.coordinator.rl.collect import Collector
+from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.runs.resume import CHECKPOINTS, LEDGER
@@ -126,7 +126,7 @@ async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluat
     tokenizer, eval_data = data or load_late(config, trainer.opened.model_card, _load)
     run.begin(version, ())
     stamp = await Publisher(trainer, rollout, run).publish(version)
-    metrics = await evaluate(run, Collector(rollout, services.reward, tokenizer, config.seed), eval_data, stamp)
+    metrics = await evaluate(run, make_collector(services, tokenizer, config), eval_data, stamp)
     result = {"checkpoint": evaluated, "version": version, "digest": stamp.digest, "metrics": metrics}
     (config.run_dir / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
     return Evaluation(stamp, metrics, config.run_dir)

@@ -14,7 +14,7 @@ from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.rl.advantages.python import require_importable
-from services.coordinator.rl.collect import Collector
+from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publication import Publisher
@@ -61,8 +61,8 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
     with recorded_run(config, frontend.console) as run:
         async with running_services(run, given) as addresses:
             frontend.say(f"run {run.run_id} in {config.run_dir}")
-            replicas = ", ".join(addresses.rollout)
-            frontend.say(f"opening trainer {addresses.trainer}, reward {addresses.reward}, rollout {replicas}")
+            rewards, replicas = ", ".join(addresses.reward), ", ".join(addresses.rollout)
+            frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
             async with open_services(run, addresses) as services:
                 context = _begin(run, services, data, frontend)
                 await train(run, context, run.version)
@@ -104,7 +104,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     return LoopContext(
         data=data.train,
         eval_data=data.eval,
-        collector=Collector(services.rollout, services.reward, data.tokenizer, config.seed),
+        collector=make_collector(services, data.tokenizer, config),
         trainer=trainer,
         publisher=Publisher(trainer, services.rollout, run),
         forwards=Forwards(list(services.auxiliary.values()), config),

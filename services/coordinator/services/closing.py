@@ -56,7 +56,7 @@ async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
     replicas = given(RolloutServiceStub, *addresses.rollout)
     await gather(
         [
-            *(_close(run, one, RewardService.CloseRun, reward) for one in given(RewardServiceStub, addresses.reward)),
+            *(_close(run, one, RewardService.CloseRun, reward) for one in given(RewardServiceStub, *addresses.reward)),
             *(_close(run, one, TrainerService.CloseRun, trainer) for one in trainers),
             *(_close(run, one, RolloutService.CloseRun, rollout) for one in replicas),
         ]

@@ -35,7 +35,7 @@ class Addresses:
     """Addresses of the services and how to connect to them. A service with an empty address is started here."""
 
     rollout: tuple[str, ...] = ()
-    reward: str = ""
+    reward: tuple[str, ...] = ()
     trainer: str = ""
     reference: str = ""
     critic: str = ""
@@ -175,7 +175,7 @@ async def launch(
             sizes = ("--nproc-per-node", str(count), "--threads-per-rank", threads)
             trainers[name] = add(name, "-m", "services.trainer", *sizes)
         addresses = Addresses(
-            reward=given.reward or (add("reward", "-m", "services.reward") if "reward" in services else ""),
+            reward=given.reward or ((add("reward", "-m", "services.reward"),) if "reward" in services else ()),
             **trainers,
             transport=given.transport,
             rollout=given.rollout

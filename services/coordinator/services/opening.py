@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from services.common.tasks import gather
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.environment import Environments, open_environments
+from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Model, Trainer
 from services.coordinator.services.closing import close_run
@@ -19,7 +20,9 @@ class Services:
 
     trainer: Trainer
     rollout: Rollout
-    reward: Reward
+    reward: Rewards
+    environments: Environments | None
+    """The environments of the reward services, if the run has one."""
     auxiliary: Mapping[str, Model]
     """The reference and the critic by name, if the run has them."""
 
@@ -35,7 +38,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         LockstepError: The error of the first service that failed to open.
     """
     config, transport = run.config, addresses.transport
-    trainer, reward = Trainer(addresses.trainer, config, transport), Reward(addresses.reward, config, transport)
+    trainer, reward = Trainer(addresses.trainer, config, transport), Rewards(addresses.reward, config, transport)
     auxiliary = {name: Model(name, addresses.of(name), config, transport) for name in config.auxiliary_roles}
     rollout = Rollout(addresses.rollout, config, transport)
     for watcher in run.watchers:
@@ -48,7 +51,8 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
             if name in config.models
         ]
         await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
-        yield Services(trainer, rollout, reward, auxiliary)
+        async with open_environments(reward, config, transport) as environments:
+            yield Services(trainer, rollout, reward, environments, auxiliary)
     finally:
         await gather(
             [trainer.close(), reward.close(), rollout.close(), *(model.close() for model in auxiliary.values())]

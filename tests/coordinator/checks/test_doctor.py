@@ -93,7 +93,7 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(devices, "_DEVICES", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    findings = {finding.check: finding for finding in host.examine_host(None, Addresses(reward="a:1"))}
+    findings = {finding.check: finding for finding in host.examine_host(None, Addresses(reward=("a:1",)))}
     assert_fails(findings["GPUs"], FAIL, "unknown", "CUDA_VISIBLE_DEVICES=0,1: this host has 1 GPUs")
     assert "torch" not in findings  # the expected findings depend on the host
     assert "disk" in findings
@@ -187,7 +187,7 @@ async def test_services(reward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_SLOW_S", PATIENCE_S)  # this machine may be busy
     monkeypatch.setattr(running, "_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(running, "_SKEW_WARN_S", PATIENCE_S)
-    answered, clock = await examine_services(Addresses(reward=reward))
+    answered, clock = await examine_services(Addresses(reward=(reward,)))
     assert (answered.verdict, clock.verdict) == (OK, OK)
     assert "idle" in answered.found and "no run" in answered.found
     nobody = f"127.0.0.1:{free_port()}"
@@ -199,7 +199,7 @@ async def test_services(reward: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_service_that_wants_certificates(tmp_path: Path) -> None:
     server, address = await serve(Certificates(tmp_path).of(Role.REWARD))
-    (finding,) = await examine_services(Addresses(reward=address))
+    (finding,) = await examine_services(Addresses(reward=(address,)))
     assert_fails(finding, FAIL, "the service requires mTLS: pass --tls", "certificates")
     await server.grpc.stop(None)
 

@@ -22,7 +22,7 @@ from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from services.coordinator.services import launch
-from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.flags import TARGETS, ServiceFlags
 from tests.common.telemetry.watched import Span, otlp_collector, reward_service, scrape, value
@@ -48,7 +48,7 @@ def opened(directory: Path, **observability: object):
 async def collecting(
     run: Run, fakes: list[FakeReplica], reward_address: str
 ) -> AsyncIterator[tuple[Collector, Rollout]]:
-    rollout, reward = Rollout([fake.address for fake in fakes], run.config), Reward(reward_address, run.config)
+    rollout, reward = Rollout([fake.address for fake in fakes], run.config), Rewards([reward_address], run.config)
     try:
         for watcher in run.watchers:
             watcher.watch(rollout)

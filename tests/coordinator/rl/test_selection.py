@@ -98,10 +98,10 @@ def test_the_batch_is_the_first_useful_groups_whatever_the_timing(kinds: list[st
     dropped = {f"p{i}": reasons[kind] for i, kind in enumerate(kinds[:num_prompts]) if kind in reasons}
     assert selected.decision["dropped"] == dropped
     assert selected.decision["num_prompts"] == num_prompts
-    assert selected.decision["metrics"]["sampling/rounds"] == num_prompts / 4
+    assert selected.metrics["sampling/rounds"] == num_prompts / 4
     if factor == 1:  # no more prompts than the batch needs
-        assert selected.decision["metrics"]["sampling/aborted"] == 0
-        assert selected.decision["metrics"]["sampling/discarded"] == len(useful[:4]) - len(wanted)
+        assert selected.metrics["sampling/aborted"] == 0
+        assert selected.metrics["sampling/discarded"] == len(useful[:4]) - len(wanted)
 
 
 async def test_without_dynamic_sampling_nothing_is_replaced():
@@ -128,7 +128,7 @@ async def test_arrival_keeps_the_fastest_and_aborts_the_rest():
     assert [group.index for group in selected.groups] == [5, 4, 2, 1]
     assert sorted(done) == [0, 3]
     assert selected.decision["keep"] == "arrival"
-    assert selected.decision["metrics"]["sampling/aborted"] == 2
+    assert selected.metrics["sampling/aborted"] == 2
 
 
 @pytest.mark.parametrize(("on_budget", "kept"), [("train", [2, 5]), ("fail", None)])

@@ -55,11 +55,11 @@ class ServiceAddresses(_message.Message):
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     CRITIC_FIELD_NUMBER: _ClassVar[int]
     rollout: _containers.RepeatedScalarFieldContainer[str]
-    reward: str
+    reward: _containers.RepeatedScalarFieldContainer[str]
     trainer: str
     reference: str
     critic: str
-    def __init__(self, rollout: _Optional[_Iterable[str]] = ..., reward: _Optional[str] = ..., trainer: _Optional[str] = ..., reference: _Optional[str] = ..., critic: _Optional[str] = ...) -> None: ...
+    def __init__(self, rollout: _Optional[_Iterable[str]] = ..., reward: _Optional[_Iterable[str]] = ..., trainer: _Optional[str] = ..., reference: _Optional[str] = ..., critic: _Optional[str] = ...) -> None: ...
 
 class Numbers(_message.Message):
     __slots__ = ("version", "values")

@@ -48,7 +48,8 @@ class Answer:
 
 async def examine_services(given: Addresses) -> list[Finding]:
     """Runs all checks of the services at `given`."""
-    named = [("trainer", given.trainer), ("reward", given.reward), *(("rollout", one) for one in given.rollout)]
+    several = [(kind, one) for kind, these in (("reward", given.reward), ("rollout", given.rollout)) for one in these]
+    named = [("trainer", given.trainer), *several]
     there = [(kind, address) for kind, address in named if address]
     answers = await gather(_ask(kind, address, given.transport) for kind, address in there)
     findings, infos = [], {}

@@ -11,12 +11,14 @@ from lockstep.reward.v1 import environment_pb2_grpc
 from lockstep.reward.v1.environment_pb2_grpc import EnvironmentServiceServicer as EnvironmentService
 from lockstep.types.v1.types_pb2 import FinishReason
 
+from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Answer, Client, Method, Request
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.services.clients.reward import Reward
+from services.coordinator.services.clients.rewards import Rewards
 
 # The service limits each reply by environment.turn_s itself. The call may take this much longer.
 _MARGIN_S = 30.0
@@ -88,10 +90,11 @@ class EpisodeClient:
 class Environments:
     """Plays each episode on the reward service that has the fewest open episodes."""
 
-    def __init__(self, rewards: Sequence[Reward], turn_s: float, transport: Transport = LOCAL):
-        self._services = [_Service(reward, transport) for reward in rewards]
+    def __init__(self, rewards: Rewards, turn_s: float, transport: Transport = LOCAL):
+        """Creates the clients. The reward services must be open."""
+        self._services = [_Service(reward, transport) for reward in rewards.services]
         self._turn_s = turn_s
-        opened = rewards[0].opened
+        opened = rewards.services[0].opened
         self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
         """JSON schemas of the tools, as chat templates take them."""
         self.roles = tuple(opened.roles)
@@ -112,6 +115,21 @@ class Environments:
     async def close(self) -> None:
         """Closes the channels."""
         await gather(service.close() for service in self._services)
+
+
+@asynccontextmanager
+async def open_environments(
+    rewards: Rewards, config: Config, transport: Transport = LOCAL
+) -> AsyncIterator[Environments | None]:
+    """Yields the environments of the reward services, which are open; None if the run has no environment."""
+    if config.environment is None:
+        yield None
+        return
+    environments = Environments(rewards, config.environment.turn_s, transport)
+    try:
+        yield environments
+    finally:
+        await environments.close()
 
 
 class _Service:
