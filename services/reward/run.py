@@ -82,7 +82,7 @@ class ScoringRun:
         """Scores one prompt group with all scorers concurrently. Returns one outcome per item, in order."""
         scored = await asyncio.gather(*(s.score_group(items) for s in self._scorers), return_exceptions=True)
         columns = [[c] * len(items) if isinstance(c, ScoringError) else c for c in expected(scored)]
-        return [self._combine(results) for results in zip(*columns, strict=True)]
+        return [self._combine([column[index] for column in columns]) for index in range(len(items))]
 
     async def close(self) -> None:
         """Closes all scorers; scores in progress fail as CRASHED."""

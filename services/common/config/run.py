@@ -89,7 +89,7 @@ class Config(Strict):
     """Generation."""
     selection: SelectionConfig = SelectionConfig()
     """Choice of the prompts to try and the groups to train on."""
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
     """Scoring."""
     environment: EnvironmentConfig | None = None
     """Environment that answers the policy in episodes of several turns; unset if a sample is one completion."""
@@ -247,8 +247,16 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
+    def _something_rewards(self) -> Self:
+        if not self.reward.scorers and not self.environment:
+            raise ValueError("reward.scorers: set at least one scorer, or an environment")
+        if self.environment and any(scorer.component == "environment" for scorer in self.reward.scorers):
+            raise ValueError("reward.scorers: the name `environment` is taken by the environment's rewards")
+        return self
+
+    @model_validator(mode="after")
     def _selection_fits(self) -> Self:
-        components = [scorer.component for scorer in self.reward.scorers]
+        components = [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
         check_selection(self.selection, self.rollout.completions_per_prompt, components)
         return self
 

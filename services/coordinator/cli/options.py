@@ -87,7 +87,7 @@ def addresses(given: Given, *, is_operator: bool = False) -> "Addresses":
 
     tls, insecure = given["tls"], given["insecure"]
     rollout, reward = tuple(given.get("rollout") or ()), tuple(given.get("reward") or ())
-    others = {name: given[name] for name in ("trainer", "reference", "critic") if name in given}
+    others = {name: str(address) for name, address in given.items() if name in ("trainer", "reference", "critic")}
     if tls and insecure:
         raise InvalidInput("--tls and --insecure exclude each other", field="--insecure")
     credentials = Credentials(tls) if tls else None

@@ -13,7 +13,8 @@ from services.coordinator.data.tokenizer import Tokenizer
 class Episode:
     """The policy's turns within the tokens of a sample. All other tokens are the environment's and are not trained on.
 
-    Turn k has the tokens from `turn_begins[k]` to `turn_ends[k]`, exclusive, and the reward `turn_rewards[k]`.
+    Turn k has the tokens from `turn_begins[k]` to `turn_ends[k]`, exclusive, and the reward `turn_rewards[k]`, which
+    is the environment's times `environment.weight`.
     """
 
     turn_begins: Sequence[int]

@@ -104,7 +104,7 @@ class EpisodeCollector(Collector):
             stream.add_turn(completion)
             text = self._tokenizer.decode(completion.tokens)
             reply = await client.step(text, len(completion.tokens), completion.finish_reason)
-            stream.rewards.append(reply.reward)
+            stream.rewards.append(self._settings.weight * reply.reward)
             if reply.done:
                 reason = completion.finish_reason
                 break
@@ -146,7 +146,7 @@ class EpisodeCollector(Collector):
         total = Score()
         total.CopyFrom(score)
         total.components["environment"] = played.episode.reward
-        total.reward += self._settings.weight * played.episode.reward
+        total.reward += played.episode.reward
         return total
 
 

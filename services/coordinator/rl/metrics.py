@@ -29,19 +29,34 @@ def batch_metrics(batch: pa.Table) -> dict[str, float]:
     """
     rewards = batch["reward"].to_numpy()
     lengths = pc.list_value_length(batch["tokens"]).to_numpy()
-    finished = np.array([reason == "stop" for reason in batch["finish_reason"].to_pylist()])
+    truncated = pc.equal(batch["finish_reason"], "length").to_numpy()
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/mixed_groups": _share_of_mixed_groups(batch["group"].to_numpy(), rewards),
         "completion/tokens_mean": float(lengths.mean()),
         "completion/tokens_max": float(lengths.max()),
-        "completion/truncated": float(1 - finished.mean()),
+        "completion/truncated": float(truncated.mean()),
         "batch/samples": float(batch.num_rows),
         "batch/tokens": float(lengths.sum()),
     }
     metrics |= {f"reward/{name}": value for name, value in component_means(batch["components"]).items()}
-    return metrics | token_metrics(batch)
+    return metrics | episode_metrics(batch) | token_metrics(batch)
+
+
+def episode_metrics(batch: pa.Table) -> dict[str, float]:
+    """Returns the number of turns, and the share of tokens that the policy sampled; nothing without an environment."""
+    episodes = batch.filter(pc.is_valid(batch["environment"]))
+    if not episodes.num_rows:
+        return {}
+    turns = pc.list_value_length(episodes["turn_begins"]).to_numpy()
+    limited = pc.equal(episodes["finish_reason"], "turn_limit").to_numpy()
+    return {
+        "episode/turns_mean": float(turns.mean()),
+        "episode/turns_max": float(turns.max()),
+        "episode/turn_limit": float(limited.mean()),
+        "episode/sampled_share": float(trained_mask(episodes).mean()),
+    }
 
 
 def token_metrics(batch: pa.Table) -> dict[str, float]:

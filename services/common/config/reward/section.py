@@ -116,8 +116,10 @@ ScorerConfig = Annotated[
 class RewardConfig(Strict):
     """Configures the reward of a sample: the weighted sum of its scores."""
 
-    scorers: tuple[ScorerConfig, ...] = Field(min_length=1)
-    """List of at least one scorer, each with its kind. The reward of a sample is the weighted sum of their scores."""
+    scorers: tuple[ScorerConfig, ...] = ()
+    """List of scorers, each with its kind. The reward of a sample is the weighted sum of their scores. At least one is
+    needed, unless the run has an environment, which gives rewards too. Of an episode, scorers see the text of the last
+    turn."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time limit in seconds for one sample (for one group, if the scorer takes groups), from when a worker process
     takes it. On a timeout the sample has no score and the worker is killed and replaced."""

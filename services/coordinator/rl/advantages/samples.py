@@ -27,6 +27,9 @@ class Samples:
         penalty_M: KL penalty of each token, multiplied by the coefficient.
         values_M: Critic's value of the state before each token; None if the kind needs no critic.
         baseline_S: Reward of the prompt's greedy completion; None if the kind needs none.
+        turn_starts_M: Whether each trained token is the first of a turn. Without an environment, a turn is a run of
+            consecutive trained tokens.
+        turn_rewards_K: Reward of each turn that has trained tokens; 0 without an environment.
     """
 
     rewards_S: np.ndarray
@@ -39,6 +42,8 @@ class Samples:
     penalty_M: np.ndarray
     values_M: np.ndarray | None
     baseline_S: np.ndarray | None
+    turn_starts_M: np.ndarray
+    turn_rewards_K: np.ndarray
 
     @classmethod
     def of(cls, batch: pa.Table, config: AdvantageConfig, kl_coef: float) -> Self:
@@ -64,17 +69,21 @@ class Samples:
         penalty_M = np.zeros(len(position_M))
         if config.needs_reference:
             penalty_M = kl_coef * kl_of(batch, config.kl.kind)
+        offsets_S = np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32)
+        turn_starts_M, turn_rewards_K = _turns(batch, offsets_S, position_M, sample_M)
         return cls(
             rewards_S=batch["reward"].to_numpy(),
             group_S=group_S,
             count_S=np.bincount(sample_M, minlength=num_samples),
             truncated_S=pc.equal(batch["finish_reason"], "length").to_numpy(),
-            offsets_S=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),
+            offsets_S=offsets_S,
             position_M=position_M,
             sample_M=sample_M,
             penalty_M=penalty_M,
             values_M=values_M,
             baseline_S=_required(batch, "baseline", kind).to_numpy() if config.needs_baseline else None,
+            turn_starts_M=turn_starts_M,
+            turn_rewards_K=turn_rewards_K,
         )
 
     @property
@@ -104,6 +113,21 @@ class Samples:
         flat_N = np.zeros(self.offsets_S[-1], np.float32)
         flat_N[self.position_M] = numbers_M
         return pa.ListArray.from_arrays(pa.array(self.offsets_S), pa.array(flat_N))
+
+
+def _turns(
+    batch: pa.Table, offsets_S: np.ndarray, position_M: np.ndarray, sample_M: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where turns start, bool [M], and the reward of each turn that has trained tokens, float64 [K]."""
+    starts_M = np.ones(len(sample_M), bool)
+    starts_M[1:] = (np.diff(position_M) > 1) | (np.diff(sample_M) > 0)
+    begins, rewards = batch["turn_begins"], batch["turn_rewards"]
+    counts_S = pc.fill_null(pc.list_value_length(begins), 0).to_numpy()
+    begins_N = np.repeat(offsets_S[:-1], counts_S) + pc.list_flatten(begins).to_numpy()
+    starts_M |= np.isin(position_M, begins_N)  # turns between which the environment added nothing
+    rewards_N = np.zeros(offsets_S[-1])
+    rewards_N[begins_N] = pc.list_flatten(rewards).to_numpy()
+    return starts_M, rewards_N[position_M[starts_M]]
 
 
 def trained_mask(batch: pa.Table) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Tests every estimator against numbers computed by hand, and the batches that it rejects."""
 
+import itertools
 import math
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -258,3 +260,42 @@ def test_one_completion_is_enough_where_samples_are_not_compared():
             load(Config, [*fixed, f"advantage.kind={kind}", "rollout.completions_per_prompt=1"])
         load(Config, [*fixed, f"advantage.kind={kind}", "rollout.completions_per_prompt=2"])
     load(Config, [*fixed, "advantage.kind=reinforce_plus_plus", "rollout.completions_per_prompt=1"])
+
+
+def turns(*rewards: float, tokens: int = 2, rest: float = 0.0) -> dict[str, Any]:
+    """Returns an episode whose turns have two tokens each, with one token of the environment between them."""
+    begins = [3 * turn for turn in range(len(rewards))]
+    episode = {
+        "turn_begins": begins,
+        "turn_ends": [begin + tokens for begin in begins],
+        "turn_rewards": list(rewards),
+        "environment": "e 1",
+    }
+    mask = ([YES] * tokens + [NO]) * len(rewards)
+    return row(sum(rewards) + rest, len(mask) - 1, loss_mask=mask[:-1], **episode)
+
+
+def test_a_turn_is_credited_with_the_rewards_from_it_on():
+    # Returns with discount 0.5: 1 + 0.5 * (0 + 0.5 * (2 + 4)) = 2.5, 3, 6; and 1 for the other: mean 12.5 / 4 = 3.125.
+    rows = [turns(1, 0, 2, rest=4), turns(1)]
+    first, second = computed(rows, kind="per_turn", gamma=0.5)
+    assert first == [-0.625, -0.625, 0, -0.125, -0.125, 0, 2.875, 2.875]
+    assert second == [-2.125, -2.125]
+
+
+def test_turns_between_which_the_environment_says_nothing_are_turns():
+    both = row(3, 2, turn_begins=[0, 1], turn_ends=[1, 2], turn_rewards=[1.0, 2.0], environment="e 1")
+    one = row(0, 1, turn_begins=[0], turn_ends=[1], turn_rewards=[0.0], environment="e 1")
+    assert computed([both, one], kind="per_turn") == [[pytest.approx(3 - 5 / 3), pytest.approx(2 - 5 / 3)], [-5 / 3]]
+
+
+@pytest.mark.parametrize("kind", ["per_turn", "dr_grpo", "grpo", "rloo"])
+def test_a_further_turn_costs_nothing_by_itself(kind: str):
+    """Episodes that earn the same have no advantage over one another, however many turns they take.
+
+    A baseline for each turn index, summed over the episode, would give the long one less: at indices that only it
+    reaches its reward would be compared with itself, and at the others with a mean of which it earned only a part
+    (verl#7244).
+    """
+    rows = [turns(1), turns(0, 1), turns(0, 0, 0, 1)]
+    assert not any(itertools.chain(*computed(rows, kind=kind)))
