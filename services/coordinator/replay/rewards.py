@@ -7,6 +7,7 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
 from services.common.errors import LockstepError, NotFound, Reason
 from services.common.tasks import gather
+from services.coordinator.data.episodes import Episode
 from services.coordinator.data.groups import FINISH_REASONS, SampledGroup
 from services.coordinator.data.parquet import Record as Row
 from services.coordinator.data.prompts import Prompt, PromptDataset
@@ -26,16 +27,27 @@ async def replay_rewards(
         PreconditionFailed: The prompts are no longer those that were sampled.
         NotFound: The prompt of a sample is not in the data.
     """
-    require_same_data(batch, data.digest)
+    prompts = prompts_of(batch, data)
     groups: dict[int, list[Row]] = {}
     for row in batch.samples.to_pylist():
         groups.setdefault(row["group"], []).append(row)
-    wanted = {rows[0]["prompt_id"] for rows in groups.values()}
+    found = await gather(_group(prompts[rows[0]["prompt_id"]], rows, reward, tokenizer) for rows in groups.values())
+    return batch.samples.num_rows, [difference for differences in found for difference in differences]
+
+
+def prompts_of(batch: Batch, data: PromptDataset) -> dict[str, Prompt]:
+    """Returns the prompts of the recorded samples by id.
+
+    Raises:
+        PreconditionFailed: The prompts are no longer those that were sampled.
+        NotFound: The prompt of a sample is not in the data.
+    """
+    require_same_data(batch, data.digest)
+    wanted = set(batch.samples["prompt_id"].to_pylist())
     prompts = {prompt.prompt_id: prompt for prompt in data.prompts if prompt.prompt_id in wanted}
     if missing := wanted - prompts.keys():
         raise NotFound(f"prompts {', '.join(sorted(missing))} of the recorded samples are not in data.train")
-    found = await gather(_group(prompts[rows[0]["prompt_id"]], rows, reward, tokenizer) for rows in groups.values())
-    return batch.samples.num_rows, [difference for differences in found for difference in differences]
+    return prompts
 
 
 async def _group(prompt: Prompt, rows: Sequence[Row], reward: Rewards, tokenizer: Tokenizer) -> list[Difference]:
@@ -44,8 +56,10 @@ async def _group(prompt: Prompt, rows: Sequence[Row], reward: Rewards, tokenizer
         for row in rows
     ]
     stamp = PolicyStamp(version=rows[0]["policy_version"], digest=rows[0]["policy_digest"])
+    episodes = [episode for row in rows if (episode := Episode.of(row))]
     try:
-        scored = await reward.score(SampledGroup(rows[0]["group"], prompt, completions, stamp), tokenizer)
+        group = SampledGroup(rows[0]["group"], prompt, completions, stamp, episodes=episodes)
+        scored = await reward.score(group, tokenizer)
     except LockstepError as error:
         if error.reason is not Reason.REWARD_FAILED:
             raise
@@ -59,6 +73,10 @@ async def _group(prompt: Prompt, rows: Sequence[Row], reward: Rewards, tokenizer
 def _sample(row: Row, score: Score, scorer: str) -> Iterator[Difference]:
     at = f"prompt {row['prompt_id']} sample {row['sample']}: "
     recorded = {"reward": row["reward"], "scorer": row["scorer"], **dict(row["components"])}
-    now = {"reward": score.reward, "scorer": scorer, **dict.fromkeys(dict(row["components"])), **score.components}
+    episode = Episode.of(row)
+    of_episode = {"environment": episode.reward} if episode else {}
+    reward = score.reward + (episode.reward if episode else 0.0)
+    components = {**dict.fromkeys(dict(row["components"])), **of_episode, **score.components}
+    now = {"reward": reward, "scorer": scorer, **components}
     for one in compare(recorded, now):
         yield Difference(at + one.what, one.recorded, one.now)

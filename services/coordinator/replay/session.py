@@ -16,11 +16,14 @@ from services.common.errors import InvalidInput
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.replay.critic import replay_critic
+from services.coordinator.replay.environment import replay_environment
 from services.coordinator.replay.record import Difference, Record, require_positive
 from services.coordinator.replay.rewards import replay_rewards
 from services.coordinator.replay.training import replay_training
+from services.coordinator.rl.episodes import make_dialog
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.environment import open_environments
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.trainer import Model, Trainer
 from services.coordinator.services.closing import close_run
@@ -33,20 +36,21 @@ class What(StrEnum):
 
     REWARDS = "rewards"
     TRAIN = "train"
+    ENVIRONMENT = "environment"
 
 
 def parse_what(text: str) -> list[What]:
-    """Returns the part named in `text`, or both if it is empty.
+    """Returns the part named in `text`; rewards and training if it is empty.
 
     Raises:
-        InvalidInput: `text` is neither part.
+        InvalidInput: `text` is no part.
     """
     if text and text not in list(What):
-        raise InvalidInput(f"--what {text}: must be rewards or train", field="what")
-    return [What(text)] if text else list(What)
+        raise InvalidInput(f"--what {text}: must be rewards, train or environment", field="what")
+    return [What(text)] if text else [What.REWARDS, What.TRAIN]
 
 
-_SERVICES = {What.REWARDS: "reward", What.TRAIN: "trainer"}
+_SERVICES = {What.REWARDS: "reward", What.TRAIN: "trainer", What.ENVIRONMENT: "reward"}
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,11 @@ class _Session:
             num_samples, found = await self._rewards(run, addresses)
             compared.append(f"rewards of {num_samples} samples: {_verdict(found)}")
             differences += found
+        if What.ENVIRONMENT in self.what:
+            self._say(f"playing the turns of step {self.step} to the environment")
+            num_turns, found = await self._environment(run, addresses)
+            compared.append(f"replies to {num_turns} turns: {_verdict(found)}")
+            differences += found
         if What.TRAIN in self.what:
             self._say(f"opening the trainer with {run.resume_from or run.config.model}")
             num_values, found = await self._training(run, addresses)
@@ -138,6 +147,21 @@ class _Session:
             return await replay_rewards(self.record.batch(self.step), reward, data, tokenizer)
         finally:
             await reward.close()
+
+    async def _environment(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
+        config, tokenizer = run.config, _tokenizer(run.config, self.record.run_dir)
+        if config.environment is None:
+            raise InvalidInput("--what environment: the run has no environment", field="what")
+        data = PromptDataset.load(config.data, tokenizer, seed=config.seed)
+        rewards = Rewards(addresses.reward, config, addresses.transport)
+        try:
+            await rewards.open(run.run_id)
+            async with open_environments(rewards, config, addresses.transport) as environments:
+                assert environments, "the run has an environment"
+                dialog = make_dialog(tokenizer, environments, config)
+                return await replay_environment(self.record.batch(self.step), environments, data, dialog, config)
+        finally:
+            await rewards.close()
 
     async def _training(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
         trainer = Trainer(addresses.trainer, run.config, addresses.transport)

@@ -1,6 +1,5 @@
 """Samples and scores prompts; each group is scored while others are still being generated."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
 from services.coordinator.data.groups import ScoredGroup
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.data.seeds import seed_of
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
@@ -56,7 +56,7 @@ class Collector:
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         """Samples and scores one prompt. Returns None if `reward.on_failure` drops the group."""
         params = self._params(draw, draw.sampling.max_tokens)
-        seeds = [self._seed_of(draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
+        seeds = [seed_of(self._seed, draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
             return await self._reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
@@ -78,8 +78,3 @@ class Collector:
             max_tokens=min(draw.sampling.max_tokens, most),
             stop_token_ids=self._tokenizer.eos_token_ids,
         )
-
-    def _seed_of(self, *place: str | int) -> int:
-        """Returns a seed that depends only on the run's seed and the place: step, prompt, sample and turn."""
-        key = "/".join(map(str, (self._seed, *place))).encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

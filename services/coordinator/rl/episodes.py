@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.reward.v1.environment_pb2 import Message
 from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
@@ -16,14 +15,16 @@ from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
 from services.coordinator.data.bridge import Bridge
+from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.episodes import Episode, Stream
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.data.seeds import environment_seed, seed_of
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
 from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.services.clients.rollout import Rollout, Session
 from services.coordinator.services.opening import Services
 
 log = logging.getLogger(__name__)
@@ -46,9 +47,7 @@ class EpisodeCollector(Collector):
         super().__init__(rollout, reward, tokenizer, config.seed)
         assert config.environment, "without an environment, Collector samples single completions"
         self._settings, self._environments = config.environment, environments
-        self._bridge = Bridge(tokenizer, environments.tools)
-        self._bridge.check(environments.roles)
-        self._max_tokens, self._max_prompt_tokens = config.max_response_tokens, config.data.max_prompt_tokens
+        self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
         self._counts: Counter[str] = Counter()
 
     async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
@@ -89,26 +88,26 @@ class EpisodeCollector(Collector):
         return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
 
     async def _take_turns(self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int) -> _Played:
-        # The environment's seed is that of the prompt, so that all samples of the group meet the same task.
-        first = self._first_prompt(prompt, await client.reset(self._seed_of(prompt.prompt_id, "environment"), prompt))
-        stream, session = Stream(first.tokens), self._rollout.session()
+        messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
+        first = self._dialog.begin(prompt, messages)
+        stream, session = Stream(first.tokens), Session()
         reason = FinishReason.FINISH_REASON_TURN_LIMIT
         for turn in range(self._settings.max_turns):
             context = replace(first, tokens=stream.context)
             params = self._params(draw, self._max_tokens - len(stream.tokens))
             seeds = [self._turn_seed(prompt, draw, sample, turn)]
-            group = await self._rollout.generate(0, context, seeds, params, draw.stamp, session=session)
-            completion = group.completions[0]
+            group = await self._rollout.generate(0, context, seeds, params, draw.stamp, session)
+            (completion,) = group.completions
             if turn:
-                self._counts.update(reused=stream.num_seen, cached=completion.num_cached_tokens)
+                self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
             stream.add_turn(completion)
-            text = self._tokenizer.decode(completion.tokens)
+            text = self._dialog.text(completion.tokens)
             reply = await client.step(text, len(completion.tokens), completion.finish_reason)
             stream.rewards.append(self._settings.weight * reply.reward)
             if reply.done:
                 reason = completion.finish_reason
                 break
-            added = self._bridge.extend(completion.tokens, [self._cut(message) for message in reply.messages])
+            added = self._dialog.reply(completion.tokens, reply.messages)
             if len(stream.tokens) + len(added) >= self._max_tokens:
                 reason = FinishReason.FINISH_REASON_LENGTH
                 break
@@ -116,27 +115,9 @@ class EpisodeCollector(Collector):
                 stream.add_context(added)
         return _Played(first, *stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment))
 
-    def _first_prompt(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        first = self._bridge.first_prompt(prompt, messages)
-        if len(first.tokens) > self._max_prompt_tokens:
-            raise InvalidInput(
-                f"prompt {prompt.prompt_id}: with the tools and the environment's first messages it has "
-                f"{len(first.tokens)} tokens, above data.max_prompt_tokens {self._max_prompt_tokens}",
-                field="data.max_prompt_tokens",
-            )
-        return first
-
     def _turn_seed(self, prompt: Prompt, draw: Draw, sample: int, turn: int) -> int:
         """Returns the seed of a turn; that of the first is the seed of a single completion."""
-        return self._seed_of(draw.step, prompt.prompt_id, sample, *([turn] if turn else []))
-
-    def _cut(self, message: Message) -> Message:
-        most = self._settings.max_message_tokens
-        tokens = self._tokenizer.encode(message.content) if most else []
-        if not most or len(tokens) <= most:
-            return message
-        content = self._tokenizer.decode(tokens[:most], skip_special_tokens=False)
-        return Message(role=message.role, content=content, name=message.name)
+        return seed_of(self._seed, draw.step, prompt.prompt_id, sample, *([turn] if turn else []))
 
     def _total(self, score: Score, played: _Played) -> Score:
         """Returns the score with the environment's reward; a failed episode has a failure and no reward."""
@@ -148,6 +129,17 @@ class EpisodeCollector(Collector):
         total.components["environment"] = played.episode.reward
         total.reward += played.episode.reward
         return total
+
+
+def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config) -> Dialog:
+    """Returns the dialog of the open environments, after checking that the chat template keeps earlier turns.
+
+    Raises:
+        InvalidInput: The chat template changes earlier turns, or cannot render the environment's messages.
+    """
+    bridge = Bridge(tokenizer, environments.tools)
+    bridge.check(environments.roles)
+    return Dialog(tokenizer, bridge, config)
 
 
 def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> Collector:
