@@ -110,7 +110,7 @@ class Samples {
       { name: "tokens", key: (row) => row.tokens },
       { name: "stop", quiet: (row) => row.stop },
       { name: "prompt", text: (row) => prompts[row.group][1], title: (row) => prompts[row.group][0] },
-      { name: "completion", text: (row) => row.completion },
+      { name: "completion", text: (row) => row.completion, parts: (row) => row.turns },
       { name: "policy", quiet: stamp, title: (row) => stamps[row.stamp][1] },
       { name: "sample", quiet: (row) => `${row.group}.${row.sample}`, title: (row) => prompts[row.group][0] },
     ];
@@ -130,11 +130,22 @@ class Samples {
   row(row, columns) {
     const cells = columns.map((column) => {
       if (column.key) return el("td", { class: "number" }, show(column.key(row)));
+      if (column.parts?.(row)) return el("td", { class: "text" }, el("div", {}, ...this.conversation(column.parts(row))));
       if (column.text) return el("td", { class: "text" }, el("div", {}, ...marked(column.text(row), this.view.sought)));
       return el("td", { class: "quiet", ...(column.title && { title: column.title(row) }) }, column.quiet(row));
     });
     const expand = el("button", { type: "button", class: "expand", "aria-label": "whole text", "aria-expanded": "false" }, "›");
     return el("tr", {}, el("td", {}, expand), ...cells);
+  }
+
+  // The turns of an episode: the policy's with their rewards, and the environment's.
+  conversation(parts) {
+    return parts.map(([text, reward]) => {
+      const isPolicy = reward !== null;
+      const label = isPolicy ? `policy${reward === 0 ? "" : ` · reward ${show(reward)}`}` : "environment";
+      const body = el("span", {}, ...marked(text, this.view.sought));
+      return el("div", { class: isPolicy ? "turn policy" : "turn environment" }, el("span", { class: "quiet" }, label), body);
+    });
   }
 
   // A click on a row toggles its whole text, unless text is being selected.

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from services.coordinator.data.episodes import Episode
 from services.coordinator.data.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
 
@@ -161,9 +162,24 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
             "stop": [row["finish_reason"] for row in rows],
             "tokens": [len(row["tokens"]) for row in rows],
             "completion": [_text(row["tokens"], decode) for row in rows],
+            "turns": [_conversation(row, decode) for row in rows],
             "stamp": [stamps.index((row["policy_version"], row["policy_digest"])) for row in rows],
         },
     }
+
+
+def _conversation(row: Record, decode: Decode) -> list[tuple[str, float | str | None]] | None:
+    """Returns an episode as texts in order, each with the reward of the turn, or None if the environment wrote it."""
+    episode = Episode.of(row)
+    if episode is None:
+        return None
+    parts: list[tuple[str, float | str | None]] = []
+    nexts = [*episode.turn_begins[1:], len(row["tokens"])]
+    for turn, tokens in enumerate(episode.turns(row["tokens"])):
+        parts.append((_text(tokens, decode), number(episode.turn_rewards[turn])))
+        if reply := row["tokens"][episode.turn_ends[turn] : nexts[turn]]:
+            parts.append((_text(reply, decode), None))
+    return parts
 
 
 def _values(row: Record, components: Sequence[str]) -> Iterator[float]:
