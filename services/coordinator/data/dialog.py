@@ -26,7 +26,11 @@ class Dialog:
         Raises:
             InvalidInput: It is longer than data.max_prompt_tokens.
         """
-        first = self._bridge.first_prompt(prompt, [self._cut(message) for message in messages])
+        first = prompt
+        if messages or self._has_tools:
+            conversation = [*prompt.messages, *map(self._cut, messages)]
+            text, tokens = self._bridge.render_prompt(conversation)
+            first = replace(prompt, text=text, tokens=tuple(tokens))
         if len(first.tokens) > self._max_prompt_tokens:
             raise InvalidInput(
                 f"prompt {prompt.prompt_id}: with the tools and the environment's first messages it has "
@@ -37,7 +41,7 @@ class Dialog:
 
     def reply(self, turn: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
         """Returns the tokens that follow the policy's `turn`: the rest of its end, the messages, the next header."""
-        return self._bridge.extend(turn, [self._cut(message) for message in messages])
+        return self._bridge.extend(turn, list(map(self._cut, messages))) if messages else ()
 
     def text(self, turn: Sequence[int]) -> str:
         """Returns the text of a turn, without special tokens."""
@@ -48,10 +52,8 @@ class Dialog:
         text = self.text(turn)
         return turn[-1] in self._tokenizer.eos_token_ids or any(stop in text for stop in self._stop)
 
-    def _cut(self, message: Message) -> Message:
-        most = self._max_message_tokens
-        tokens = self._tokenizer.encode(message.content) if most else []
-        if not most or len(tokens) <= most:
-            return message
-        content = self._tokenizer.decode(tokens[:most], skip_special_tokens=False)
-        return Message(role=message.role, content=content, name=message.name)
+    def _cut(self, message: Message) -> dict[str, str]:
+        most, content = self._max_message_tokens, message.content
+        if most and len(tokens := self._tokenizer.encode(content)) > most:
+            content = self._tokenizer.decode(tokens[:most], skip_special_tokens=False)
+        return {"role": message.role, "content": content} | ({"name": message.name} if message.name else {})
