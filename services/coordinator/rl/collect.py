@@ -59,6 +59,7 @@ class Collector:
             temperature=draw.sampling.temperature,
             max_tokens=draw.sampling.max_tokens,
             stop_token_ids=self._tokenizer.eos_token_ids,
+            stop=draw.sampling.stop,
         )
         seeds = [self._seed_of(draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
