@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -102,9 +104,11 @@ async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
     assert cpu_seconds(engine) - used_before < 0.3
 
 
-async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(played: PlayedTrainer):
+async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(
+    played: PlayedTrainer, model: Callable[[str], Path]
+):
     stamp = await publish(played, 107)
-    decode = tokenizers.Tokenizer.from_file(str(played.model / "tokenizer.json")).decode
+    decode = tokenizers.Tokenizer.from_file(str(model("untied") / "tokenizer.json")).decode
     sampling = {"max_tokens": 40, "temperature": 1.0}
     (whole,) = await played.replica.generate(stamp, [PROMPTS[0]], seeds=range(6), **sampling)
     texts = [decode(list(completion.tokens)) for completion in whole.completions]
