@@ -6,6 +6,7 @@ import multiprocessing
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args
 
@@ -17,7 +18,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -26,6 +27,7 @@ from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
 from services.rollout.compat.vllm.client import abort_samples
+from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
@@ -78,6 +80,16 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
     return arguments | config.engine
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One completion, and what the engine reports about its prompt."""
+
+    completion: Completion
+    prompt_tokens: Sequence[int]
+    num_cached_tokens: int
+    """Number of prompt tokens that were taken from the prefix cache."""
+
+
 class Engine:
     """Runs one engine. `on_death` is called once if the engine dies by itself."""
 
@@ -94,6 +106,8 @@ class Engine:
         self._died: asyncio.Future[None] = self._loop.create_future()
         self._on_death = on_death
         self._cache_salt = ""
+        self._has_tokenizer = False
+        self._loading_tokenizer = asyncio.Lock()
         self._sentinels = [process.sentinel for process in multiprocessing.active_children()]
         for sentinel in self._sentinels:
             self._loop.add_reader(sentinel, self._note_death)
@@ -126,11 +140,12 @@ class Engine:
         parallel = self._llm.vllm_config.parallel_config
         return parallel.world_size * parallel.data_parallel_size
 
-    async def sample(self, prompt_tokens: Sequence[int], seed: int, sampling: SamplingParams) -> Completion:
+    async def sample(self, prompt_tokens: Sequence[int], seed: int, sampling: SamplingParams) -> Sample:
         """Samples one completion of one prompt.
 
         Raises:
-            InvalidInput: The prompt exceeds the engine's context or vocabulary, or vLLM rejects the sampling.
+            InvalidInput: The prompt exceeds the engine's context or vocabulary, vLLM rejects the sampling, or there are
+                stop strings and the model has no tokenizer.
             PreconditionFailed: The sample was aborted because the weights changed.
             Unavailable: The engine died.
         """
@@ -148,32 +163,36 @@ class Engine:
             "prompt_token_ids": list(prompt_tokens),
             "cache_salt": self._cache_salt,
         }
-        result: CompletionOutput | None = None
+        if sampling.stop:
+            await self._load_tokenizer()
+        output: RequestOutput | None = None
         self.samples_in_flight += 1
         try:
             outputs = self._llm.generate(
                 prompt, _engine_sampling(sampling, seed), uuid.uuid4().hex, lora_request=self._adapter
             )
-            async for output in outputs:
-                result = output.outputs[0]
+            async for last in outputs:
+                output = last
         except EngineDeadError as error:
             raise Unavailable("the engine died", reason=Reason.ENGINE_DEAD) from error
         except (ValueError, VLLMValidationError) as error:
             raise InvalidInput(f"sampling: {error}", field="sampling") from error
         finally:
             self.samples_in_flight -= 1
-        assert result is not None, "vLLM ends every request with an output"
+        assert output is not None, "vLLM ends every request with an output"
+        result = output.outputs[0]
         if result.finish_reason not in _FINISH:
             raise PreconditionFailed(
                 f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
             )
         assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
-        return Completion(
+        completion = Completion(
             tokens=result.token_ids,
             logprobs=result.logprobs.logprobs,
             finish_reason=_FINISH[result.finish_reason],
             seed=seed,
         )
+        return Sample(completion, output.prompt_token_ids or (), output.num_cached_tokens or 0)
 
     async def call_workers(
         self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments
@@ -213,6 +232,17 @@ class Engine:
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 
+    async def _load_tokenizer(self) -> None:
+        async with self._loading_tokenizer:
+            if self._has_tokenizer:
+                return
+            try:
+                await asyncio.to_thread(set_tokenizer, self._llm, Path(self._directory.name))
+            except (OSError, ValueError) as error:
+                message = f"sampling: stop strings need the model's tokenizer: {' '.join(str(error).split())}"
+                raise InvalidInput(message, field="sampling.stop") from error
+            self._has_tokenizer = True
+
     def _note_death(self) -> None:
         self._forget_processes()
         if not self._died.done():
@@ -244,11 +274,13 @@ def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
         ignore_eos=True,  # only the request's stop tokens end a sample; vLLM would add eos_token_id of config.json
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # these parameters are used only once
     )

@@ -12,12 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
-from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
+from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp, show
+from services.common.token_hash import tokens_sha256
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
-from services.rollout.engine import Engine
+from services.rollout.engine import Engine, Sample
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
 from services.rollout.weights.receiver import WeightReceiver
 
@@ -83,13 +84,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         engine, stamp = self._open_engine(), self._served(request.expected_stamp)
 
-        async def answer(prompt: rollout_pb2.Prompt, samples: list[asyncio.Task]) -> rollout_pb2.GenerateResponse:
-            completions = await asyncio.gather(*samples)
+        async def answer(prompt: rollout_pb2.Prompt, tasks: list[asyncio.Task[Sample]]) -> rollout_pb2.GenerateResponse:
+            samples = await asyncio.gather(*tasks)
             # Answer with the current stamp, not with the requested one, because the caller compares the two.
-            if self._stamp != stamp:
+            if self._stamp is None or self._stamp != stamp:
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
-            self._metrics.tokens.inc(sum(len(completion.tokens) for completion in completions))
-            return rollout_pb2.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=self._stamp)
+            self._metrics.tokens.inc(sum(len(sample.completion.tokens) for sample in samples))
+            return _group(prompt.prompt_id, samples, self._stamp)
 
         tasks = [
             [asyncio.create_task(engine.sample(prompt.tokens, seed, request.sampling)) for seed in prompt.seeds]
@@ -217,3 +218,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         errors = [f"worker {index}: {answer['error']}" for index, answer in enumerate(answers) if "error" in answer]
         if errors:
             raise Aborted("; ".join(errors), epoch=self._epoch)
+
+
+def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rollout_pb2.GenerateResponse:
+    seen = samples[0].prompt_tokens if samples else ()
+    if any(sample.prompt_tokens != seen for sample in samples):
+        raise InternalError(f"the engine used several prompts for the samples of prompt {prompt_id}")
+    return rollout_pb2.GenerateResponse(
+        prompt_id=prompt_id,
+        completions=[sample.completion for sample in samples],
+        stamp=stamp,
+        prompt_num_tokens=len(seen),
+        prompt_sha256=tokens_sha256(seen),
+        num_cached_tokens=sum(sample.num_cached_tokens for sample in samples),
+    )

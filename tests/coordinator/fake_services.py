@@ -15,6 +15,7 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCar
 from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.rpc.server import Server
+from services.common.token_hash import tokens_sha256
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.collect import Collector
 from services.coordinator.services.clients.rewards import Rewards
@@ -50,6 +51,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.before_answer: Callable[[pb.Prompt], Any] | None = None
         self.digest = "digest"
         self.plan_digest = "plan"
+        self.seen_prompt: Callable[[Sequence[int]], Sequence[int]] = lambda tokens: tokens
         self.answered: list[str] = []
         self.committed: list[PolicyStamp] = []
         self.epochs: list[tuple[int, int]] = []
@@ -103,7 +105,15 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
             Completion(tokens=[seed % 50, 1], logprobs=[-1, -2], finish_reason=FINISH_REASON_STOP, seed=seed)
             for seed in prompt.seeds
         ]
-        yield pb.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=request.expected_stamp)
+        seen = self.seen_prompt(prompt.tokens)
+        yield pb.GenerateResponse(
+            prompt_id=prompt.prompt_id,
+            completions=completions,
+            stamp=request.expected_stamp,
+            prompt_num_tokens=len(seen),
+            prompt_sha256=tokens_sha256(seen),
+            num_cached_tokens=len(prompt.seeds),
+        )
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
         self._fail("JoinWeightGroup")

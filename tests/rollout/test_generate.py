@@ -2,15 +2,22 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import tokenizers
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
-from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
+from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, PolicyStamp, SamplingParams
 
 from services.common.errors import InvalidInput
+from services.common.token_hash import tokens_sha256
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
 from tests.support import PATIENCE_S, VOCAB, cpu_seconds, engine_of
+
+
+NO_TOKENS = (0, 1)  # special tokens, which have no text
 
 
 async def publish(played: PlayedTrainer, version: int) -> PolicyStamp:
@@ -95,3 +102,39 @@ async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):
     used_before = cpu_seconds(engine)
     await asyncio.sleep(1)
     assert cpu_seconds(engine) - used_before < 0.3
+
+
+async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(
+    played: PlayedTrainer, model: Callable[[str], Path]
+):
+    stamp = await publish(played, 107)
+    decode = tokenizers.Tokenizer.from_file(str(model("untied") / "tokenizer.json")).decode
+    sampling = {"max_tokens": 40, "temperature": 1.0}
+    (whole,) = await played.replica.generate(stamp, [PROMPTS[0]], seeds=range(6), **sampling)
+    texts = [decode(list(completion.tokens)) for completion in whole.completions]
+    stops = [texts[0][5:7], texts[1][9:12], "not there"]
+    (stopped,) = await played.replica.generate(stamp, [PROMPTS[0]], seeds=range(6), **sampling, stop=stops)
+    num_stopped = 0
+    for text, was, now in zip(texts, whole.completions, stopped.completions, strict=True):
+        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+        kept = len(was.tokens)
+        if ends:
+            num_stopped += 1
+            with_text = [place for place, token in enumerate(was.tokens) if token not in NO_TOKENS]
+            kept = with_text[min(ends) - 1] + 1
+        assert list(now.tokens) == list(was.tokens)[:kept]
+        assert list(now.logprobs) == pytest.approx(list(was.logprobs)[:kept], abs=1e-5)
+        assert now.finish_reason == (FINISH_REASON_STOP if ends else FINISH_REASON_LENGTH)
+    assert num_stopped >= 2
+    await played.assert_exact(stamp)
+
+
+async def test_the_answer_says_which_prompt_the_engine_saw(played: PlayedTrainer):
+    stamp = await publish(played, 108)
+    prompt = [3 + index % 40 for index in range(200)]
+    (first,) = await played.replica.generate(stamp, [prompt])
+    assert (first.prompt_num_tokens, first.prompt_sha256) == (200, tokens_sha256(prompt))
+    assert first.num_cached_tokens == 0
+    (later,) = await played.replica.generate(stamp, [[*prompt, *first.completions[0].tokens]], seeds=(1, 2))
+    assert later.prompt_num_tokens == 224
+    assert 2 * 128 <= later.num_cached_tokens <= 2 * 224  # whole blocks, for both samples

@@ -49,7 +49,7 @@ class ChatTemplate:
         self._date = date
         try:
             self._template = environment.from_string(source)
-            self._variables = find_undeclared_variables(environment.parse(source))
+            self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             message = f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             raise InvalidInput(message, field="data.chat_template") from error
@@ -61,8 +61,8 @@ class ChatTemplate:
             TemplateRefusal: The template rejects these messages.
             InvalidInput: The template does not use a name in `variables`, or needs a date and none was given.
         """
-        if unknown := sorted(variables.keys() - self._variables):
-            message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self._variables))}"
+        if unknown := sorted(variables.keys() - self.variables):
+            message = f"the chat template has no variable {unknown[0]}; it has {', '.join(sorted(self.variables))}"
             raise InvalidInput(message, field="data.chat_template_kwargs")
         inputs = {"messages": messages, "tools": None, "documents": None}
         inputs |= {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **variables}

@@ -27,6 +27,8 @@ class SampledGroup:
     prompt: Prompt
     completions: Sequence[Completion]
     stamp: PolicyStamp
+    num_cached_tokens: int = field(default=0, kw_only=True)
+    """Sum over the completions of the prompt tokens that the engine took from its prefix cache."""
     episodes: Sequence[Episode] = field(default=(), kw_only=True)
     """The episode of each completion; empty without an environment."""
 

@@ -56,12 +56,16 @@ def check_prefix_stable(template: Renders, messages: Sequence[Message], **variab
 def _require_prefix(text: str, longer: str, problem: str, fix: str) -> None:
     if longer.startswith(text):
         return
-    differs = (index for index, (a, b) in enumerate(zip(text, longer, strict=False)) if a != b)
-    same = next(differs, min(len(text), len(longer)))
-    before = text[max(0, same - _NUM_SHOWN) : same]
-    first, then = text[same : same + _NUM_SHOWN], longer[same : same + _NUM_SHOWN]
     raise InvalidInput(
-        f"the chat template is not prefix-stable: {problem}: after {before!r}, expected {first!r} but got {then!r}. "
-        f"{fix}",
+        f"the chat template is not prefix-stable: {problem}: {show_difference(text, longer)}. {fix}",
         field="data.chat_template",
     )
+
+
+def show_difference(text: str, other: str) -> str:
+    """Describes the first difference of two texts, with a few characters before and after it."""
+    differs = (index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    same = next(differs, min(len(text), len(other)))
+    before = text[max(0, same - _NUM_SHOWN) : same]
+    first, then = text[same : same + _NUM_SHOWN], other[same : same + _NUM_SHOWN]
+    return f"after {before!r}, expected {first!r} but got {then!r}"

@@ -57,6 +57,11 @@ class Tokenizer:
         """Whether the model has a chat template, which `render` needs."""
         return self._template is not None
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names of the variables that the chat template uses; none without a template."""
+        return self._template.variables if self._template else frozenset()
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of `text`; special tokens written in the text become their ids.
 

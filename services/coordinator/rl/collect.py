@@ -77,4 +77,5 @@ class Collector:
             temperature=draw.sampling.temperature,
             max_tokens=min(draw.sampling.max_tokens, most),
             stop_token_ids=self._tokenizer.eos_token_ids,
+            stop=draw.sampling.stop,
         )

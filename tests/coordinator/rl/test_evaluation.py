@@ -21,6 +21,7 @@ from services.common.config.evaluation import EvalSetConfig
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
+from services.common.token_hash import tokens_sha256
 from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config
 from services.coordinator.rl.evaluation import evaluate, pass_at_k
@@ -68,7 +69,13 @@ class Replica(FakeReplica):
             )
             for index, seed in enumerate(prompt.seeds)
         ]
-        yield pb.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=request.expected_stamp)
+        yield pb.GenerateResponse(
+            prompt_id=prompt.prompt_id,
+            completions=completions,
+            stamp=request.expected_stamp,
+            prompt_num_tokens=len(prompt.tokens),
+            prompt_sha256=tokens_sha256(prompt.tokens),
+        )
 
 
 class Scorer(FakeReward):

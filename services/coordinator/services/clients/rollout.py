@@ -23,6 +23,7 @@ from services.common.errors import (
 )
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import backoff_s, gather
+from services.common.token_hash import tokens_sha256
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.services.clients.replica import Replica, ReplicaState
@@ -36,8 +37,15 @@ _IN_FLIGHT_FACTOR = 2
 _PERMANENT_ERRORS = (InvalidInput, PermissionDenied, Unauthenticated)
 
 
+class Session:
+    """Remembers the replica of a conversation, which has its earlier turns in the prefix cache."""
+
+    def __init__(self):
+        self.replica: Replica | None = None
+
+
 class Rollout:
-    """Dispatches each group to the serving replica with the fewest tokens in flight."""
+    """Dispatches each group to the serving replica with the fewest tokens in flight, or to that of its session."""
 
     def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
@@ -59,24 +67,38 @@ class Rollout:
         await gather(replica.open(run_id, self._config, card) for replica in self.replicas)
 
     async def generate(
-        self, index: int, prompt: Prompt, seeds: Sequence[int], sampling: SamplingParams, stamp: PolicyStamp
+        self,
+        index: int,
+        prompt: Prompt,
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        stamp: PolicyStamp,
+        session: Session | None = None,
     ) -> SampledGroup:
         """Samples one prompt group on a replica that serves `stamp`; tries another one if it dies, hangs or is not
         serving any more.
 
+        With `session`, the replica of the session's last group is used while it serves, and waited for if it has no
+        room; otherwise any replica, which becomes the session's.
+
         Raises:
             Unavailable: NO_REPLICA, no replica serves the current weights.
+            InternalError: PROMPT_MISMATCH, the engine used other prompt tokens than those of `prompt`.
         """
         wanted = pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)
         request = pb.GenerateRequest(expected_stamp=stamp, prompts=[wanted], sampling=sampling)
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
-            async with self._least_loaded(len(seeds), cost) as replica:
+            async with self._reserved(len(seeds), cost, session or Session()) as replica:
                 try:
                     answers = [answer async for answer in replica.generate(request)]
                     if len(answers) != 1 or len(answers[0].completions) != len(seeds):
                         raise InternalError(f"{replica.address}: incomplete group for prompt {prompt.prompt_id}")
-                    return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)
+                    (answer,) = answers
+                    _require_same_prompt(replica, prompt, answer)
+                    return SampledGroup(
+                        index, prompt, answer.completions, answer.stamp, num_cached_tokens=answer.num_cached_tokens
+                    )
                 except (Unavailable, DeadlineExceeded) as error:
                     self.mark_dead(replica, error)
                 except PreconditionFailed as error:
@@ -125,10 +147,11 @@ class Rollout:
         log.info("replica %s is back and waits for the next publication of weights", replica.address)
 
     @asynccontextmanager
-    async def _least_loaded(self, num_samples: int, cost: int) -> AsyncIterator[Replica]:
+    async def _reserved(self, num_samples: int, cost: int, session: Session) -> AsyncIterator[Replica]:
         async with self._changed:
-            while (replica := self._pick(num_samples)) is None:
+            while (replica := self._pick(num_samples, session.replica)) is None:
                 await self._changed.wait()
+            session.replica = replica
             replica.samples_in_flight += num_samples
             replica.tokens_in_flight += cost
         try:
@@ -139,11 +162,13 @@ class Rollout:
             async with self._changed:
                 self._changed.notify_all()
 
-    def _pick(self, num_samples: int) -> Replica | None:
+    def _pick(self, num_samples: int, preferred: Replica | None) -> Replica | None:
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.SERVING]
         if not serving:
             why = f"no rollout replica serves the current weights; {self._last_failure}"
             raise Unavailable(why, reason=Reason.NO_REPLICA)
+        if preferred in serving:
+            serving = [preferred]
         with_room = [
             replica
             for replica in serving
@@ -151,3 +176,15 @@ class Rollout:
             or replica.samples_in_flight + num_samples <= _IN_FLIGHT_FACTOR * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)
+
+
+def _require_same_prompt(replica: Replica, prompt: Prompt, answer: pb.GenerateResponse) -> None:
+    sent, seen = tokens_sha256(prompt.tokens), answer.prompt_sha256
+    if (answer.prompt_num_tokens, seen) == (len(prompt.tokens), sent):
+        return
+    raise InternalError(
+        f"{replica.address}: prompt {prompt.prompt_id} was sent as {len(prompt.tokens)} tokens (SHA-256 {sent[:8]}), "
+        f"but the engine used {answer.prompt_num_tokens} tokens ({seen[:8] or 'no SHA-256'})",
+        reason=Reason.PROMPT_MISMATCH,
+        replica=replica.address,
+    )

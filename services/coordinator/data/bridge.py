@@ -1,0 +1,180 @@
+"""Extends the token stream of an episode by an environment's messages; no token is rendered a second time.
+
+The tokens between two turns of the policy are those that the chat template writes after an assistant's text in a
+made-up conversation: the end of the turn, the new messages and the next assistant header. They begin with a stop token.
+A tokenizer splits text at such an added token before anything else, so these tokens are the same as within the
+tokenized whole, and the policy's own tokens stay as they were sampled.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+
+from services.common.errors import InvalidInput
+from services.coordinator.data.bridge_check import check_keeps_turns
+from services.coordinator.data.chat_template import Message, TemplateRefusal
+from services.coordinator.data.made_up import ANSWER, QUESTION, answer, call, with_call_ids
+from services.coordinator.data.tokenizer import Tokenizer
+
+_ANCHOR = "a"
+
+
+class Bridge:
+    """Tokenizes first prompts and what follows a turn of the policy.
+
+    Args:
+        tokenizer: The model's tokenizer. Without a chat template it takes raw text only.
+        tools: JSON schemas of the tools, which the chat template shows; none for tools that the prompt describes.
+        variables: Further variables of the chat template, such as enable_thinking (`data.chat_template_kwargs`).
+
+    Raises:
+        InvalidInput: There are `tools` and the chat template does not show any.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: Mapping[str, object] | None = None
+    ):
+        self._tokenizer, self._variables = tokenizer, dict(variables or {})
+        if tools and "tools" not in tokenizer.template_variables:
+            raise InvalidInput(
+                "the chat template does not show tools (it has no variable `tools`), so the policy would not know the "
+                "environment's: set data.chat_template to one that does",
+                field="data.chat_template",
+            )
+        if tools:
+            self._variables["tools"] = list(tools)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Renders `messages` with the tools and variables, followed by the assistant header.
+
+        Raises:
+            InvalidInput: See Tokenizer.render.
+        """
+        return self._tokenizer.render(messages, **self._variables)
+
+    def prompt(self, messages: Sequence[Message], *, add_special_tokens: bool = False) -> list[int]:
+        """Returns the tokens of a first prompt, up to the first token to sample.
+
+        Messages with an empty role are raw text, and come last: after the assistant header, or alone. With
+        `add_special_tokens`, the tokenizer adds its own, such as BOS, to a prompt of raw text alone.
+
+        Raises:
+            InvalidInput: The chat template rejects the messages, there is none, or raw text precedes a message.
+        """
+        num_templated = sum(1 for message in messages if message["role"])
+        templated, raw = messages[:num_templated], messages[num_templated:]
+        if any(message["role"] for message in raw):
+            raise InvalidInput("messages: raw text (a message without a role) precedes a message", field="messages")
+        text = "".join(message["content"] for message in raw)
+        if not templated:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(self.render(templated)) + self._raw(text)
+
+    def extend(self, stream: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Returns the tokens to append to `stream`, which ends with a turn of the policy, for the policy's next turn.
+
+        These are the end of the turn if `stream` does not end with it (the turn was truncated, or ended by a stop
+        string or by another stop token), the new messages and the next assistant header. Messages with an empty role
+        are raw text, which continues the turn: they are tokenized alone, and nothing else is added.
+
+        Args:
+            stream: All tokens of the episode so far. Only the last one is looked at.
+            messages: At least one message: role user, tool or system, or all without a role. A `tool_call_id` is made
+                up for tool messages that have none.
+
+        Raises:
+            InvalidInput: There is no message, one of the assistant, or raw text among other messages; or the template
+                does not write the end of a turn.
+            TemplateRefusal: The chat template rejects the messages.
+        """
+        roles = {message["role"] for message in messages}
+        if not roles or "assistant" in roles or ("" in roles and len(roles) > 1):
+            wrong = "mix raw text and messages" if "" in roles else "have a message of the assistant"
+            raise InvalidInput(
+                f"messages: an environment's reply {f'must not {wrong}' if roles else 'needs a message'}",
+                field="messages",
+            )
+        if roles == {""}:
+            return self._raw("".join(message["content"] for message in messages))
+        tokens = self._tokenizer.encode(self.after_turn(messages))
+        return tokens[1:] if stream[-1] == self.end_token else tokens
+
+    def check(self, roles: Collection[str], *, with_system: bool = False) -> None:
+        """Proves on made-up conversations that the chat template keeps what `extend` assumes.
+
+        In the rendering of a whole conversation, the first prompt must be as it was rendered alone, each turn of the
+        assistant must be the text that was said (but for white space around it) and a stop token, and the text between
+        must be what `extend` appends. Templates that remove thinking from earlier turns fail, if a message of `roles`
+        makes them do so.
+
+        Args:
+            roles: Roles of the messages that the environment will send. Raw text (an empty role) needs no check.
+            with_system: Whether prompts begin with a system message.
+
+        Raises:
+            InvalidInput: The message says what the template does, and shows the first difference.
+        """
+        templated = sorted(role for role in set(roles) if role)
+        if templated:
+            check_keeps_turns(self, templated, with_system=with_system)
+
+    def after_turn(self, messages: Sequence[Message]) -> str:
+        """Returns the text from the end of an assistant's turn to the next assistant header, with `messages` between.
+
+        Raises:
+            InvalidInput: See `extend`.
+        """
+        messages, end = with_call_ids(messages), self.end_text
+        try:
+            text = self.render([QUESTION, answer(ANSWER), *messages])
+        except TemplateRefusal:
+            if messages[0]["role"] != "tool":
+                raise
+            text = self.render([QUESTION, call(ANSWER), *messages])  # some take results only of calls that they saw
+        begin = text.find(end, text.find(ANSWER))
+        if ANSWER not in text or begin < 0:
+            message = (
+                "the chat template does not keep the assistant's turn when messages follow: set data.chat_template"
+            )
+            raise InvalidInput(message, field="data.chat_template")
+        return text[begin:]
+
+    @cached_property
+    def end_token(self) -> int:
+        """Stop token that the template writes at the end of an assistant's turn.
+
+        Raises:
+            InvalidInput: It writes something else.
+        """
+        rendered = self._tokenizer.render(
+            [QUESTION, answer(ANSWER), QUESTION], add_generation_prompt=False, **self._variables
+        )
+        after = rendered.partition(ANSWER)[2]
+        tokens = self._tokenizer.encode(after)
+        if tokens and tokens[0] in self._tokenizer.eos_token_ids and self._splits_at(after, tokens):
+            return tokens[0]
+        stops = [self._text_of(token) for token in self._tokenizer.eos_token_ids]
+        shown = self._text_of(tokens[0]) if tokens else ""
+        raise InvalidInput(
+            f"the chat template ends an assistant's turn with {shown!r}, which is not a stop token of the model "
+            f"({', '.join(stops)}): add it to eos_token_id in generation_config.json, or set data.chat_template to one "
+            "that ends a turn with a stop token",
+            field="data.chat_template",
+        )
+
+    @property
+    def end_text(self) -> str:
+        """Text of `end_token`."""
+        return self._text_of(self.end_token)
+
+    def _text_of(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _splits_at(self, text: str, tokens: list[int]) -> bool:
+        """Whether `text` has the same tokens after other text."""
+        return self._tokenizer.encode(_ANCHOR + text) == self._tokenizer.encode(_ANCHOR) + tokens
+
+    def _raw(self, text: str) -> list[int]:
+        # Some tokenizers put a space before a text. After other text they do not.
+        anchor, tokens = self._tokenizer.encode(_ANCHOR), self._tokenizer.encode(_ANCHOR + text)
+        is_apart = tokens[: len(anchor)] == anchor
+        return tokens[len(anchor) :] if is_apart else self._tokenizer.encode(text)

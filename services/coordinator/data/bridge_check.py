@@ -1,0 +1,109 @@
+"""Checks that a chat template renders a conversation as the bridge puts it together."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NoReturn, Protocol
+
+from services.common.errors import InvalidInput
+from services.coordinator.data.chat_template import Message, TemplateRefusal
+from services.coordinator.data.made_up import ANSWER, QUESTION, SYSTEM, answer, call, with_call_ids
+from services.coordinator.data.prefix_stable import show_difference
+
+_THINKING = "<think>\nEasy.\n</think>\n\n"
+_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": null}}\n</tool_call>'
+_SAID = ("Paris.", _THINKING + "Paris.", "", "  Paris \n\n", "Zoë 🎉 漢字", _CALL, _THINKING + _CALL, "<think>\nEasy")
+
+
+class Renders(Protocol):
+    """A Bridge."""
+
+    @property
+    def end_text(self) -> str:
+        """Text of the stop token at the end of an assistant's turn."""
+        ...
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Renders `messages`, followed by the assistant header."""
+        ...
+
+    def after_turn(self, messages: Sequence[Message]) -> str:
+        """Returns the text from the end of an assistant's turn to the next assistant header."""
+        ...
+
+
+def check_keeps_turns(bridge: Renders, roles: Sequence[str], *, with_system: bool) -> None:
+    """Compares whole made-up conversations of two and three turns with what `bridge` puts together; see Bridge.check.
+
+    Raises:
+        InvalidInput: They differ, or the template rejects or leaves out a message.
+    """
+    for role in roles:
+        _check_shown(bridge, role)
+    first = [SYSTEM, QUESTION] if with_system else [QUESTION]
+    for said in _texts(bridge.render(first)):
+        for order in (*product(roles), *product(roles, repeat=2)):
+            _check_conversation(bridge, first, order, said)
+
+
+def _check_shown(bridge: Renders, role: str) -> None:
+    try:
+        text = bridge.after_turn([{"role": role, "content": "LockstepReply"}])
+    except TemplateRefusal as error:
+        _refuse(f"rejects messages of role {role} after the assistant's turn ({error.message})", "takes them")
+    if "LockstepReply" not in text:
+        _refuse(f"leaves out messages of role {role}", "shows them")
+
+
+def _texts(prompt: str) -> Iterator[str]:
+    begins_thinking = prompt.rstrip().endswith("<think>")
+    for said in _SAID:
+        if not begins_thinking:
+            yield said
+        elif not said.startswith("<think>"):
+            yield _THINKING.removeprefix("<think>\n") + said
+
+
+def _check_conversation(bridge: Renders, first: Sequence[Message], order: Sequence[str], said: str) -> None:
+    replies = with_call_ids([{"role": role, "content": f"LockstepReply{index}"} for index, role in enumerate(order)])
+    try:
+        turns = [answer(said) for _ in order]
+        whole = bridge.render(_conversation(first, turns, replies))
+    except TemplateRefusal:
+        # Some take a tool's result only after a call that they render themselves, whatever its text.
+        turns = [call(ANSWER) if role == "tool" else answer(said) for role in order]
+        try:
+            whole = bridge.render(_conversation(first, turns, replies))
+        except TemplateRefusal as error:
+            _refuse(f"rejects an environment's replies {', '.join(order)} ({error.message})", "takes them")
+    rest = _remove(bridge.render(first), whole)
+    for turn, reply in zip(turns, replies, strict=True):
+        text = turn["content"].strip()
+        if "tool_calls" in turn:
+            rest = rest[max(0, rest.find(bridge.end_text)) :]
+        else:
+            rest = _remove(text, rest.lstrip()).lstrip()
+        rest = _remove(bridge.after_turn([reply]), rest)
+    _remove(rest, "")
+
+
+def _conversation(first: Sequence[Message], turns: Sequence[Message], replies: Sequence[Message]) -> list[Message]:
+    return [*first, *(message for pair in zip(turns, replies, strict=True) for message in pair)]
+
+
+def _remove(expected: str, rest: str) -> str:
+    if rest.startswith(expected):
+        return rest[len(expected) :]
+    where = show_difference(expected, rest)
+    if "think>" in where:
+        _refuse(f"removes or changes <think> of earlier turns: {where}", "keeps it", contradicts=True)
+    if QUESTION["content"] in expected or SYSTEM["content"] in expected:
+        what = "changes the first prompt when messages follow, such as its tools or system message"
+        _refuse(f"{what}: {where}", "keeps it", contradicts=True)
+    _refuse(f"changes earlier turns when messages follow: {where}", "keeps them", contradicts=True)
+
+
+def _refuse(fault: str, remedy: str, *, contradicts: bool = False) -> NoReturn:
+    why = ", so a later turn would contradict the tokens that were sampled" if contradicts else ""
+    raise InvalidInput(
+        f"the chat template {fault}{why}: set data.chat_template to one that {remedy}", field="data.chat_template"
+    )
