@@ -1,6 +1,7 @@
 """Turns what an environment says into tokens, and what the policy says into text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lockstep.reward.v1.environment_pb2 import Message
 
@@ -14,11 +15,20 @@ from services.coordinator.data.tokenizer import Tokenizer
 class Dialog:
     """Applies the limits of the config to what an environment says, and bridges it onto the stream of tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, bridge: Bridge, config: Config):
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, object]], config: Config):
         assert config.environment, "the run has an environment"
-        self._tokenizer, self._bridge = tokenizer, bridge
+        self._tokenizer, self._has_tools = tokenizer, bool(tools)
+        self._bridge = Bridge(tokenizer, tools, config.data.chat_template_kwargs)
         self._max_message_tokens = config.environment.max_message_tokens
         self._max_prompt_tokens, self._stop = config.data.max_prompt_tokens, config.rollout.sampling.stop
+
+    def check(self, roles: Sequence[str]) -> None:
+        """Proves that the chat template keeps earlier turns when messages of `roles` follow.
+
+        Raises:
+            InvalidInput: It changes them, or cannot render the messages.
+        """
+        self._bridge.check(roles)
 
     def begin(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         """Returns the first prompt: the row's, with the tools and the environment's first messages.
@@ -26,18 +36,18 @@ class Dialog:
         Raises:
             InvalidInput: It is longer than data.max_prompt_tokens.
         """
-        first = prompt
-        if messages or self._has_tools:
-            conversation = [*prompt.messages, *map(self._cut, messages)]
-            text, tokens = self._bridge.render_prompt(conversation)
-            first = replace(prompt, text=text, tokens=tuple(tokens))
-        if len(first.tokens) > self._max_prompt_tokens:
+        sent = list(map(self._cut, messages))
+        if self._has_tools or any(message["role"] for message in sent):
+            tokens = self._bridge.prompt([*prompt.messages, *sent])
+        else:
+            tokens = [*prompt.tokens, *(self._bridge.extend(prompt.tokens, sent) if sent else ())]
+        if len(tokens) > self._max_prompt_tokens:
             raise InvalidInput(
                 f"prompt {prompt.prompt_id}: with the tools and the environment's first messages it has "
-                f"{len(first.tokens)} tokens, above data.max_prompt_tokens {self._max_prompt_tokens}",
+                f"{len(tokens)} tokens, above data.max_prompt_tokens {self._max_prompt_tokens}",
                 field="data.max_prompt_tokens",
             )
-        return first
+        return replace(prompt, tokens=tuple(tokens))
 
     def reply(self, turn: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
         """Returns the tokens that follow the policy's `turn`: the rest of its end, the messages, the next header."""

@@ -14,7 +14,6 @@ from services.common.errors import InvalidInput
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
-from services.coordinator.data.bridge import Bridge
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.episodes import Episode, Stream
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
@@ -137,9 +136,9 @@ def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config
     Raises:
         InvalidInput: The chat template changes earlier turns, or cannot render the environment's messages.
     """
-    bridge = Bridge(tokenizer, environments.tools)
-    bridge.check(environments.roles)
-    return Dialog(tokenizer, bridge, config)
+    dialog = Dialog(tokenizer, environments.tools, config)
+    dialog.check(environments.roles)
+    return dialog
 
 
 def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> Collector:
