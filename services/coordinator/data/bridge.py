@@ -175,6 +175,9 @@ class Bridge:
 
     def _raw(self, text: str) -> list[int]:
         # Some tokenizers put a space before a text. After other text they do not.
-        anchor, tokens = self._tokenizer.encode(_ANCHOR), self._tokenizer.encode(_ANCHOR + text)
+        try:
+            anchor, tokens = self._tokenizer.encode(_ANCHOR), self._tokenizer.encode(_ANCHOR + text)
+        except InvalidInput:  # a vocabulary without letters
+            return self._tokenizer.encode(text)
         is_apart = tokens[: len(anchor)] == anchor
         return tokens[len(anchor) :] if is_apart else self._tokenizer.encode(text)
