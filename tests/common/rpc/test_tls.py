@@ -243,6 +243,6 @@ async def test_a_service_that_a_run_starts_serves_mtls(certificates, tmp_path) -
     given = Addresses(rollout=(f"{HOST}:1",), trainer=f"{HOST}:1", transport=transport)
     async with launch(config, given) as fleet:
         assert fleet.addresses.transport is transport
-        assert await rewards(fleet.addresses.reward, config, transport) == [1.0, 0.0]
+        assert await rewards(fleet.addresses.reward[0], config, transport) == [1.0, 0.0]
         with pytest.raises(Unauthenticated, match="pass --tls"):
-            await rewards(fleet.addresses.reward, config, Transport())
+            await rewards(fleet.addresses.reward[0], config, Transport())

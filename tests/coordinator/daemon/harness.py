@@ -114,7 +114,7 @@ class Fakes:
         port = await self.server.start("127.0.0.1:0", ["lockstep.trainer.v1.TrainerService"])
         await self.replica.start()
         here = f"127.0.0.1:{port}"
-        self.given = Addresses((self.replica.address,), reward=here, trainer=here)
+        self.given = Addresses((self.replica.address,), reward=(here,), trainer=here)
 
     async def end(self) -> None:
         await self.replica.die()

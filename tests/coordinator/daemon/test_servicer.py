@@ -177,7 +177,7 @@ async def test_a_stop_that_does_not_wait(here: Daemon, fakes: Fakes):
     assert (steps(answers), answers[-1].run.state) == ([1], pb.RUN_STATE_STOPPED)
     # A run that waits for its services stops at the first request.
     nowhere = Config(**run_settings(here.directory, name="waiting"))
-    await here.coordinator.start(nowhere, Addresses(("127.0.0.1:9",), reward="127.0.0.1:9", trainer="127.0.0.1:9"))
+    await here.coordinator.start(nowhere, Addresses(("127.0.0.1:9",), reward=("127.0.0.1:9",), trainer="127.0.0.1:9"))
     await here.coordinator.stop("waiting", now=False)
     assert (await here.watched("waiting"))[-1].run.state == pb.RUN_STATE_STOPPED
     assert (await here.coordinator.stop("waiting", now=False)).state == pb.RUN_STATE_STOPPED

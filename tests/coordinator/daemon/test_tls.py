@@ -76,7 +76,7 @@ async def test_an_operator_starts_watches_and_stops_a_run(certificates, address,
     nowhere = f"{HOST}:{free_port()}"
     config = Config(**run_settings(tmp_path))
     async with asyncio.timeout(PATIENCE_S), operator(certificates, address) as coordinator:
-        started = await coordinator.start(config, Addresses((nowhere,), reward=nowhere, trainer=nowhere))
+        started = await coordinator.start(config, Addresses((nowhere,), reward=(nowhere,), trainer=nowhere))
         assert (started.name, started.state) == ("run", pb.RUN_STATE_STARTING)
         watching = coordinator.watch("run")
         assert (await anext(watching)).run.run_id == started.run_id

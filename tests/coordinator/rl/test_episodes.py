@@ -126,7 +126,7 @@ async def test_all_samples_of_a_prompt_meet_the_same_task():
     ("settings", "reason", "turns"),
     [
         ({"max_turns": 2}, "turn_limit", 2),
-        ({"max_tokens": 11}, "length", 2),  # two turns of 2 tokens and a reply of 3 leave 4; another reply leaves 1
+        ({"max_tokens": 12}, "length", 3),  # three turns of 2 tokens and two replies of 3
         ({"max_tokens": 10}, "length", 2),  # no token would be left for a third turn
     ],
 )
@@ -135,8 +135,7 @@ async def test_limits_end_an_episode_with_the_rewards_so_far(settings: dict[str,
     assert group is not None
     for row in to_table([group]).to_pylist():
         assert row["finish_reason"] == reason
-        if "max_turns" in settings:
-            assert len(row["turn_begins"]) == turns
+        assert len(row["turn_begins"]) == turns
         assert len(row["tokens"]) <= settings.get("max_tokens", 99)
         assert row["tokens"][-2:] == row["tokens"][row["turn_begins"][-1] :], "it ends with a turn of the policy"
 
@@ -149,7 +148,8 @@ async def test_a_failed_episode_is_played_again_with_the_same_seeds(failures: li
     assert group is not None and undisturbed is not None
     assert to_table([group]).equals(to_table([undisturbed]))
     assert len(environment.resets) == 2 + len(failures)
-    assert sum(played_on.metrics.values()) == len(failures)  # type: ignore[attr-defined]
+    failed = [number for name, number in played_on.metrics.items() if "failed" in name]  # type: ignore[attr-defined]
+    assert sum(failed) == len(failures)
 
 
 async def test_a_lost_episode_is_played_again():
@@ -159,7 +159,7 @@ async def test_a_lost_episode_is_played_again():
     (group,) = await played(environment)
     assert group is not None and undisturbed is not None
     assert to_table([group]).equals(to_table([undisturbed]))
-    assert played_on.metrics == {"environment/failed_lost": 2.0}  # type: ignore[attr-defined]
+    assert played_on.metrics["environment/failed_lost"] == 2.0  # type: ignore[attr-defined]
 
 
 async def test_a_group_whose_environment_keeps_failing_is_dropped_and_never_rewarded():

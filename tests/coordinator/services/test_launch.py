@@ -44,7 +44,7 @@ async def test_trainers_that_are_started_together_share_the_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
     critic = {"deployment": "own", "num_ranks": 1}
     config = make_config(runs_dir=tmp_path, trainer={"num_ranks": 3}, advantage={"kind": "gae"}, critic=critic)
-    async with launch(config, Addresses(rollout=("127.0.0.1:1",), reward="127.0.0.1:1")):
+    async with launch(config, Addresses(rollout=("127.0.0.1:1",), reward=("127.0.0.1:1",))):
         assert threads == {"trainer": "2", "critic": "2"}
     threads.clear()
     alone = config.model_copy(update={"critic": None, "advantage": make_config().advantage})  # like a replay's config
