@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from torch.distributed import DistError
 from torch.distributed.checkpoint import CheckpointException
+from zmq.utils.monitor import recv_monitor_message
 
 from services.common import batch as batches
 from services.common.errors import Aborted, InternalError, PreconditionFailed, Reason
@@ -21,6 +24,7 @@ from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
+from services.trainer.ranks.sockets import RanksAddress, connect
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.support import PATIENCE_S, make_batch
 from tests.trainer.deployment import messages
@@ -195,7 +199,7 @@ async def test_an_answer_that_cannot_be_sent_is_a_failure(crew: Crew) -> None:
 
 async def test_a_method_that_is_not_declared_is_not_called(crew: Crew) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(InternalError, match="kill_epoch is not a command of this rank"):
+        with pytest.raises(InternalError, match="KeyError: 'kill_epoch'"):
             await crew.ranks.call(FakeWorker.kill_epoch)
 
 
@@ -221,6 +225,66 @@ async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
     async with asyncio.timeout(PATIENCE_S):
         assert [answer.body["value"] for answer in await after] == [2, 2]
     assert crew.workers[0].calls == ["train"]
+
+
+def answer_strangely(address: RanksAddress) -> None:
+    """A rank 1 that repeats its hello and its answers, and answers another command first."""
+    with connect(1, address) as (connection, _):
+        connection.send(b"once more")
+        while True:
+            call_id, *parts = connection.recv_multipart()
+            if not parts[0].startswith(b'{"command"'):
+                return
+            value = json.loads(parts[0])["arguments"]["value"]
+            for answers_to, body in ((b"call 99", "other"), (call_id, value), (call_id, "again")):
+                connection.send_multipart([answers_to, *Message({"value": body}).pack()])
+
+
+async def test_late_and_repeated_messages_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(2, "127.0.0.1", pytest.fail)
+    threading.Thread(target=follow, args=(0, ranks.address, FakeWorker(0)), daemon=True).start()
+    threading.Thread(target=answer_strangely, args=(ranks.address,), daemon=True).start()
+    async with asyncio.timeout(PATIENCE_S):
+        await ranks.wait_for_all()
+        for value in range(5):
+            answers = await ranks.call(FakeWorker.echo, value=value)
+            assert [answer.body["value"] for answer in answers] == [value, value]
+    dropped = [record.message for record in caplog.records if "dropped" in record.message]
+    assert any("b'call 99'" in line for line in dropped) and any("b'once more'" in line for line in dropped)
+    assert len(dropped) >= 5 + 4 + 1
+
+
+@pytest.mark.parametrize("key", [None, zmq.curve_keypair()[0]])
+async def test_a_stranger_is_not_taken_for_a_rank(key: bytes | None) -> None:
+    ranks = Ranks(2, "127.0.0.1", pytest.fail)
+    with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.IDENTITY, b"1")
+        stranger.setsockopt(zmq.LINGER, 0)
+        if key:
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.curve_serverkey = key
+        outcomes = (
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_DISCONNECTED
+        )
+        monitor = stranger.get_monitor_socket(outcomes)
+        stranger.connect(ranks.address.url)
+        for message in ([b"host"], [b"call 0", *Message({"value": "forged"}).pack()], [b"noise"]):
+            await stranger.send_multipart(message)
+        async with asyncio.timeout(PATIENCE_S):
+            outcome = (await recv_monitor_message(monitor))["event"]
+            # Before the ranks come, so that the stranger is first with the name of one.
+            for rank in range(2):
+                threading.Thread(target=follow, args=(rank, ranks.address, FakeWorker(rank)), daemon=True).start()
+            await ranks.wait_for_all()
+            answers = await ranks.call(FakeWorker.echo, value="own")
+        stranger.disable_monitor()
+    assert outcome != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert [answer.body["value"] for answer in answers] == ["own", "own"]
+    assert ranks.num_hosts == 1
 
 
 class Service:
