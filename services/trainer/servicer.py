@@ -125,8 +125,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         # Ranks that get the same samples give the same answer.
         tables = [batches.decode(answers[data_ranks.index(rank)].frames) for rank in range(len(parts))]
         table = pa.concat_tables(tables).take(pa.array(order))
-        for frame in batches.encode(table):
-            yield pb.ForwardResponse(frame=frame)
+        async for answer in batches.to_messages(pb.ForwardResponse, batches.encode(table)):
+            yield answer
 
     async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
         begin = time.perf_counter()
@@ -367,22 +367,13 @@ def _most(costs: list[dict[str, Any]]) -> types_pb2.PublicationCost:
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:
-    """Reads a stream of one header and then Arrow frames. Returns the header and the samples.
+    """Reads a stream of one header, Arrow frames and their SHA-256. Returns the header and the samples.
 
     Raises:
         InvalidInput: The header is missing or not first, or the frames are not a table of SAMPLE_SCHEMA.
+        DataLoss: What arrived is not what was sent.
     """
-    header, frames = None, []
-    async for request in requests:
-        part = request.WhichOneof("part")
-        if (part == "header") != (header is None):
-            raise InvalidInput("header: must be the first message and be sent once", field="header")
-        if part == "header":
-            header = request.header
-        else:
-            frames.append(request.frame)
-    if header is None:
-        raise InvalidInput("header: must be the first message", field="header")
+    header, frames = await batches.from_messages(requests, has_header=True)
     return header, batches.decode(frames, schema=batches.SAMPLE_SCHEMA)
 
 

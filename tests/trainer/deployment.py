@@ -24,12 +24,9 @@ TIMEOUT_S = PATIENCE_S
 _numbers = itertools.count(1)
 
 
-async def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterator[Any]:
-    """A header, unless it is None, then frames."""
-    if header is not None:
-        yield message(header=header)
-    for frame in frames:
-        yield message(frame=frame)
+def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterator[Any]:
+    """A header, unless it is None, then frames, then their SHA-256."""
+    return batches.to_messages(message, frames, header)
 
 
 class Deployment:
@@ -106,7 +103,7 @@ class Deployment:
         header = pb.ForwardHeader(role=role, temperature=1.0)
         requests = messages(pb.ForwardRequest, header, list(batches.encode(batch)))
         answers = self.client.stream(TrainerService.Forward, requests, timeout_s=TIMEOUT_S)
-        return batches.decode([answer.frame async for answer in answers])
+        return batches.decode((await batches.from_messages(answers, has_header=False))[1])
 
     def batch(self, stamp: PolicyStamp | None = None, *, seed: int = 0) -> pa.Table:
         return make_batch(4, 3, stamp or self.stamp, seed=seed)

@@ -23,7 +23,7 @@ _ANSWER_S = 20.0
 def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     """Calls `serve` in `num_ranks` processes with torchrun's variables. When one process ends, ends all others.
 
-    When another rank ends, rank 0 notices, answers the current call with RANK_FAILED and exits; after 20 s it is killed.
+    When another rank ends, rank 0 has 20 s to notice it, answer the current call with RANK_FAILED and exit.
     SIGTERM and SIGINT are passed on to rank 0, which shuts down in order. If this process is killed, the ranks end too.
 
     Returns:

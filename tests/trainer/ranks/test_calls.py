@@ -3,10 +3,11 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 from zmq.utils.monitor import recv_monitor_message
 
 from services.common import batch as batches
-from services.common.errors import Aborted, InternalError, PreconditionFailed, Reason
+from services.common.errors import Aborted, DataLoss, InternalError, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
@@ -293,13 +294,12 @@ class Service:
     def __init__(self, crew: Crew, client: Client, model: Path):
         self.crew, self.client, self.model = crew, client, model
 
-    async def train(self) -> pb.TrainResponse:
+    async def train(self, spoil: Callable[[pb.TrainRequest], pb.TrainRequest] = lambda m: m) -> pb.TrainResponse:
         stamp = PolicyStamp(version=0, digest=DIGEST)
         header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0)
         frames = list(batches.encode(make_batch(2, 2, stamp)))
-        return await self.client.call(
-            TrainerService.Train, messages(pb.TrainRequest, header, frames), timeout_s=PATIENCE_S
-        )
+        requests = (spoil(message) async for message in messages(pb.TrainRequest, header, frames))
+        return await self.client.call(TrainerService.Train, requests, timeout_s=PATIENCE_S)
 
     async def send(self, *, timeout_s: float = PATIENCE_S) -> PolicyStamp:
         request = pb.SendWeightsRequest(epoch=1, version=0)
@@ -386,6 +386,22 @@ async def test_batch_whose_caller_gave_up_is_applied_once(service: Service) -> N
     assert (answer.version, answer.replayed, answer.metrics["loss"]) == (1, True, 0.5)
     assert [worker.calls for worker in crew.workers] == [["send", "train"]] * 2
     assert await service.version() == 1
+
+
+async def test_a_batch_that_changed_on_the_way_is_not_trained_on(service: Service) -> None:
+    def flip_a_sign(message: pb.TrainRequest) -> pb.TrainRequest:
+        if message.WhichOneof("part") != "frame":
+            return message
+        frame = bytearray(message.frame)
+        advantage = np.float32(batches.decode([message.frame])["advantages"][0][0].as_py())
+        frame[frame.index(advantage.tobytes()) + 3] ^= 0x80
+        return pb.TrainRequest(frame=bytes(frame))
+
+    with pytest.raises(DataLoss, match="changed on the way") as caught:
+        await service.train(flip_a_sign)
+    assert caught.value.reason is Reason.CORRUPT_TRANSFER
+    assert (await service.train()).version == 1
+    assert [worker.calls for worker in service.crew.workers] == [["send", "train"]] * 2
 
 
 async def test_weights_are_not_sent_as_the_version_before_a_batch_in_progress(service: Service) -> None:
