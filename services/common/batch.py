@@ -1,20 +1,11 @@
-"""Encodes samples as Arrow: the same schema in memory, on the wire and in the Parquet file kept for every step.
+"""Encodes samples as Arrow: the same schema in memory, on the wire and in the Parquet file kept for every step."""
 
-On the wire a table is a stream of messages: a header if the call has one, frames, and last the SHA-256 of all of it. A
-stream that was cut short or changed on the way is therefore refused, also where the connection is plaintext.
-"""
-
-import hashlib
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
-from google.protobuf.message import Message
 
-from services.common.errors import DataLoss, InvalidInput, Reason
-
-Sent = TypeVar("Sent")
+from services.common.errors import InvalidInput
 
 # Samples are tokens everywhere. Text is derived from tokens and is never tokenized again.
 SAMPLE_SCHEMA = pa.schema(
@@ -88,63 +79,6 @@ def decode(frames: Iterable[bytes], *, schema: pa.Schema | None = None) -> pa.Ta
     if schema is not None and not table.schema.equals(schema):
         raise InvalidInput(f"frame: columns are {table.schema.names}, expected {schema.names}", field="frame")
     return table
-
-
-async def to_messages(
-    kind: Callable[..., Sent], frames: Iterable[bytes], header: Message | None = None
-) -> AsyncGenerator[Sent, None]:
-    """Yields messages of `kind`: the header, if there is one, then the frames, then the SHA-256."""
-    sha256 = _Sha256()
-    if header is not None:
-        sha256.add(header.SerializeToString(deterministic=True))
-        yield kind(header=header)
-    for frame in frames:
-        sha256.add(frame)
-        yield kind(frame=frame)
-    yield kind(sha256=sha256.digest)
-
-
-async def from_messages(messages: AsyncIterator[Any], *, has_header: bool) -> tuple[Any, list[bytes]]:
-    """Returns header and frames of a stream that `to_messages` made; the header is None if the stream has none.
-
-    Raises:
-        InvalidInput: The header is missing, not first, or sent twice.
-        DataLoss: CORRUPT_TRANSFER, because what arrived is not what was sent.
-    """
-    header, frames, sha256, expected = None, [], _Sha256(), b""
-    async for message in messages:
-        part = message.WhichOneof("part")
-        if has_header and (part == "header") != (header is None):
-            raise InvalidInput("header: must be the first message and be sent once", field="header")
-        if part == "header":
-            header = message.header
-            sha256.add(header.SerializeToString(deterministic=True))
-        elif part == "sha256":
-            expected = message.sha256
-        else:
-            frames.append(message.frame)
-            sha256.add(message.frame)
-    if has_header and header is None:
-        raise InvalidInput("header: must be the first message", field="header")
-    if expected != sha256.digest:
-        why = "its bytes changed on the way" if expected else "it ended before its SHA-256"
-        raise DataLoss(f"a batch of {len(frames)} frames did not arrive as sent: {why}", reason=Reason.CORRUPT_TRANSFER)
-    return header, frames
-
-
-class _Sha256:
-    """Hashes parts, each preceded by its length in 8 bytes, so that their boundaries count too."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def add(self, part: bytes) -> None:
-        self._hash.update(len(part).to_bytes(8, "big"))
-        self._hash.update(part)
-
-    @property
-    def digest(self) -> bytes:
-        return self._hash.digest()
 
 
 def _read(frame: pa.Buffer) -> pa.Table:

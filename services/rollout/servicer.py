@@ -15,6 +15,7 @@ from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Re
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info
 from services.common.stamps import require_stamp, show
 from services.common.tasks import gather, shielded
+from services.common.transfer import seal
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.engine import Engine
@@ -89,7 +90,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             if self._stamp != stamp:
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
             self._metrics.tokens.inc(sum(len(completion.tokens) for completion in completions))
-            return rollout_pb2.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=self._stamp)
+            group = {"prompt_id": prompt.prompt_id, "completions": completions, "stamp": self._stamp}
+            return seal(request, rollout_pb2.GenerateResponse(**group))
 
         tasks = [asyncio.create_task(sample_group(prompt)) for prompt in request.prompts]
         try:

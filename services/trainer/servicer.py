@@ -23,6 +23,7 @@ from services.common.rpc.address import is_loopback
 from services.common.rpc.server import Context, OpenedRun, service_info
 from services.common.stamps import require_stamp
 from services.common.tasks import shielded
+from services.common.transfer import from_messages, to_messages
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
@@ -125,7 +126,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         # Ranks that get the same samples give the same answer.
         tables = [batches.decode(answers[data_ranks.index(rank)].frames) for rank in range(len(parts))]
         table = pa.concat_tables(tables).take(pa.array(order))
-        async for answer in batches.to_messages(pb.ForwardResponse, batches.encode(table)):
+        async for answer in to_messages(pb.ForwardResponse, batches.encode(table)):
             yield answer
 
     async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
@@ -373,7 +374,7 @@ async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:
         InvalidInput: The header is missing or not first, or the frames are not a table of SAMPLE_SCHEMA.
         DataLoss: What arrived is not what was sent.
     """
-    header, frames = await batches.from_messages(requests, has_header=True)
+    header, frames = await from_messages(requests, has_header=True)
     return header, batches.decode(frames, schema=batches.SAMPLE_SCHEMA)
 
 

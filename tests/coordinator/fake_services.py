@@ -15,6 +15,7 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCar
 from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.rpc.server import Server
+from services.common.transfer import seal
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.collect import Collector
 from services.coordinator.services.clients.reward import Reward
@@ -103,7 +104,8 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
             Completion(tokens=[seed % 50, 1], logprobs=[-1, -2], finish_reason=FINISH_REASON_STOP, seed=seed)
             for seed in prompt.seeds
         ]
-        yield pb.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=request.expected_stamp)
+        answer = pb.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=request.expected_stamp)
+        yield seal(request, answer)
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
         self._fail("JoinWeightGroup")
@@ -139,7 +141,7 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
         if request.prompt_id in self.failing:
             failure = reward_pb2.Failure(reason=reward_pb2.FAILURE_REASON_TIMEOUT, scorer="fake", message="too slow")
             scores[0] = reward_pb2.Score(failure=failure)
-        return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
+        return seal(request, reward_pb2.ScoreResponse(scores=scores, scorer="fake 1"))
 
 
 @contextlib.asynccontextmanager

@@ -21,6 +21,7 @@ from services.common.config.evaluation import EvalSetConfig
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
+from services.common.transfer import seal
 from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config
 from services.coordinator.rl.evaluation import evaluate, pass_at_k
@@ -68,7 +69,8 @@ class Replica(FakeReplica):
             )
             for index, seed in enumerate(prompt.seeds)
         ]
-        yield pb.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=request.expected_stamp)
+        answer = pb.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=request.expected_stamp)
+        yield seal(request, answer)
 
 
 class Scorer(FakeReward):
@@ -80,7 +82,7 @@ class Scorer(FakeReward):
         for sample in range(len(scores)):
             if f"{request.prompt_id}/{sample}" in self.failing:
                 scores[sample] = reward_pb2.Score(failure=reward_pb2.Failure(reason=1, scorer="fake", message="slow"))
-        return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
+        return seal(request, reward_pb2.ScoreResponse(scores=scores, scorer="fake 1"))
 
 
 @pytest_asyncio.fixture

@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
-import zmq.asyncio
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from torch.distributed import DistError
 from torch.distributed.checkpoint import CheckpointException
-from zmq.utils.monitor import recv_monitor_message
 
 from services.common import batch as batches
 from services.common.errors import Aborted, DataLoss, InternalError, PreconditionFailed, Reason
@@ -253,39 +250,6 @@ async def test_late_and_repeated_messages_are_dropped_with_a_warning(caplog: pyt
     dropped = [record.message for record in caplog.records if "dropped" in record.message]
     assert any("b'call 99'" in line for line in dropped) and any("b'once more'" in line for line in dropped)
     assert len(dropped) >= 5 + 4 + 1
-
-
-@pytest.mark.parametrize("key", [None, zmq.curve_keypair()[0]])
-async def test_a_stranger_is_not_taken_for_a_rank(key: bytes | None) -> None:
-    ranks = Ranks(2, "127.0.0.1", pytest.fail)
-    with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
-        stranger.setsockopt(zmq.IDENTITY, b"1")
-        stranger.setsockopt(zmq.LINGER, 0)
-        if key:
-            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-            stranger.curve_serverkey = key
-        outcomes = (
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_DISCONNECTED
-        )
-        monitor = stranger.get_monitor_socket(outcomes)
-        stranger.connect(ranks.address.url)
-        for message in ([b"host"], [b"call 0", *Message({"value": "forged"}).pack()], [b"noise"]):
-            await stranger.send_multipart(message)
-        async with asyncio.timeout(PATIENCE_S):
-            outcome = (await recv_monitor_message(monitor))["event"]
-            # Before the ranks come, so that the stranger is first with the name of one.
-            for rank in range(2):
-                threading.Thread(target=follow, args=(rank, ranks.address, FakeWorker(rank)), daemon=True).start()
-            await ranks.wait_for_all()
-            answers = await ranks.call(FakeWorker.echo, value="own")
-        stranger.disable_monitor()
-    assert outcome != zmq.EVENT_HANDSHAKE_SUCCEEDED
-    assert [answer.body["value"] for answer in answers] == ["own", "own"]
-    assert ranks.num_hosts == 1
 
 
 class Service:

@@ -78,14 +78,16 @@ class GenerateRequest(_message.Message):
     def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("prompt_id", "completions", "stamp")
+    __slots__ = ("prompt_id", "completions", "stamp", "sha256")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     completions: _containers.RepeatedCompositeFieldContainer[_types_pb2.Completion]
     stamp: _types_pb2.PolicyStamp
-    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ...) -> None: ...
+    sha256: bytes
+    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
     __slots__ = ("group", "base_rank", "plan")

@@ -13,6 +13,7 @@ from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import InternalError, LockstepError
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 
@@ -72,6 +73,7 @@ class Replica:
         Raises:
             Unavailable: The replica is unreachable; the group can go to another replica.
             PreconditionFailed: The replica serves other weights.
+            DataLoss: The prompt or the group changed on the way.
         """
         request = pb.GenerateRequest(
             expected_stamp=stamp,
@@ -80,6 +82,8 @@ class Replica:
         )
         stream = self._client.stream(RolloutService.Generate, request, timeout_s=self._timeouts.generate_s)
         answers = [answer async for answer in stream]
+        for answer in answers:
+            require_sealed(request, answer)
         if len(answers) != 1 or len(answers[0].completions) != len(seeds):
             raise InternalError(f"replica {self.address} returned an incomplete group for prompt {prompt.prompt_id}")
         return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)

@@ -12,6 +12,7 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ class Reward:
         """Starts the scorers.
 
         Raises:
+            DataLoss: The samples or their scores changed on the way.
             PreconditionFailed: SCORER_CHANGED, the scorers are not those of the first call.
         """
         self._run_id = run_id
@@ -68,6 +70,7 @@ class Reward:
             run_id=self._run_id,
         )
         answer = await self._score(request)
+        require_sealed(request, answer)
         self._require_same(answer.scorer)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:

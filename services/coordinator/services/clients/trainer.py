@@ -14,6 +14,7 @@ from services.common.config.run import Config
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.transfer import from_messages, to_messages
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
@@ -55,9 +56,9 @@ class Model:
     async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
         """Returns the log-probability, or the critic's value, of every completion token of `batch`."""
         header = pb.ForwardHeader(role=self._role, temperature=self._temperature)
-        requests = batches.to_messages(pb.ForwardRequest, batches.encode(batch), header)
+        requests = to_messages(pb.ForwardRequest, batches.encode(batch), header)
         answers = self._client.stream(TrainerService.Forward, requests, timeout_s=self._timeouts.train_s)
-        _, frames = await batches.from_messages(answers, has_header=False)
+        _, frames = await from_messages(answers, has_header=False)
         return batches.decode(frames)[self._answer]
 
     async def train(
@@ -74,7 +75,7 @@ class Model:
             role=self._role,
             critic_version=critic_version,
         )
-        requests = batches.to_messages(pb.TrainRequest, batches.encode(batch), header)
+        requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
         answer = await self._client.call(TrainerService.Train, requests, timeout_s=self._timeouts.train_s)
         return answer.version, dict(answer.metrics)
 
