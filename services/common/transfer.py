@@ -65,8 +65,8 @@ def seal(request: Message, answer: Answer) -> Answer:
     return answer
 
 
-def require_sealed(request: Message, answer: Any) -> None:
-    """Checks `answer.sha256`, and clears it.
+def require_sealed(request: Message, answer: Answer) -> Answer:
+    """Checks `answer.sha256` and clears it. Returns the answer.
 
     Raises:
         DataLoss: CORRUPT_TRANSFER, because the request did not arrive as it was sent, or the answer did not.
@@ -76,6 +76,7 @@ def require_sealed(request: Message, answer: Any) -> None:
     if expected != _hash(request, answer):
         what = f"{type(request).__name__} or its answer changed on the way" if expected else "the answer has no SHA-256"
         raise DataLoss(what, reason=Reason.CORRUPT_TRANSFER)
+    return answer
 
 
 def _hash(*messages: Message) -> bytes:

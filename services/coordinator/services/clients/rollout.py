@@ -6,11 +6,13 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.config.run import Config
 from services.common.errors import (
     DeadlineExceeded,
+    InternalError,
     InvalidInput,
     LockstepError,
     PermissionDenied,
@@ -21,6 +23,7 @@ from services.common.errors import (
 )
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import backoff_s, gather
+from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.services.clients.replica import Replica, ReplicaState
@@ -64,12 +67,18 @@ class Rollout:
 
         Raises:
             Unavailable: NO_REPLICA, no replica serves the current weights.
+            DataLoss: The prompt or the group changed on the way.
         """
+        wanted = pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)
+        request = pb.GenerateRequest(expected_stamp=stamp, prompts=[wanted], sampling=sampling)
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
             async with self._least_loaded(len(seeds), cost) as replica:
                 try:
-                    return await replica.generate(index, prompt, seeds, sampling, stamp)
+                    answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
+                    if len(answers) != 1 or len(answers[0].completions) != len(seeds):
+                        raise InternalError(f"{replica.address}: incomplete group for prompt {prompt.prompt_id}")
+                    return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)
                 except (Unavailable, DeadlineExceeded) as error:
                     self.mark_dead(replica, error)
                 except PreconditionFailed as error:
