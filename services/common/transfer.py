@@ -38,7 +38,9 @@ async def from_messages(messages: AsyncIterator[Any], *, has_header: bool) -> tu
         InvalidInput: The header is missing, not first, or sent twice.
         DataLoss: CORRUPT_TRANSFER, because what arrived is not what was sent.
     """
-    header, frames, sha256, expected = None, [], _Sha256(), b""
+    header: Any = None
+    frames: list[bytes] = []
+    sha256, expected = _Sha256(), b""
     async for message in messages:
         part = message.WhichOneof("part")
         if has_header and (part == "header") != (header is None):

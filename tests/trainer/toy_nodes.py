@@ -69,7 +69,7 @@ class Worker:
 async def _serve() -> None:
     served = Ranks(2, "127.0.0.1", lambda why: None)
     threading.Thread(target=follow, args=(0, served.address, Worker(0)), daemon=True).start()
-    os.write(1, served.address.pack() + b"\n")
+    os.write(1, f"{served.address.pack()}\n".encode())
     await served.wait_for_all()
     os.write(1, b"there\n")
     await asyncio.to_thread(sys.stdin.readline)
@@ -83,4 +83,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         asyncio.run(_serve())
     else:
-        sys.exit(0 if follow(1, RanksAddress.unpack(sys.argv[2].encode()), Worker(1)) else LOST)
+        sys.exit(0 if follow(1, RanksAddress.unpack(sys.argv[2]), Worker(1)) else LOST)

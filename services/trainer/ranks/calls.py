@@ -118,7 +118,7 @@ class Ranks:
         """Tells all ranks to exit normally. No command can be called afterwards, and this process should exit too."""
         for rank in range(self.num_ranks):
             with contextlib.suppress(zmq.ZMQError):  # the rank has exited already
-                await self._send(rank, b"end", Message({}))
+                await self._socket.send_multipart([b"%d" % rank, b"end", *Message({}).pack()])
         zmq.asyncio.Context.instance().destroy(linger=1000)  # returns when all messages are sent
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
@@ -151,19 +151,14 @@ class Ranks:
             if self._failure:
                 raise self._failure
             for rank, part in enumerate(parts or [Message({})] * self.num_ranks):
-                await self._send(
-                    rank, call_id, Message({"command": name, "arguments": arguments | part.body}, part.frames)
-                )
+                message = Message({"command": name, "arguments": arguments | part.body}, part.frames)
+                try:  # never waits, so that a canceled call was sent to all ranks or to none
+                    await self._socket.send_multipart([b"%d" % rank, call_id, *message.pack()], flags=zmq.DONTWAIT)
+                except zmq.ZMQError as error:
+                    raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
             phase = self._phase(name, arguments.get("role", "policy"))
             self._answering = asyncio.create_task(self._answers(name, call_id, phase, grace_s))
             return await asyncio.shield(self._answering)
-
-    async def _send(self, rank: int, call_id: bytes, message: Message) -> None:
-        """Sends without ever waiting, so that a canceled call was sent to all ranks or to none."""
-        try:
-            await self._socket.send_multipart([str(rank).encode(), call_id, *message.pack()], flags=zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
 
     async def _answers(
         self, name: str, call_id: bytes, phase: AbstractContextManager[None], grace_s: float

@@ -26,12 +26,12 @@ class RanksAddress:
     url: str
     key: str = field(repr=False)
 
-    def pack(self) -> bytes:
+    def pack(self) -> str:
         """Returns the address as JSON, for the store where the ranks meet."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(asdict(self))
 
     @classmethod
-    def unpack(cls, packed: bytes) -> "RanksAddress":
+    def unpack(cls, packed: str | bytes) -> "RanksAddress":
         """Returns the address that `pack` packed."""
         return cls(**json.loads(packed))
 

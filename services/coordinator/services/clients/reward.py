@@ -52,6 +52,7 @@ class Reward:
 
         Raises:
             LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
+            DataLoss: The samples or their scores changed on the way.
             PreconditionFailed: SCORER_CHANGED, the scores come from other scorers than those that were opened.
         """
         request, answer = self._request(group, tokenizer), None
