@@ -1,5 +1,6 @@
 """Encodes samples as Arrow: the same schema in memory, on the wire and in the Parquet file kept for every step."""
 
+import struct
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
@@ -68,10 +69,11 @@ def decode(frames: Iterable[bytes], *, schema: pa.Schema | None = None) -> pa.Ta
     """Returns the table encoded in `frames`, without copying them.
 
     Raises:
-        InvalidInput: A frame is not an Arrow stream, there are no samples, or the columns are not those of `schema`.
+        InvalidInput: A frame is not an Arrow stream or is compressed, there are no samples, or the columns are not
+            those of `schema`.
     """
     try:
-        tables = [pa.ipc.open_stream(pa.py_buffer(frame)).read_all() for frame in frames]
+        tables = [_read(pa.py_buffer(frame)) for frame in frames]
         table = pa.concat_tables(tables) if tables else None
         if table is not None:
             table.validate(full=True)  # otherwise an offset outside its buffer would be followed
@@ -82,3 +84,35 @@ def decode(frames: Iterable[bytes], *, schema: pa.Schema | None = None) -> pa.Ta
     if schema is not None and not table.schema.equals(schema):
         raise InvalidInput(f"frame: columns are {table.schema.names}, expected {schema.names}", field="frame")
     return table
+
+
+def _read(frame: pa.Buffer) -> pa.Table:
+    """Reads a frame without copying it. Raises ArrowInvalid if it is compressed: 16 kB of zstd expand to 400 MB."""
+    for message in pa.ipc.MessageReader.open_stream(frame):
+        if message.type not in ("schema", "record batch"):
+            raise pa.ArrowInvalid(f"it has a {message.type}")
+        if message.type == "record batch" and _is_compressed(message.metadata.to_pybytes()):
+            raise pa.ArrowInvalid("it is compressed; send it without compression")
+    return pa.ipc.open_stream(frame).read_all()
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Returns whether a record batch has a compressed body.
+
+    pyarrow does not show this, so it is read from the flatbuffer, which Arrow has verified: arrow/format/Message.fbs
+    has `header` as field 2 of Message, and `compression` as field 3 of RecordBatch.
+    """
+    message = struct.unpack_from("<I", metadata)[0]
+    header = _field(metadata, message, 2)
+    batch = header + struct.unpack_from("<I", metadata, header)[0]
+    return _field(metadata, batch, 3) != 0
+
+
+def _field(flatbuffer: bytes, table: int, number: int) -> int:
+    """Returns the position of a field of the table at `table`, or 0 if it is not set."""
+    vtable = table - struct.unpack_from("<i", flatbuffer, table)[0]
+    at = 4 + 2 * number
+    if at >= struct.unpack_from("<H", flatbuffer, vtable)[0]:
+        return 0
+    offset = struct.unpack_from("<H", flatbuffer, vtable + at)[0]
+    return table + offset if offset else 0

@@ -59,6 +59,7 @@ class Reason(StrEnum):
     DEADLINE = "DEADLINE"
     OVERLOADED = "OVERLOADED"
     CORRUPT_CHECKPOINT = "CORRUPT_CHECKPOINT"
+    CORRUPT_TRANSFER = "CORRUPT_TRANSFER"
     INTERNAL = "INTERNAL"
 
 
@@ -139,7 +140,7 @@ class DeadlineExceeded(LockstepError, TimeoutError):
 
 
 class DataLoss(LockstepError):
-    """The bytes on disk are not the ones that were written."""
+    """The bytes on disk, or that arrived, are not the ones that were written or sent."""
 
     code = grpc.StatusCode.DATA_LOSS
     default_reason = Reason.CORRUPT_CHECKPOINT

@@ -14,6 +14,7 @@ from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
+from services.common.transfer import seal
 from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun
 from services.reward.scorers.base import Item
@@ -93,7 +94,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             if outcome.failure:
                 with within(group=request.prompt_id, sample=sample):
                     log.warning("prompt %s sample %d: %s", request.prompt_id, sample, outcome.failure)
-        return pb.ScoreResponse(scores=[_to_message(outcome) for outcome in outcomes], scorer=scorer)
+        answer = pb.ScoreResponse(scores=[_to_message(outcome) for outcome in outcomes], scorer=scorer)
+        return seal(request, answer)
 
     async def close(self) -> None:
         """Closes the open run. Call it before the process ends."""

@@ -16,6 +16,7 @@ from services.common.errors import Aborted, InternalError, InvalidInput, Precond
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp, show
 from services.common.token_hash import tokens_sha256
+from services.common.transfer import seal
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.engine import Engine, Sample
@@ -90,7 +91,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             if self._stamp is None or self._stamp != stamp:
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
             self._metrics.tokens.inc(sum(len(sample.completion.tokens) for sample in samples))
-            return _group(prompt.prompt_id, samples, self._stamp)
+            return seal(request, _group(prompt.prompt_id, samples, self._stamp))
 
         tasks = [
             [asyncio.create_task(engine.sample(prompt.tokens, seed, request.sampling)) for seed in prompt.seeds]

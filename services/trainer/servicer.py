@@ -22,6 +22,7 @@ from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp
+from services.common.transfer import from_messages, to_messages
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
@@ -124,8 +125,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         # Ranks that get the same samples give the same answer.
         tables = [batches.decode(answers[data_ranks.index(rank)].frames) for rank in range(len(parts))]
         table = pa.concat_tables(tables).take(pa.array(order))
-        for frame in batches.encode(table):
-            yield pb.ForwardResponse(frame=frame)
+        async for answer in to_messages(pb.ForwardResponse, batches.encode(table)):
+            yield answer
 
     @shielded  # a batch that was received is applied and recorded, so that a retry does not apply it again
     async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
@@ -363,22 +364,13 @@ def _most(costs: list[dict[str, Any]]) -> types_pb2.PublicationCost:
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:
-    """Reads a stream of one header and then Arrow frames. Returns the header and the samples.
+    """Reads a stream of one header, Arrow frames and their SHA-256. Returns the header and the samples.
 
     Raises:
         InvalidInput: The header is missing or not first, or the frames are not a table of SAMPLE_SCHEMA.
+        DataLoss: What arrived is not what was sent.
     """
-    header, frames = None, []
-    async for request in requests:
-        part = request.WhichOneof("part")
-        if (part == "header") != (header is None):
-            raise InvalidInput("header: must be the first message and be sent once", field="header")
-        if part == "header":
-            header = request.header
-        else:
-            frames.append(request.frame)
-    if header is None:
-        raise InvalidInput("header: must be the first message", field="header")
+    header, frames = await from_messages(requests, has_header=True)
     return header, batches.decode(frames, schema=batches.SAMPLE_SCHEMA)
 
 

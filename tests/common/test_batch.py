@@ -91,3 +91,28 @@ def test_other_columns_are_refused() -> None:
         assert caught.value.metadata["field"] == "frame"
     with pytest.raises(InvalidInput):
         decode([*encode(BATCH), *encode(BATCH.drop_columns(["tokens"]))])
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_a_compressed_frame_is_refused_before_it_expands(compression: str) -> None:
+    zeros = pa.table({"x": pa.array([[0] * 10_000_000], pa.list_(pa.uint32()))})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, zeros.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(zeros)
+    frame = sink.getvalue().to_pybytes()
+    assert len(frame) < zeros.nbytes / 100
+    del zeros
+    peak = pa.default_memory_pool().max_memory()
+    with pytest.raises(InvalidInput, match="it is compressed") as caught:
+        decode([FRAME, frame])
+    assert caught.value.metadata["field"] == "frame"
+    assert pa.default_memory_pool().max_memory() == peak
+
+
+def test_a_frame_with_dictionaries_is_refused() -> None:
+    table = pa.table({"x": pa.array(["a", "b"]).dictionary_encode()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(InvalidInput, match="it has a dictionary"):
+        decode([sink.getvalue().to_pybytes()])

@@ -16,6 +16,7 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.rpc.server import Server
 from services.common.token_hash import tokens_sha256
+from services.common.transfer import seal
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.collect import Collector
 from services.coordinator.services.clients.rewards import Rewards
@@ -106,7 +107,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
             for seed in prompt.seeds
         ]
         seen = self.seen_prompt(prompt.tokens)
-        yield pb.GenerateResponse(
+        answer = pb.GenerateResponse(
             prompt_id=prompt.prompt_id,
             completions=completions,
             stamp=request.expected_stamp,
@@ -114,6 +115,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
             prompt_sha256=tokens_sha256(seen),
             num_cached_tokens=len(prompt.seeds),
         )
+        yield seal(request, answer)
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
         self._fail("JoinWeightGroup")
@@ -149,7 +151,7 @@ class FakeReward(reward_pb2_grpc.RewardServiceServicer):
         if request.prompt_id in self.failing:
             failure = reward_pb2.Failure(reason=reward_pb2.FAILURE_REASON_TIMEOUT, scorer="fake", message="too slow")
             scores[0] = reward_pb2.Score(failure=failure)
-        return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
+        return seal(request, reward_pb2.ScoreResponse(scores=scores, scorer="fake 1"))
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, PolicyStamp
 
 from services.common.config.run import Config
+from services.common.transfer import seal
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.rl.collect import Collector
@@ -38,7 +39,8 @@ class Replica(FakeReplica):
                     completion.tokens[0] = GREEDY_TOKEN
                 elif self.is_long(completion.tokens[0]):
                     completion.finish_reason = FINISH_REASON_LENGTH
-            yield answer
+            answer.ClearField("sha256")
+            yield seal(request, answer)
 
 
 class Scorer(FakeReward):
@@ -58,7 +60,7 @@ class Scorer(FakeReward):
                 if reward is None
                 else reward_pb2.Score(reward=reward, components={"exact": reward})
             )
-        return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
+        return seal(request, reward_pb2.ScoreResponse(scores=scores, scorer="fake 1"))
 
 
 class FakePrompts(list):

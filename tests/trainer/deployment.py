@@ -16,6 +16,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 from services.common import batch as batches
 from services.common.config.trainer.section import TrainerConfig
 from services.common.rpc.client import Client
+from services.common.transfer import from_messages, to_messages
 from tests.support import PATIENCE_S, free_port, make_batch, running
 from tests.trainer.fsdp_harness import config
 
@@ -24,12 +25,9 @@ TIMEOUT_S = PATIENCE_S
 _numbers = itertools.count(1)
 
 
-async def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterator[Any]:
-    """A header, unless it is None, then frames."""
-    if header is not None:
-        yield message(header=header)
-    for frame in frames:
-        yield message(frame=frame)
+def messages(message: type, header: Any, frames: Sequence[bytes]) -> AsyncIterator[Any]:
+    """A header, unless it is None, then frames, then their SHA-256."""
+    return to_messages(message, frames, header)
 
 
 class Deployment:
@@ -106,7 +104,7 @@ class Deployment:
         header = pb.ForwardHeader(role=role, temperature=1.0)
         requests = messages(pb.ForwardRequest, header, list(batches.encode(batch)))
         answers = self.client.stream(TrainerService.Forward, requests, timeout_s=TIMEOUT_S)
-        return batches.decode([answer.frame async for answer in answers])
+        return batches.decode((await from_messages(answers, has_header=False))[1])
 
     def batch(self, stamp: PolicyStamp | None = None, *, seed: int = 0) -> pa.Table:
         return make_batch(4, 3, stamp or self.stamp, seed=seed)

@@ -7,14 +7,16 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 
 from services.common.process import configure_logging
-from services.trainer.ranks import calls as ranks
+from services.trainer.ranks import sockets
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
+from services.trainer.ranks.sockets import RanksAddress
 
 # Instead of 5 s and 30 s. On a busy machine the thread that answers may have to wait for a second or two.
 HEARTBEAT_MS, SILENCE_MS = 400, 4_000
@@ -50,6 +52,13 @@ class Worker:
         self.gate.wait()
 
     @rank_command
+    def break_with_1(self) -> None:
+        """As a collective that another rank has left."""
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConnectionError("connection closed by peer")
+
+    @rank_command
     def keep_1_busy(self, *, duration_s: float) -> Message:
         """With the interpreter's lock held all the time, as some libraries do."""
         if self.rank == 1:
@@ -60,7 +69,7 @@ class Worker:
 async def _serve() -> None:
     served = Ranks(2, "127.0.0.1", lambda why: None)
     threading.Thread(target=follow, args=(0, served.address, Worker(0)), daemon=True).start()
-    os.write(1, f"{served.address}\n".encode())
+    os.write(1, f"{served.address.pack()}\n".encode())
     await served.wait_for_all()
     os.write(1, b"there\n")
     await asyncio.to_thread(sys.stdin.readline)
@@ -70,8 +79,8 @@ async def _serve() -> None:
 
 if __name__ == "__main__":
     configure_logging("toy")
-    ranks._HEARTBEAT_MS, ranks._SILENCE_MS = HEARTBEAT_MS, SILENCE_MS
+    sockets._HEARTBEAT_MS, sockets._SILENCE_MS = HEARTBEAT_MS, SILENCE_MS
     if sys.argv[1] == "serve":
         asyncio.run(_serve())
     else:
-        sys.exit(0 if follow(1, sys.argv[2], Worker(1)) else LOST)
+        sys.exit(0 if follow(1, RanksAddress.unpack(sys.argv[2]), Worker(1)) else LOST)

@@ -29,6 +29,7 @@ def work() -> None:
 
 process._GRACE_S = 0.2  # in a spawned rank too
 if __name__ == "__main__":
+    launcher._ANSWER_S = 0.2
     launcher.import_before_fork = lambda *_: None  # these ranks need no torch
     launcher._serve_store = lambda listener: listener
     launcher._method = lambda: sys.argv[1]

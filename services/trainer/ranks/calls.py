@@ -1,7 +1,8 @@
 """Sends every command from rank 0 to all ranks, with each rank's own data, and collects their answers.
 
 Commands travel over ZeroMQ as JSON, and samples as Arrow frames; nothing is pickled. A rank runs only the methods that
-its worker declares with `@rank_command`; a command names one of them.
+its worker declares with `@rank_command`; a command names one of them. Every command has an id that its answers repeat,
+so that a late or repeated answer is never taken for the answer to another command.
 
 A rank that raises sends its traceback at once, even while other ranks wait for it in a collective; those end when the
 trainer's processes end. If a rank is lost, the whole trainer fails; if rank 0 is lost, every rank exits.
@@ -9,6 +10,7 @@ trainer's processes end. If a rank is lost, the whole trainer fails; if rank 0 i
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import socket
@@ -23,6 +25,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from services.common.errors import ERROR_CLASSES, InternalError, LockstepError, Reason
+from services.trainer.ranks.sockets import RanksAddress, connect, listen
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +33,9 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0
 # How long rank 0 waits for the others to connect. They start at the same time and import the same modules.
 _COMING_S = 600.0
-# A process that exits closes its connection, but a host that fails does not. ZeroMQ therefore sends heartbeats from its
-# own thread, whatever the rank is busy with, and closes a connection that has been silent for too long.
-_HEARTBEAT_MS, _SILENCE_MS = 5_000, 30_000
+# A rank that is lost breaks the others' collectives, and their errors may come before rank 0 notices the loss. It waits
+# this long after such an error, so that the failure names the rank that was lost.
+_LOSS_S = 1.0
 
 
 Phase = Callable[[str, str], AbstractContextManager[None]]
@@ -80,13 +83,11 @@ class Ranks:
         self, num_ranks: int, host: str, on_failure: Callable[[str], None], phase: Phase = lambda *_: nullcontext()
     ):
         self.num_ranks, self._phase = num_ranks, phase
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        _send_heartbeats(self._socket)
-        self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self._socket, self.address = listen(host)
         self._on_failure = on_failure
         self._turn = asyncio.Lock()
+        self._ids = (f"call {number}".encode() for number in itertools.count())
+        self._answering: asyncio.Task[list[Message]] | None = None  # collects the answers to the last command
         self._failure: InternalError | None = None
         self._connections: dict[int, tuple[int, str]] = {}  # file descriptor -> rank and host
 
@@ -117,7 +118,7 @@ class Ranks:
         """Tells all ranks to exit normally. No command can be called afterwards, and this process should exit too."""
         for rank in range(self.num_ranks):
             with contextlib.suppress(zmq.ZMQError):  # the rank has exited already
-                await self._socket.send_multipart([str(rank).encode(), *Message({}).pack()])
+                await self._socket.send_multipart([b"%d" % rank, b"end", *Message({}).pack()])
         zmq.asyncio.Context.instance().destroy(linger=1000)  # returns when all messages are sent
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
@@ -136,51 +137,51 @@ class Ranks:
 
         Every rank gets `arguments`, and the arguments and frames of its own part.
 
-        The ranks cannot interrupt a command, so a canceled call goes on in the background and the next call waits for
-        its answers. Ranks that have not answered `grace_s` seconds after the first typed error count as failed.
+        The ranks cannot interrupt a command: if a call is canceled after it was sent, the next call waits for its
+        answers. Ranks that have not answered `grace_s` seconds after the first typed error count as failed.
 
         Raises:
             LockstepError: A rank raised this typed error. Raised when all ranks have answered.
             InternalError: A rank was lost or raised any other error. The trainer ends.
         """
-        name = command.__name__
-        return await asyncio.shield(self._call(name, parts or [Message({})] * self.num_ranks, grace_s, arguments))
-
-    async def _call(
-        self, name: str, parts: Sequence[Message], grace_s: float, arguments: dict[str, Any]
-    ) -> list[Message]:
-        commands = [Message({"command": name, "arguments": arguments | part.body}, part.frames) for part in parts]
+        name, call_id = command.__name__, next(self._ids)
         async with self._turn:
+            if self._answering:
+                await asyncio.wait({self._answering})
             if self._failure:
                 raise self._failure
-            with self._phase(name, arguments.get("role", "policy")):
-                for rank, command in enumerate(commands):
-                    try:
-                        await self._socket.send_multipart([str(rank).encode(), *command.pack()])
-                    except zmq.ZMQError as error:
-                        raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
-                answers = await self._answers(name, grace_s)
-        errors = [answer.body["error"] for answer in answers.values() if "error" in answer.body]
+            for rank, part in enumerate(parts or [Message({})] * self.num_ranks):
+                message = Message({"command": name, "arguments": arguments | part.body}, part.frames)
+                try:  # never waits, so that a canceled call was sent to all ranks or to none
+                    await self._socket.send_multipart([b"%d" % rank, call_id, *message.pack()], flags=zmq.DONTWAIT)
+                except zmq.ZMQError as error:
+                    raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
+            phase = self._phase(name, arguments.get("role", "policy"))
+            self._answering = asyncio.create_task(self._answers(name, call_id, phase, grace_s))
+            return await asyncio.shield(self._answering)
+
+    async def _answers(
+        self, name: str, call_id: bytes, phase: AbstractContextManager[None], grace_s: float
+    ) -> list[Message]:
+        answers: dict[int, Message] = {}
+        errors: list[dict[str, Any]] = []
+        with phase:
+            while missing := [rank for rank in range(self.num_ranks) if rank not in answers]:
+                received = await self._received(grace_s if errors else None)
+                if received is None:
+                    raise self._fail(f"{name}: ranks {missing} did not answer")
+                sender, answers_to, *parts = received
+                if answers_to != call_id or int(sender) not in missing:
+                    log.warning(
+                        "%s: dropped a late or repeated message of rank %s: %r", name, sender.decode(), answers_to
+                    )
+                    continue
+                answer = answers[int(sender)] = Message.unpack(parts)
+                if error := answer.body.get("error"):
+                    errors.append(await self._typed(name, error))
         if errors:  # in order of arrival; EPOCH_ABORTED comes last, because it is what another rank's error causes
             raise _rebuild(min(errors, key=lambda error: error["reason"] == Reason.EPOCH_ABORTED.value))
         return [answers[rank] for rank in range(self.num_ranks)]
-
-    async def _answers(self, name: str, grace_s: float) -> dict[int, Message]:
-        answers: dict[int, Message] = {}
-        timeout_s: float | None = None
-        while len(answers) < self.num_ranks:
-            received = await self._received(timeout_s)
-            if received is None:
-                missing = sorted(set(range(self.num_ranks)) - set(answers))
-                raise self._fail(f"{name}: ranks {missing} did not answer")
-            sender, *parts = received
-            answer = answers[int(sender)] = Message.unpack(parts)
-            if "error" in answer.body:
-                timeout_s = grace_s
-                if answer.body["error"]["class"] is None:
-                    message, metadata = answer.body["error"]["message"], answer.body["error"]["metadata"]
-                    raise self._fail(f"{name}: {message}", **metadata)
-        return answers
 
     async def _received(self, timeout_s: float | None) -> list[bytes] | None:
         """Returns the next message, or None after the timeout. Raises InternalError if a rank is lost meanwhile."""
@@ -193,6 +194,13 @@ class Ranks:
             raise self._failure
         return None
 
+    async def _typed(self, name: str, error: dict[str, Any]) -> dict[str, Any]:
+        """Returns the error of a rank if it is one of Lockstep's own; ends the trainer otherwise."""
+        if error["class"] is None:
+            await asyncio.wait({self._watching}, timeout=_LOSS_S)
+            raise self._fail(f"{name}: {error['message']}", **error["metadata"])
+        return error
+
     def _fail(self, message: str, **metadata: str) -> InternalError:
         """Ends the trainer. Returns the first failure, since later ones are its consequences."""
         if self._failure is None:
@@ -201,59 +209,46 @@ class Ranks:
         return self._failure
 
 
-def follow(rank: int, address: str, worker: object) -> bool:
+def follow(rank: int, address: RanksAddress, worker: object) -> bool:
     """Runs the commands that rank 0 sends, on `worker`, until rank 0 ends the trainer or is lost. Runs on every rank.
 
     Returns:
         True if rank 0 ended the trainer; False if it was lost, and the process should exit with an error.
     """
     commands = commands_of(worker)
-    with zmq.Context.instance().socket(zmq.DEALER) as connection:
-        connection.setsockopt(zmq.IDENTITY, str(rank).encode())
-        connection.setsockopt(zmq.LINGER, 1000)
-        _send_heartbeats(connection)
-        poller = zmq.Poller()
-        poller.register(connection, zmq.POLLIN)
-        lost = connection.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
-        poller.register(lost, zmq.POLLIN)
-        connection.connect(address)
-        connection.send(socket.gethostname().encode())
+    with connect(rank, address) as (connection, lost):
         while True:
-            poller.poll()
+            zmq.select([connection, lost], [], [])
             if not connection.poll(0):  # messages that arrived before the loss are handled first
-                log.error("rank %d ends: rank 0 at %s is gone", rank, address)
+                log.error("rank %d ends: rank 0 at %s is gone", rank, address.url)
                 return False
-            message = Message.unpack(connection.recv_multipart())
+            call_id, *parts = connection.recv_multipart()
+            message = Message.unpack(parts)
             if not message.body:
                 return True
-            connection.send_multipart(_run(rank, commands, message))
+            name, frames = message.body["command"], {"frames": message.frames} if message.frames else {}
+            try:
+                answer = (commands[name](**message.body["arguments"], **frames) or Message({})).pack()
+            except LockstepError as error:
+                log.warning("rank %d: %s: %s", rank, name, error.message)
+                answer = _typed_answer(error).pack()
+            except BaseException as error:  # rank 0 waits for an answer, and some of torch's errors are no Exception
+                log.exception("rank %d failed in %s", rank, name)
+                answer = _untyped_answer(rank, error).pack()
+            connection.send_multipart([call_id, *answer])
 
 
-def _send_heartbeats(to_others: zmq.Socket) -> None:
-    to_others.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    to_others.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+def _typed_answer(error: LockstepError) -> Message:
+    content = {"reason": error.reason.value, "message": error.message, "metadata": error.metadata}
+    return Message({"error": {"class": type(error).__name__, **content}})
 
 
-def _run(rank: int, commands: Mapping[str, Command], message: Message) -> list[bytes]:
-    """Runs one command and returns its packed answer. Never raises, because rank 0 waits for the answer."""
-    name, arguments = message.body["command"], message.body["arguments"]
-    try:
-        if (command := commands.get(name)) is None:
-            raise LookupError(f"{name} is not a command of this rank")
-        result = command(**arguments, frames=message.frames) if message.frames else command(**arguments)
-        return (result or Message({})).pack()
-    except LockstepError as error:
-        log.warning("rank %d: %s: %s", rank, name, error.message)
-        return Message({"error": _describe(error, type(error).__name__)}).pack()
-    except BaseException as error:  # some of torch's errors are no Exception; this answer ends the trainer
-        log.exception("rank %d failed in %s", rank, name)
-        where = {"rank": str(rank), "host": socket.gethostname(), "traceback": traceback.format_exc(limit=-8)}
-        why = f"rank {rank} on {where['host']}: {type(error).__name__}: {error}"
-        return Message({"error": {"class": None, "reason": None, "message": why, "metadata": where}}).pack()
-
-
-def _describe(error: LockstepError, name: str) -> dict[str, Any]:
-    return {"class": name, "reason": error.reason.value, "message": error.message, "metadata": error.metadata}
+def _untyped_answer(rank: int, error: BaseException) -> Message:
+    """Returns the answer that ends the trainer: an error without a class, with rank, host and traceback."""
+    host, trace = socket.gethostname(), "".join(traceback.format_exception(error, limit=-8))
+    message = f"rank {rank} on {host}: {type(error).__name__}: {error}"
+    metadata = {"rank": str(rank), "host": host, "traceback": trace}
+    return Message({"error": {"class": None, "message": message, "metadata": metadata}})
 
 
 def _rebuild(error: dict[str, Any]) -> LockstepError:

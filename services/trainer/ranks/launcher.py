@@ -16,11 +16,14 @@ log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _ENDING = (signal.SIGTERM, signal.SIGINT)
+# When another rank ends first, rank 0 gets this long to tell its caller which one, and why.
+_ANSWER_S = 20.0
 
 
 def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     """Calls `serve` in `num_ranks` processes with torchrun's variables. When one process ends, ends all others.
 
+    When another rank ends, rank 0 has 20 s to notice it, answer the current call with RANK_FAILED and exit.
     SIGTERM and SIGINT are passed on to rank 0, which shuts down in order. If this process is killed, the ranks end too.
 
     Returns:
@@ -54,14 +57,15 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
     store = _serve_store(listener)  # after the fork, with signals blocked in its threads
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     ended = wait([rank.sentinel for rank in ranks])
-    del store
     first = next(rank for rank in ranks if rank.sentinel in ended)
     first.join()
+    ranks[0].join(_ANSWER_S)
+    del store
     for rank in ranks:
         rank.kill()
         rank.join()
     if first.exitcode:
-        log.error("%s ended with exit code %d; all other ranks were killed", first.name, first.exitcode)
+        log.error("%s ended with exit code %d; all other ranks were ended", first.name, first.exitcode)
     return first.exitcode if first.exitcode >= 0 else 1
 
 

@@ -18,6 +18,7 @@ from services.common.weights.store import ServedStore
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import Ranks, follow
 from services.trainer.ranks.network import use_interface_to
+from services.trainer.ranks.sockets import RanksAddress
 from services.trainer.ranks.worker import Worker
 from services.trainer.servicer import NAME, TrainerServicer
 
@@ -60,14 +61,14 @@ def _follow_to_the_end(rank: int, store: dist.Store, worker: Worker) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # torchrun signals all ranks. Only rank 0 reacts; it may need the others to shut down, so they end after it.
         signal.signal(number, signal.SIG_IGN)
-    return 0 if follow(rank, store.get("lockstep/ranks").decode(), worker) else 1
+    return 0 if follow(rank, RanksAddress.unpack(store.get("lockstep/ranks")), worker) else 1
 
 
 async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world_size: int) -> int:
     server = Server(options.trace, options.tls, options.metrics.registry)
     metrics = TrainerMetrics(options.metrics.registry)
     ranks = Ranks(world_size, socket.gethostbyname(os.environ["MASTER_ADDR"]), server.fail, metrics.phase)
-    store.set("lockstep/ranks", ranks.address)
+    store.set("lockstep/ranks", ranks.address.pack())
     threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()
     await ranks.wait_for_all()
     host, _ = parse_address(options.listen, field="listen")
@@ -82,7 +83,7 @@ async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world
     return code
 
 
-def _follow_on_device(address: str, worker: Worker) -> None:
+def _follow_on_device(address: RanksAddress, worker: Worker) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     follow(0, address, worker)

@@ -22,6 +22,7 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.token_hash import tokens_sha256
+from services.common.transfer import seal
 from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config
 from services.coordinator.rl.evaluation import evaluate, pass_at_k
@@ -69,13 +70,14 @@ class Replica(FakeReplica):
             )
             for index, seed in enumerate(prompt.seeds)
         ]
-        yield pb.GenerateResponse(
+        answer = pb.GenerateResponse(
             prompt_id=prompt.prompt_id,
             completions=completions,
             stamp=request.expected_stamp,
             prompt_num_tokens=len(prompt.tokens),
             prompt_sha256=tokens_sha256(prompt.tokens),
         )
+        yield seal(request, answer)
 
 
 class Scorer(FakeReward):
@@ -87,7 +89,7 @@ class Scorer(FakeReward):
         for sample in range(len(scores)):
             if f"{request.prompt_id}/{sample}" in self.failing:
                 scores[sample] = reward_pb2.Score(failure=reward_pb2.Failure(reason=1, scorer="fake", message="slow"))
-        return reward_pb2.ScoreResponse(scores=scores, scorer="fake 1")
+        return seal(request, reward_pb2.ScoreResponse(scores=scores, scorer="fake 1"))
 
 
 @pytest_asyncio.fixture

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
-from services.common.errors import PreconditionFailed, Reason
+from services.common.errors import DataLoss, PreconditionFailed, Reason
 from services.common.rpc.server import Server
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients.reward import Reward
@@ -75,3 +76,20 @@ async def test_a_service_may_come_back_with_the_same_scorers_only(monkeypatch: p
         async with serving(address):
             with pytest.raises(PreconditionFailed, match="has scorers exact 2 x 1, but this run opened exact 1 x 1"):
                 await rewards(reward)
+
+
+async def test_a_reward_that_changed_on_the_way_is_none(monkeypatch: pytest.MonkeyPatch):
+    score = RewardServicer.Score
+
+    async def spoiled(self: RewardServicer, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        answer = await score(self, request, context)
+        answer.scores[0].reward = -answer.scores[0].reward
+        return answer
+
+    monkeypatch.setattr(RewardServicer, "Score", spoiled)
+    async with serving() as address, running() as make:
+        reward = make(address, EXACT)
+        await reward.open("run")
+        with pytest.raises(DataLoss, match="changed on the way") as raised:
+            await rewards(reward)
+    assert raised.value.reason is Reason.CORRUPT_TRANSFER

@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
+from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.errors import (
+    DataLoss,
     DeadlineExceeded,
     InternalError,
     InvalidInput,
@@ -49,6 +52,22 @@ async def generate(
 ) -> SampledGroup:
     seeds = [100 * index + sample for sample in range(num_samples)]
     return await rollout.generate(index, make_prompt(index, num_tokens), seeds, SAMPLING, STAMP, session)
+
+
+class SpoiledReplica(FakeReplica):
+    """Changes one bit of a token after the answer was sealed."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        async for answer in super().Generate(request, context):
+            answer.completions[1].tokens[0] ^= 8
+            yield answer
+
+
+async def test_a_token_that_changed_on_the_way_is_no_sample():
+    async with replicas(1, SpoiledReplica) as fakes, serving(fakes) as rollout:
+        with pytest.raises(DataLoss, match="changed on the way") as caught:
+            await generate(rollout, 0)
+    assert caught.value.reason is Reason.CORRUPT_TRANSFER
 
 
 async def test_a_group_goes_where_the_fewest_tokens_are_in_flight():

@@ -14,6 +14,7 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 
 from services.common import batch as batches
 from services.common.errors import Aborted
+from services.common.transfer import from_messages, to_messages
 from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.support import PATIENCE_S
 
@@ -79,26 +80,15 @@ def to_batch(samples: list[Completion], stamp: PolicyStamp) -> pa.Table:
 
 async def forward(stack: Stack, batch: pa.Table, temperature: float) -> pa.Table:
     header = trainer_pb2.ForwardHeader(role=trainer_pb2.ROLE_POLICY, temperature=temperature)
-
-    async def requests():
-        yield trainer_pb2.ForwardRequest(header=header)
-        for frame in batches.encode(batch):
-            yield trainer_pb2.ForwardRequest(frame=frame)
-
-    return batches.decode(
-        [a.frame async for a in stack.trainer.stream(TrainerService.Forward, requests(), timeout_s=PATIENCE_S)]
-    )
+    requests = to_messages(trainer_pb2.ForwardRequest, batches.encode(batch), header)
+    answers = stack.trainer.stream(TrainerService.Forward, requests, timeout_s=PATIENCE_S)
+    return batches.decode((await from_messages(answers, has_header=False))[1])
 
 
 async def train(stack: Stack, batch: pa.Table, stamp: PolicyStamp) -> trainer_pb2.TrainResponse:
     header = trainer_pb2.TrainHeader(expected_stamp=stamp, batch_id=f"{stack.run_id}/{stamp.version}", temperature=1.0)
-
-    async def requests():
-        yield trainer_pb2.TrainRequest(header=header)
-        for frame in batches.encode(batch):
-            yield trainer_pb2.TrainRequest(frame=frame)
-
-    return await stack.trainer.call(TrainerService.Train, requests(), timeout_s=PATIENCE_S)
+    requests = to_messages(trainer_pb2.TrainRequest, batches.encode(batch), header)
+    return await stack.trainer.call(TrainerService.Train, requests, timeout_s=PATIENCE_S)
 
 
 def largest_gap(batch: pa.Table, forwarded: pa.Table) -> float:

@@ -3,10 +3,11 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
@@ -16,11 +17,12 @@ from torch.distributed import DistError
 from torch.distributed.checkpoint import CheckpointException
 
 from services.common import batch as batches
-from services.common.errors import Aborted, InternalError, PreconditionFailed, Reason
+from services.common.errors import Aborted, DataLoss, InternalError, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
+from services.trainer.ranks.sockets import RanksAddress, connect
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.support import PATIENCE_S, make_batch
 from tests.trainer.deployment import messages
@@ -195,7 +197,7 @@ async def test_an_answer_that_cannot_be_sent_is_a_failure(crew: Crew) -> None:
 
 async def test_a_method_that_is_not_declared_is_not_called(crew: Crew) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(InternalError, match="kill_epoch is not a command of this rank"):
+        with pytest.raises(InternalError, match="KeyError: 'kill_epoch'"):
             await crew.ranks.call(FakeWorker.kill_epoch)
 
 
@@ -223,19 +225,45 @@ async def test_canceled_call_is_finished_before_the_next(crew: Crew) -> None:
     assert crew.workers[0].calls == ["train"]
 
 
+def answer_strangely(address: RanksAddress) -> None:
+    """A rank 1 that repeats its hello and its answers, and answers another command first."""
+    with connect(1, address) as (connection, _):
+        connection.send(b"once more")
+        while True:
+            call_id, *parts = connection.recv_multipart()
+            if not parts[0].startswith(b'{"command"'):
+                return
+            value = json.loads(parts[0])["arguments"]["value"]
+            for answers_to, body in ((b"call 99", "other"), (call_id, value), (call_id, "again")):
+                connection.send_multipart([answers_to, *Message({"value": body}).pack()])
+
+
+async def test_late_and_repeated_messages_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(2, "127.0.0.1", pytest.fail)
+    threading.Thread(target=follow, args=(0, ranks.address, FakeWorker(0)), daemon=True).start()
+    threading.Thread(target=answer_strangely, args=(ranks.address,), daemon=True).start()
+    async with asyncio.timeout(PATIENCE_S):
+        await ranks.wait_for_all()
+        for value in range(5):
+            answers = await ranks.call(FakeWorker.echo, value=value)
+            assert [answer.body["value"] for answer in answers] == [value, value]
+    dropped = [record.message for record in caplog.records if "dropped" in record.message]
+    assert any("b'call 99'" in line for line in dropped) and any("b'once more'" in line for line in dropped)
+    assert len(dropped) >= 5 + 4 + 1
+
+
 class Service:
     """The real servicer and server over fake workers."""
 
     def __init__(self, crew: Crew, client: Client, model: Path):
         self.crew, self.client, self.model = crew, client, model
 
-    async def train(self) -> pb.TrainResponse:
+    async def train(self, spoil: Callable[[pb.TrainRequest], pb.TrainRequest] = lambda m: m) -> pb.TrainResponse:
         stamp = PolicyStamp(version=0, digest=DIGEST)
         header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0)
         frames = list(batches.encode(make_batch(2, 2, stamp)))
-        return await self.client.call(
-            TrainerService.Train, messages(pb.TrainRequest, header, frames), timeout_s=PATIENCE_S
-        )
+        requests = (spoil(message) async for message in messages(pb.TrainRequest, header, frames))
+        return await self.client.call(TrainerService.Train, requests, timeout_s=PATIENCE_S)
 
     async def send(self, *, timeout_s: float = PATIENCE_S) -> PolicyStamp:
         request = pb.SendWeightsRequest(epoch=1, version=0)
@@ -322,6 +350,22 @@ async def test_batch_whose_caller_gave_up_is_applied_once(service: Service) -> N
     assert (answer.version, answer.replayed, answer.metrics["loss"]) == (1, True, 0.5)
     assert [worker.calls for worker in crew.workers] == [["send", "train"]] * 2
     assert await service.version() == 1
+
+
+async def test_a_batch_that_changed_on_the_way_is_not_trained_on(service: Service) -> None:
+    def flip_a_sign(message: pb.TrainRequest) -> pb.TrainRequest:
+        if message.WhichOneof("part") != "frame":
+            return message
+        frame = bytearray(message.frame)
+        advantage = np.float32(batches.decode([message.frame])["advantages"][0][0].as_py())
+        frame[frame.index(advantage.tobytes()) + 3] ^= 0x80
+        return pb.TrainRequest(frame=bytes(frame))
+
+    with pytest.raises(DataLoss, match="changed on the way") as caught:
+        await service.train(flip_a_sign)
+    assert caught.value.reason is Reason.CORRUPT_TRANSFER
+    assert (await service.train()).version == 1
+    assert [worker.calls for worker in service.crew.workers] == [["send", "train"]] * 2
 
 
 async def test_weights_are_not_sent_as_the_version_before_a_batch_in_progress(service: Service) -> None:

@@ -1,4 +1,4 @@
-"""A rank that fails alone: the caller learns where and why, and no process is left in a collective."""
+"""A rank that fails or is killed: the caller learns where and why, and no process is left in a collective."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from services.common.errors import InternalError, Reason, Unavailable
 from tests.support import PATIENCE_S, descendants
 from tests.trainer.deployment import deployed
-from tests.trainer.faulty_trainer import FAULTY_TEMPERATURE
+from tests.trainer.faulty_trainer import DEADLY_TEMPERATURE, FAULTY_TEMPERATURE
 
 
 async def ended(pid: int) -> None:
@@ -46,3 +46,15 @@ async def test_failure_of_one_rank_reaches_the_caller_and_ends_all(trainer_files
             await asyncio.gather(*map(ended, processes))
         with pytest.raises(Unavailable):
             await trainer.call(TrainerService.GetInfo, pb.GetInfoRequest())
+
+
+async def test_a_killed_rank_is_the_reason_that_the_caller_gets(trainer_files: Path) -> None:
+    async with deployed("tests.trainer.faulty_trainer", trainer_files) as trainer:
+        await trainer.open(collective_timeout_s=2 * PATIENCE_S)
+        await trainer.publish()
+        processes = [trainer.pid, *descendants(trainer.pid)]
+        with pytest.raises(InternalError) as caught:
+            await trainer.train(trainer.batch(), temperature=DEADLY_TEMPERATURE)
+        assert caught.value.reason is Reason.RANK_FAILED
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*map(ended, processes))

@@ -12,15 +12,17 @@ import pytest
 
 from services.common.errors import InternalError, Reason
 from services.trainer.ranks import calls as ranks_module
+from services.trainer.ranks import sockets
 from services.trainer.ranks.calls import Ranks, follow
+from services.trainer.ranks.sockets import RanksAddress
 from tests.support import PATIENCE_S, free_port
 from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker, toy
 
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_HEARTBEAT_MS", HEARTBEAT_MS)
-    monkeypatch.setattr(ranks_module, "_SILENCE_MS", SILENCE_MS)
+    monkeypatch.setattr(sockets, "_HEARTBEAT_MS", HEARTBEAT_MS)
+    monkeypatch.setattr(sockets, "_SILENCE_MS", SILENCE_MS)
 
 
 class Trainer:
@@ -51,7 +53,7 @@ gone = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 
 @gone
 async def test_a_rank_that_is_lost_in_a_command_is_its_failure(trainer: Trainer, number: int) -> None:
-    with toy("follow", trainer.ranks.address):
+    with toy("follow", trainer.ranks.address.pack()):
         async with asyncio.timeout(PATIENCE_S):
             await trainer.ranks.wait_for_all()
             with pytest.raises(InternalError, match=r"rank 1 on .* is gone") as caught:
@@ -61,9 +63,21 @@ async def test_a_rank_that_is_lost_in_a_command_is_its_failure(trainer: Trainer,
     assert trainer.failures == [caught.value.message]
 
 
+async def test_the_failure_is_the_lost_rank_and_not_what_its_loss_did_to_another(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "_LOSS_S", PATIENCE_S)
+    with toy("follow", trainer.ranks.address.pack()):
+        async with asyncio.timeout(PATIENCE_S):
+            await trainer.ranks.wait_for_all()
+            with pytest.raises(InternalError, match=r"rank 1 on .* is gone"):
+                await trainer.ranks.call(Worker.break_with_1)
+    assert len(trainer.failures) == 1
+
+
 @gone
 async def test_a_rank_that_is_lost_between_commands_is_the_failure_of_all(trainer: Trainer, number: int) -> None:
-    with toy("follow", trainer.ranks.address) as rank:
+    with toy("follow", trainer.ranks.address.pack()) as rank:
         async with asyncio.timeout(PATIENCE_S):
             await trainer.ranks.wait_for_all()
             assert [answer.body["value"] for answer in await trainer.ranks.call(Worker.echo, value=1)] == [1, 1]
@@ -85,7 +99,7 @@ async def test_a_rank_that_never_comes_is_named(trainer: Trainer, monkeypatch: p
 async def test_a_rank_that_is_lost_while_others_come_is_no_hang(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with toy("follow", trainer.ranks.address) as rank:
+    with toy("follow", trainer.ranks.address.pack()) as rank:
         watch = trainer.ranks._socket.get_monitor_socket
 
         def watch_too_late(events: int) -> object:
@@ -102,8 +116,8 @@ async def test_a_rank_that_is_lost_while_others_come_is_no_hang(
 
 
 async def test_strangers_who_come_and_go_and_a_busy_rank_are_no_loss(trainer: Trainer) -> None:
-    host, port = trainer.ranks.address.removeprefix("tcp://").split(":")
-    with toy("follow", trainer.ranks.address):
+    host, port = trainer.ranks.address.url.removeprefix("tcp://").split(":")
+    with toy("follow", trainer.ranks.address.pack()):
         async with asyncio.timeout(PATIENCE_S):
             await trainer.ranks.wait_for_all()
             for _ in range(3):
@@ -129,11 +143,13 @@ def test_no_rank_stays_without_rank_0(number: int) -> None:
         rank_0.send_signal(number)
         assert rank_1.wait(PATIENCE_S) == LOST
         (line,) = rank_1.stderr.read().splitlines()
-        assert f"rank 1 ends: rank 0 at {address} is gone" in line
+        assert f"rank 1 ends: rank 0 at {RanksAddress.unpack(address).url} is gone" in line
 
 
 def test_a_rank_that_comes_too_late_ends() -> None:
-    with toy("follow", f"tcp://127.0.0.1:{free_port()}") as rank_1:
+    _, address = sockets.listen("127.0.0.1")
+    nobody = RanksAddress(f"tcp://127.0.0.1:{free_port()}", address.key)
+    with toy("follow", nobody.pack()) as rank_1:
         assert rank_1.wait(PATIENCE_S) == LOST
 
 

@@ -117,9 +117,11 @@ class Score(_message.Message):
     def __init__(self, reward: _Optional[float] = ..., components: _Optional[_Mapping[str, float]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("scores", "scorer")
+    __slots__ = ("scores", "scorer", "sha256")
     SCORES_FIELD_NUMBER: _ClassVar[int]
     SCORER_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     scores: _containers.RepeatedCompositeFieldContainer[Score]
     scorer: str
-    def __init__(self, scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., scorer: _Optional[str] = ...) -> None: ...
+    sha256: bytes
+    def __init__(self, scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., scorer: _Optional[str] = ..., sha256: _Optional[bytes] = ...) -> None: ...

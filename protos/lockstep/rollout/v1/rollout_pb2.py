@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from lockstep.types.v1 import types_pb2 as lockstep_dot_types_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!lockstep/rollout/v1/rollout.proto\x12\x13lockstep.rollout.v1\x1a\x1dlockstep/types/v1/types.proto\"\x10\n\x0eGetInfoRequest\"\xb3\x01\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\x12-\n\x05stamp\x18\x02 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12\x19\n\x11samples_in_flight\x18\x03 \x01(\r\x12\x13\n\x0bnum_workers\x18\x04 \x01(\r\x12\x13\n\x0bmax_samples\x18\x05 \x01(\r\"\x8b\x01\n\x0eOpenRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x30\n\nmodel_card\x18\x03 \x01(\x0b\x32\x1c.lockstep.types.v1.ModelCard\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x14\n\x0c\x61\x64\x61pter_rank\x18\x05 \x01(\r\";\n\x0fOpenRunResponse\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\x12\x13\n\x0bmax_samples\x18\x02 \x01(\r\"!\n\x0f\x43loseRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x12\n\x10\x43loseRunResponse\":\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\r\n\x05seeds\x18\x03 \x03(\x04\"\xac\x01\n\x0fGenerateRequest\x12\x36\n\x0e\x65xpected_stamp\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12,\n\x07prompts\x18\x02 \x03(\x0b\x32\x1b.lockstep.rollout.v1.Prompt\x12\x33\n\x08sampling\x18\x03 \x01(\x0b\x32!.lockstep.types.v1.SamplingParams\"\xd5\x01\n\x10GenerateResponse\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x32\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x1d.lockstep.types.v1.Completion\x12-\n\x05stamp\x18\x03 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12\x19\n\x11prompt_num_tokens\x18\x04 \x01(\r\x12\x15\n\rprompt_sha256\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\"\x87\x01\n\x16JoinWeightGroupRequest\x12-\n\x05group\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.WeightGroup\x12\x11\n\tbase_rank\x18\x02 \x01(\r\x12+\n\x04plan\x18\x03 \x01(\x0b\x32\x1d.lockstep.types.v1.WeightPlan\".\n\x17JoinWeightGroupResponse\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"7\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x91\x01\n\x16ReceiveWeightsResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x30\n\x04\x63ost\x18\x05 \x01(\x0b\x32\".lockstep.types.v1.PublicationCost\"E\n\x14\x43ommitWeightsRequest\x12-\n\x05stamp\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\"\x17\n\x15\x43ommitWeightsResponse\"Z\n\x1bReceiveTestBroadcastRequest\x12-\n\x05group\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.WeightGroup\x12\x0c\n\x04rank\x18\x02 \x01(\r\"Q\n\x1cReceiveTestBroadcastResponse\x12\x31\n\x07outcome\x18\x01 \x01(\x0b\x32 .lockstep.types.v1.TestBroadcast2\xae\x06\n\x0eRolloutService\x12T\n\x07GetInfo\x12#.lockstep.rollout.v1.GetInfoRequest\x1a$.lockstep.rollout.v1.GetInfoResponse\x12T\n\x07OpenRun\x12#.lockstep.rollout.v1.OpenRunRequest\x1a$.lockstep.rollout.v1.OpenRunResponse\x12W\n\x08\x43loseRun\x12$.lockstep.rollout.v1.CloseRunRequest\x1a%.lockstep.rollout.v1.CloseRunResponse\x12Y\n\x08Generate\x12$.lockstep.rollout.v1.GenerateRequest\x1a%.lockstep.rollout.v1.GenerateResponse0\x01\x12l\n\x0fJoinWeightGroup\x12+.lockstep.rollout.v1.JoinWeightGroupRequest\x1a,.lockstep.rollout.v1.JoinWeightGroupResponse\x12i\n\x0eReceiveWeights\x12*.lockstep.rollout.v1.ReceiveWeightsRequest\x1a+.lockstep.rollout.v1.ReceiveWeightsResponse\x12\x66\n\rCommitWeights\x12).lockstep.rollout.v1.CommitWeightsRequest\x1a*.lockstep.rollout.v1.CommitWeightsResponse\x12{\n\x14ReceiveTestBroadcast\x12\x30.lockstep.rollout.v1.ReceiveTestBroadcastRequest\x1a\x31.lockstep.rollout.v1.ReceiveTestBroadcastResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!lockstep/rollout/v1/rollout.proto\x12\x13lockstep.rollout.v1\x1a\x1dlockstep/types/v1/types.proto\"\x10\n\x0eGetInfoRequest\"\xb3\x01\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\x12-\n\x05stamp\x18\x02 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12\x19\n\x11samples_in_flight\x18\x03 \x01(\r\x12\x13\n\x0bnum_workers\x18\x04 \x01(\r\x12\x13\n\x0bmax_samples\x18\x05 \x01(\r\"\x8b\x01\n\x0eOpenRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x30\n\nmodel_card\x18\x03 \x01(\x0b\x32\x1c.lockstep.types.v1.ModelCard\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x14\n\x0c\x61\x64\x61pter_rank\x18\x05 \x01(\r\";\n\x0fOpenRunResponse\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\x12\x13\n\x0bmax_samples\x18\x02 \x01(\r\"!\n\x0f\x43loseRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x12\n\x10\x43loseRunResponse\":\n\x06Prompt\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\r\n\x05seeds\x18\x03 \x03(\x04\"\xac\x01\n\x0fGenerateRequest\x12\x36\n\x0e\x65xpected_stamp\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12,\n\x07prompts\x18\x02 \x03(\x0b\x32\x1b.lockstep.rollout.v1.Prompt\x12\x33\n\x08sampling\x18\x03 \x01(\x0b\x32!.lockstep.types.v1.SamplingParams\"\xe5\x01\n\x10GenerateResponse\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x32\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32\x1d.lockstep.types.v1.Completion\x12-\n\x05stamp\x18\x03 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\x12\x19\n\x11prompt_num_tokens\x18\x04 \x01(\r\x12\x15\n\rprompt_sha256\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06sha256\x18\x07 \x01(\x0c\"\x87\x01\n\x16JoinWeightGroupRequest\x12-\n\x05group\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.WeightGroup\x12\x11\n\tbase_rank\x18\x02 \x01(\r\x12+\n\x04plan\x18\x03 \x01(\x0b\x32\x1d.lockstep.types.v1.WeightPlan\".\n\x17JoinWeightGroupResponse\x12\x13\n\x0bplan_digest\x18\x01 \x01(\t\"7\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x91\x01\n\x16ReceiveWeightsResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x30\n\x04\x63ost\x18\x05 \x01(\x0b\x32\".lockstep.types.v1.PublicationCost\"E\n\x14\x43ommitWeightsRequest\x12-\n\x05stamp\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.PolicyStamp\"\x17\n\x15\x43ommitWeightsResponse\"Z\n\x1bReceiveTestBroadcastRequest\x12-\n\x05group\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.WeightGroup\x12\x0c\n\x04rank\x18\x02 \x01(\r\"Q\n\x1cReceiveTestBroadcastResponse\x12\x31\n\x07outcome\x18\x01 \x01(\x0b\x32 .lockstep.types.v1.TestBroadcast2\xae\x06\n\x0eRolloutService\x12T\n\x07GetInfo\x12#.lockstep.rollout.v1.GetInfoRequest\x1a$.lockstep.rollout.v1.GetInfoResponse\x12T\n\x07OpenRun\x12#.lockstep.rollout.v1.OpenRunRequest\x1a$.lockstep.rollout.v1.OpenRunResponse\x12W\n\x08\x43loseRun\x12$.lockstep.rollout.v1.CloseRunRequest\x1a%.lockstep.rollout.v1.CloseRunResponse\x12Y\n\x08Generate\x12$.lockstep.rollout.v1.GenerateRequest\x1a%.lockstep.rollout.v1.GenerateResponse0\x01\x12l\n\x0fJoinWeightGroup\x12+.lockstep.rollout.v1.JoinWeightGroupRequest\x1a,.lockstep.rollout.v1.JoinWeightGroupResponse\x12i\n\x0eReceiveWeights\x12*.lockstep.rollout.v1.ReceiveWeightsRequest\x1a+.lockstep.rollout.v1.ReceiveWeightsResponse\x12\x66\n\rCommitWeights\x12).lockstep.rollout.v1.CommitWeightsRequest\x1a*.lockstep.rollout.v1.CommitWeightsResponse\x12{\n\x14ReceiveTestBroadcast\x12\x30.lockstep.rollout.v1.ReceiveTestBroadcastRequest\x1a\x31.lockstep.rollout.v1.ReceiveTestBroadcastResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,23 +49,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=608
   _globals['_GENERATEREQUEST']._serialized_end=780
   _globals['_GENERATERESPONSE']._serialized_start=783
-  _globals['_GENERATERESPONSE']._serialized_end=996
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=999
-  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1134
-  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_start=1136
-  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_end=1182
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=1184
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1239
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1242
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=1387
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1389
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1458
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1460
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1483
-  _globals['_RECEIVETESTBROADCASTREQUEST']._serialized_start=1485
-  _globals['_RECEIVETESTBROADCASTREQUEST']._serialized_end=1575
-  _globals['_RECEIVETESTBROADCASTRESPONSE']._serialized_start=1577
-  _globals['_RECEIVETESTBROADCASTRESPONSE']._serialized_end=1658
-  _globals['_ROLLOUTSERVICE']._serialized_start=1661
-  _globals['_ROLLOUTSERVICE']._serialized_end=2475
+  _globals['_GENERATERESPONSE']._serialized_end=1012
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_start=1015
+  _globals['_JOINWEIGHTGROUPREQUEST']._serialized_end=1150
+  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_start=1152
+  _globals['_JOINWEIGHTGROUPRESPONSE']._serialized_end=1198
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=1200
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=1255
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=1258
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=1403
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1405
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1474
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1476
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1499
+  _globals['_RECEIVETESTBROADCASTREQUEST']._serialized_start=1501
+  _globals['_RECEIVETESTBROADCASTREQUEST']._serialized_end=1591
+  _globals['_RECEIVETESTBROADCASTRESPONSE']._serialized_start=1593
+  _globals['_RECEIVETESTBROADCASTRESPONSE']._serialized_end=1674
+  _globals['_ROLLOUTSERVICE']._serialized_start=1677
+  _globals['_ROLLOUTSERVICE']._serialized_end=2491
 # @@protoc_insertion_point(module_scope)

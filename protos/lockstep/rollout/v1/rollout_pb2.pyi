@@ -78,20 +78,22 @@ class GenerateRequest(_message.Message):
     def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens")
+    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SHA256_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     completions: _containers.RepeatedCompositeFieldContainer[_types_pb2.Completion]
     stamp: _types_pb2.PolicyStamp
     prompt_num_tokens: int
     prompt_sha256: str
     num_cached_tokens: int
-    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    sha256: bytes
+    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
     __slots__ = ("group", "base_rank", "plan")

@@ -92,18 +92,22 @@ class ForwardHeader(_message.Message):
     def __init__(self, role: _Optional[_Union[Role, str]] = ..., temperature: _Optional[float] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("header", "frame")
+    __slots__ = ("header", "frame", "sha256")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     header: ForwardHeader
     frame: bytes
-    def __init__(self, header: _Optional[_Union[ForwardHeader, _Mapping]] = ..., frame: _Optional[bytes] = ...) -> None: ...
+    sha256: bytes
+    def __init__(self, header: _Optional[_Union[ForwardHeader, _Mapping]] = ..., frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("frame",)
+    __slots__ = ("frame", "sha256")
     FRAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     frame: bytes
-    def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
+    sha256: bytes
+    def __init__(self, frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class TrainHeader(_message.Message):
     __slots__ = ("expected_stamp", "batch_id", "temperature", "role", "critic_version")
@@ -120,12 +124,14 @@ class TrainHeader(_message.Message):
     def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ...) -> None: ...
 
 class TrainRequest(_message.Message):
-    __slots__ = ("header", "frame")
+    __slots__ = ("header", "frame", "sha256")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     header: TrainHeader
     frame: bytes
-    def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ...) -> None: ...
+    sha256: bytes
+    def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class TrainResponse(_message.Message):
     __slots__ = ("version", "metrics", "replayed")

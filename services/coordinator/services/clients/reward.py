@@ -12,6 +12,7 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.transfer import require_sealed
 from services.coordinator.data.episodes import final_text, num_sampled
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class Reward:
         """Starts the scorers and the environment.
 
         Raises:
+            DataLoss: The samples or their scores changed on the way.
             PreconditionFailed: SCORER_CHANGED, they are not those of the first call.
         """
         self.run_id = run_id
@@ -57,13 +59,15 @@ class Reward:
 
         Raises:
             LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
+            DataLoss: The samples or their scores changed on the way.
             PreconditionFailed: SCORER_CHANGED, the scores come from other scorers than those that were opened.
         """
         request, answer = self._request(group, tokenizer), None
         while answer is None:
             num_opens = self.num_opens
             try:
-                answer = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
+                scored = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
+                answer = require_sealed(request, scored)
             except LockstepError as error:
                 if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
                     raise

@@ -24,6 +24,7 @@ from services.common.errors import (
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import backoff_s, gather
 from services.common.token_hash import tokens_sha256
+from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.services.clients.replica import Replica, ReplicaState
@@ -84,6 +85,7 @@ class Rollout:
         Raises:
             Unavailable: NO_REPLICA, no replica serves the current weights.
             InternalError: PROMPT_MISMATCH, the engine used other prompt tokens than those of `prompt`.
+            DataLoss: The prompt or the group changed on the way.
         """
         wanted = pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)
         request = pb.GenerateRequest(expected_stamp=stamp, prompts=[wanted], sampling=sampling)
@@ -91,14 +93,8 @@ class Rollout:
         while True:
             async with self._reserved(len(seeds), cost, session or Session()) as replica:
                 try:
-                    answers = [answer async for answer in replica.generate(request)]
-                    if len(answers) != 1 or len(answers[0].completions) != len(seeds):
-                        raise InternalError(f"{replica.address}: incomplete group for prompt {prompt.prompt_id}")
-                    (answer,) = answers
-                    _require_same_prompt(replica, prompt, answer)
-                    return SampledGroup(
-                        index, prompt, answer.completions, answer.stamp, num_cached_tokens=answer.num_cached_tokens
-                    )
+                    answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
+                    return _group(index, prompt, len(seeds), answers)
                 except (Unavailable, DeadlineExceeded) as error:
                     self.mark_dead(replica, error)
                 except PreconditionFailed as error:
@@ -178,13 +174,15 @@ class Rollout:
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)
 
 
-def _require_same_prompt(replica: Replica, prompt: Prompt, answer: pb.GenerateResponse) -> None:
+def _group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.GenerateResponse]) -> SampledGroup:
+    if len(answers) != 1 or len(answers[0].completions) != num_samples:
+        raise InternalError(f"a replica returned an incomplete group for prompt {prompt.prompt_id}")
+    (answer,) = answers
     sent, seen = tokens_sha256(prompt.tokens), answer.prompt_sha256
-    if (answer.prompt_num_tokens, seen) == (len(prompt.tokens), sent):
-        return
-    raise InternalError(
-        f"{replica.address}: prompt {prompt.prompt_id} was sent as {len(prompt.tokens)} tokens (SHA-256 {sent[:8]}), "
-        f"but the engine used {answer.prompt_num_tokens} tokens ({seen[:8] or 'no SHA-256'})",
-        reason=Reason.PROMPT_MISMATCH,
-        replica=replica.address,
-    )
+    if (answer.prompt_num_tokens, seen) != (len(prompt.tokens), sent):
+        raise InternalError(
+            f"prompt {prompt.prompt_id} was sent as {len(prompt.tokens)} tokens (SHA-256 {sent[:8]}), but the engine "
+            f"used {answer.prompt_num_tokens} tokens ({seen[:8] or 'no SHA-256'})",
+            reason=Reason.PROMPT_MISMATCH,
+        )
+    return SampledGroup(index, prompt, answer.completions, answer.stamp, num_cached_tokens=answer.num_cached_tokens)

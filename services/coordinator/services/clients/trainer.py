@@ -1,6 +1,6 @@
 """Clients of the trainers: the policy's, and those of the reference and the critic."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
@@ -14,6 +14,7 @@ from services.common.config.run import Config
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.transfer import from_messages, to_messages
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
@@ -55,9 +56,10 @@ class Model:
     async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
         """Returns the log-probability, or the critic's value, of every completion token of `batch`."""
         header = pb.ForwardHeader(role=self._role, temperature=self._temperature)
-        requests = _framed(pb.ForwardRequest, header, batch)
+        requests = to_messages(pb.ForwardRequest, batches.encode(batch), header)
         answers = self._client.stream(TrainerService.Forward, requests, timeout_s=self._timeouts.train_s)
-        return batches.decode([answer.frame async for answer in answers])[self._answer]
+        _, frames = await from_messages(answers, has_header=False)
+        return batches.decode(frames)[self._answer]
 
     async def train(
         self, batch: pa.Table, batch_id: str, stamp: PolicyStamp, critic_version: int = 0
@@ -73,7 +75,7 @@ class Model:
             role=self._role,
             critic_version=critic_version,
         )
-        requests = _framed(pb.TrainRequest, header, batch)
+        requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
         answer = await self._client.call(TrainerService.Train, requests, timeout_s=self._timeouts.train_s)
         return answer.version, dict(answer.metrics)
 
@@ -114,9 +116,3 @@ class Trainer(Model):
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
         await self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s)
-
-
-async def _framed(kind: type, header: object, batch: pa.Table) -> AsyncIterator[pb.ForwardRequest | pb.TrainRequest]:
-    yield kind(header=header)
-    for frame in batches.encode(batch):
-        yield kind(frame=frame)
