@@ -74,6 +74,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run_id, self._fence = "", Fence()
         self._roles: dict[Role, _OpenRole] = {}
         self._epoch, self._epoch_timeout_s = -1, 0.0
+        self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
         self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
         self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
@@ -209,6 +210,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._saving:
             async with self._changing:
                 held = self._require_open(role)
+                if request == self._last_save[0] and Path(request.path).exists():
+                    return self._last_save[1]  # the caller did not get this answer
                 if request.HasField("version") and request.version != held.state.version:
                     raise PreconditionFailed(
                         f"cannot save version {request.version}: the trainer holds version {held.state.version}",
@@ -218,7 +221,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
             # If the answer is empty, the ranks write copies in the background, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
-        return pb.SaveCheckpointResponse(**answer)
+            self._last_save = (request, pb.SaveCheckpointResponse(**answer))
+        return self._last_save[1]
 
     @shielded
     async def ExportHuggingFace(
@@ -283,6 +287,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
+        self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
         await self._ranks.call(Worker.close)
 
