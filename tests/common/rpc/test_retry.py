@@ -46,7 +46,8 @@ async def test_after_lost_connections_the_call_is_made_again_within_its_deadline
 
 
 @pytest.mark.parametrize(
-    "error", [Unavailable("dead", reason=Reason.ENGINE_DEAD), PreconditionFailed("replaced", reason=Reason.RUN_REPLACED)]
+    "error",
+    [Unavailable("dead", reason=Reason.ENGINE_DEAD), PreconditionFailed("replaced", reason=Reason.RUN_REPLACED)],
 )
 async def test_what_the_service_itself_answers_is_final(error: LockstepError):
     call = Failing(error)
