@@ -18,10 +18,10 @@ from tests.e2e.lockstep_command import (
     LockstepRun,
     make_workspace,
     numbers,
-    replica_info,
     running_services,
     weights,
 )
+from tests.fault.test_replica_killed import all_idle
 from tests.support import PATIENCE_S, engine_of, free_port
 
 
@@ -78,7 +78,7 @@ def test_a_coordinator_that_was_killed_with_a_step_half_done_finishes_it(
         run.hold()
         version = run.ledger("published")[-1]["version"]
         engine = engine_of(service)
-        run.until(lambda: replica_info(replica).samples_in_flight == 0, "a step to be generated")
+        run.until(lambda: all_idle([replica]), "all groups to be generated")
         os.kill(engine, signal.SIGSTOP)  # nothing can be published
         run.release()
         run.until(lambda: trainer_version(trainer) > version, "the trainer to apply the next batch")
