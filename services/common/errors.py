@@ -45,6 +45,7 @@ class Reason(StrEnum):
     EPOCH_ABORTED = "EPOCH_ABORTED"
     # State and lifecycle of a service
     RUN_NOT_OPEN = "RUN_NOT_OPEN"
+    RUN_REPLACED = "RUN_REPLACED"
     WRONG_STATE = "WRONG_STATE"
     ENGINE_DEAD = "ENGINE_DEAD"
     RANK_FAILED = "RANK_FAILED"

@@ -12,6 +12,7 @@ from lockstep.types.v1 import types_pb2
 from services.common.config.load import parse_json
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
 from services.common.transfer import seal
@@ -35,7 +36,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, metrics: RewardMetrics | None = None) -> None:
         self._metrics = metrics or RewardMetrics()
         self._run: ScoringRun | None = None
-        self._opened = NO_RUN
+        self._opened, self._fence = NO_RUN, Fence()
         self._changing = asyncio.Lock()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
@@ -57,6 +58,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         config = parse_json(RewardConfig, request.config_json)
         opened = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
+            self._fence.take_over(request.run_id)
             if self._run is None or opened != self._opened:
                 await self._close()
                 self._run, self._opened = await _open(config, self._metrics), opened
@@ -67,7 +69,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
         """Closes the scorers of the run; does nothing if it is not the open run."""
         async with self._changing:
-            if request.run_id == self._opened.run_id:
+            if request.run_id == self._opened.run_id and self._fence.is_open:
                 await self._close()
         return pb.CloseRunResponse()
 
@@ -75,9 +77,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Scores the samples of one prompt group concurrently. Canceling the call kills the workers that work on it.
 
         Raises:
-            PreconditionFailed: RUN_NOT_OPEN if no run is open, SCORER_CHANGED if another run than the caller's is.
+            PreconditionFailed: RUN_NOT_OPEN if no run is open, RUN_REPLACED if another coordinator has opened one
+                since, SCORER_CHANGED if another run than the caller's is open.
             InvalidInput: There is no candidate, or a field cannot be parsed.
         """
+        self._fence.require()
         if self._run is None:
             raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
         if request.run_id != (opened := self._opened.run_id):
@@ -88,7 +92,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
         scorer = self._run.scorer
         items = _items(request)
-        with self._metrics.scoring(len(items)):
+        with self._metrics.scoring(len(items)), self._fence.guarding():  # another run would close the scorers
             outcomes = await self._run.score(items)
         for sample, outcome in enumerate(outcomes):
             if outcome.failure:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
+from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp, show
 from services.common.token_hash import tokens_sha256
@@ -35,7 +36,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Creates the servicer without an engine. With `counts`, vLLM's own metrics are on, such as KV cache use."""
         self._fail, self._metrics, self._counts = fail, RolloutMetrics(registry, self._state), counts
         self._engine: Engine | None = None
-        self._run = NO_RUN
+        self._run, self._fence = NO_RUN, Fence()
         self._adapter_rank = 0
         self._max_samples = 0
         self._stamp: PolicyStamp | None = None
@@ -63,6 +64,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             config = with_statistics(config)
         run = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
         async with self._changing:
+            self._fence.take_over(request.run_id)
             if self._engine and (self._run, self._adapter_rank) != (run, request.adapter_rank):
                 await self._close()
             if self._engine is None:
@@ -76,7 +78,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     @shielded
     async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Context) -> rollout_pb2.CloseRunResponse:
         async with self._changing:
-            if request.run_id == self._run.run_id:  # ignore a late close of a replaced run
+            if request.run_id == self._run.run_id and self._fence.is_open:  # ignore a late close of a replaced run
                 await self._close()
         return rollout_pb2.CloseRunResponse()
 
@@ -98,8 +100,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             for prompt in request.prompts
         ]
         try:
-            for finished in asyncio.as_completed(list(map(answer, request.prompts, tasks))):
-                yield await finished
+            with self._fence.guarding():  # another run would close the engine
+                for finished in asyncio.as_completed(list(map(answer, request.prompts, tasks))):
+                    yield await finished
         finally:
             for task in itertools.chain(*tasks):  # if the caller is gone or a group failed, abort the rest
                 task.cancel()
@@ -107,7 +110,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Context
     ) -> rollout_pb2.JoinWeightGroupResponse:
-        engine, epoch = self._open_engine(), request.group.epoch
+        epoch = request.group.epoch
+        self._open_engine()
         if epoch <= self._epoch:
             raise PreconditionFailed(
                 f"epoch {epoch} is not above {self._epoch}, which this replica has seen", reason=Reason.OLD_EPOCH
@@ -121,6 +125,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if request.base_rank < (least := request.plan.num_senders):
             raise InvalidInput(f"base_rank: must be {least} or more, after the plan's senders", field="base_rank")
         async with self._changing:
+            engine = self._open_engine()  # another run may have been opened while this waited for the lock
             self._epoch, self._joined = epoch, False
             group, plan = request.group.SerializeToString(), request.plan.SerializeToString()
             answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
@@ -132,10 +137,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
     ) -> rollout_pb2.ReceiveWeightsResponse:
-        engine = self._open_engine()
-        if not self._joined or request.epoch != self._epoch:
-            raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
         async with self._changing:
+            engine = self._open_engine()
+            if not self._joined or request.epoch != self._epoch:
+                raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
             self._stamp = self._received = None
             await engine.pause()
             answers = await engine.call_workers(WeightReceiver.lockstep_receive, request.version)
@@ -163,8 +168,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def CommitWeights(
         self, request: rollout_pb2.CommitWeightsRequest, context: Context
     ) -> rollout_pb2.CommitWeightsResponse:
-        engine = self._open_engine()
         async with self._changing:
+            engine = self._open_engine()
             if self._stamp is not None and self._stamp == request.stamp:
                 return rollout_pb2.CommitWeightsResponse()
             if self._received is None or self._received != request.stamp:
@@ -205,6 +210,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return State(engine.samples_in_flight if engine else 0, self._max_samples, self._stamp)
 
     def _open_engine(self) -> Engine:
+        self._fence.require()
         if self._engine is None:
             raise PreconditionFailed("no run is open on this replica; call OpenRun", reason=Reason.RUN_NOT_OPEN)
         return self._engine

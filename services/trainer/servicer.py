@@ -20,6 +20,7 @@ from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
+from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp
 from services.common.transfer import from_messages, to_messages
@@ -70,9 +71,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._metrics.watch(lambda: {str(role): held.state.version for role, held in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store = store  # where the members of weight groups meet
-        self._run_id = ""
+        self._run_id, self._fence = "", Fence()
         self._roles: dict[Role, _OpenRole] = {}
         self._epoch, self._epoch_timeout_s = -1, 0.0
+        self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
         self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
         self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
@@ -94,6 +96,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             held = self._roles.get(role) if request.run_id == self._run_id else None
             if held is None or held.asked != asked:
                 held = await self._open(role, config, request, asked)
+            self._fence.take_over(request.run_id)
         answer = pb.OpenRunResponse()
         answer.CopyFrom(held.opened)
         answer.version, answer.last_batch_id = held.state.version, held.state.last_batch_id
@@ -102,8 +105,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
         async with self._saving, self._changing:
-            if request.run_id != self._run_id:
-                return pb.CloseRunResponse()  # another run has replaced this one since
+            if request.run_id != self._run_id or not self._fence.is_open:
+                return pb.CloseRunResponse()  # another coordinator has replaced this one since
             await self._close()
         return pb.CloseRunResponse()
 
@@ -204,6 +207,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._saving:
             async with self._changing:
                 held = self._require_open(role)
+                if request == self._last_save[0] and Path(request.path).exists():
+                    return self._last_save[1]  # the caller did not get this answer
                 if request.HasField("version") and request.version != held.state.version:
                     raise PreconditionFailed(
                         f"cannot save version {request.version}: the trainer holds version {held.state.version}",
@@ -213,14 +218,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
             # If the answer is empty, the ranks write copies in the background, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
-        return pb.SaveCheckpointResponse(**answer)
+            self._last_save = (request, pb.SaveCheckpointResponse(**answer))
+        return self._last_save[1]
 
     @shielded
     async def ExportHuggingFace(
         self, request: pb.ExportHuggingFaceRequest, context: Context
     ) -> pb.ExportHuggingFaceResponse:
-        self._require_open()
         async with self._changing:
+            self._require_open()
             checkpoint.begin(Path(request.path))
             answers = await self._ranks.call(Worker.export, path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
@@ -248,6 +254,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         state = TrainState(0, "", {})
         if request.checkpoint_path:
             state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
+        self._fence.take_over(request.run_id)
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):
             await self._close()
         self._roles.pop(role, None)
@@ -277,6 +284,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
+        self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
         await self._ranks.call(Worker.close)
 
@@ -290,6 +298,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise
 
     def _require_open(self, role: Role = Role.POLICY) -> _OpenRole:
+        self._fence.require()
         if not self._roles:
             raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
         if role not in self._roles:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import grpc
 
 from services.common.errors import InvalidInput, LockstepError, from_rpc_error
+from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
 from services.common.rpc.options import OPTIONS
@@ -62,7 +63,7 @@ class Client:
         stub = self._channel.stub()
         try:
             answer: Answer = await getattr(stub, name)(
-                request, timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=outgoing()
+                request, timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=_metadata()
             )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
@@ -80,7 +81,7 @@ class Client:
             LockstepError: As in `call`.
         """
         name, stub = method.__name__, self._channel.stub()
-        call = getattr(stub, name)(request, timeout=timeout_s, metadata=outgoing())
+        call = getattr(stub, name)(request, timeout=timeout_s, metadata=_metadata())
         try:
             async for response in call:
                 yield response
@@ -101,3 +102,7 @@ class Client:
                 address=self.address,
             )
         return from_rpc_error(error, target=f"{method} at {self.address}")
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    return (*outgoing(), *fence.outgoing())

@@ -28,6 +28,7 @@ from services.common.errors import (
     LockstepError,
     to_status,
 )
+from services.common.rpc import fence
 from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.identities import require_role
 from services.common.rpc.metrics import RpcMetrics
@@ -108,7 +109,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     @contextlib.asynccontextmanager
     async def _answering(self, context: Context, method: str) -> AsyncGenerator[None]:
         name = method.rpartition("/")[2]
-        with incoming(context.invocation_metadata() or ()):
+        metadata = context.invocation_metadata() or ()
+        with incoming(metadata), fence.incoming(metadata):
             try:
                 with self._trace.span(name), self._metrics.call(name):
                     if self._by_role:

@@ -12,19 +12,27 @@ from rich.table import Table
 from services.common.config.any import AnyConfig
 from services.coordinator.observe.columns import fitting
 from services.coordinator.runs.reporter import Reporter, in_order
+from services.coordinator.runs.run import Run
 
 _ROWS = 12
 _FRAME = 6  # lines around the rows: borders, header and a caption of up to two lines
 
 
 class JsonLines(Reporter):
-    """Writes one JSON object per step or evaluation. A resumed run removes the lines of steps that it will repeat."""
+    """Writes one JSON object per step or evaluation. A resumed run removes the lines of those that it will repeat."""
 
-    def __init__(self, path: Path, version: int):
-        # A crash may have cut off the last line. Its step will be repeated or is in the ledger.
+    def __init__(self, path: Path, version: int, *, was_evaluated: bool = True):
+        """Opens the file for a run that goes on after step `version`, whose evaluation the ledger has or has not."""
+
+        def is_recorded(line: str) -> bool:
+            metrics = json.loads(line)
+            is_repeated = not was_evaluated and any(name.startswith("eval/") for name in metrics)
+            return metrics["step"] < version if is_repeated else metrics["step"] <= version
+
+        # A crash may have cut off the last line. It is not in the ledger, so it will be written again.
         whole = path.read_text().split("\n")[:-1] if path.exists() else []
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= version))
+        partial.write_text("".join(f"{line}\n" for line in whole if is_recorded(line)))
         partial.rename(path)
         self._file = path.open("a", buffering=1)
 
@@ -123,7 +131,8 @@ def _line(cells: Sequence[str]) -> str:
     return "  ".join(f"{cell:>10}" for cell in cells)
 
 
-def files(config: AnyConfig, version: int) -> list[Reporter]:
-    """Returns the reporters that write a run's metrics to files; the run continues from `version`."""
-    directory = config.run_dir
-    return [JsonLines(directory / "metrics.jsonl", version), TensorBoard(directory / "tensorboard", version)]
+def files(run: Run[AnyConfig], version: int) -> list[Reporter]:
+    """Returns the reporters that write a run's metrics to files; the run continues after step `version`."""
+    directory, was_evaluated = run.config.run_dir, run.record.was_evaluated(version)
+    lines = JsonLines(directory / "metrics.jsonl", version, was_evaluated=was_evaluated)
+    return [lines, TensorBoard(directory / "tensorboard", version)]

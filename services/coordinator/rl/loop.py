@@ -1,5 +1,7 @@
 """The training loop: generate and score, train, publish. Synchronous and exactly on-policy."""
 
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.step import LoopContext, collect, update, warm_up
@@ -7,16 +9,23 @@ from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
 
 
-async def train(run: Run, context: LoopContext, version: int) -> None:
-    """Trains from `version`, which the trainer holds, to `run.num_steps` or until the run is stopped."""
-    publisher = context.publisher
-    with run.phase(Phase.PUBLISHING):
-        stamp = await publisher.publish(version)
-    await warm_up(run, context, stamp)
-    if run.eval_due(version) and not run.record.was_evaluated(version):
-        await evaluate(run, context.collector, context.eval_data, stamp)
+async def train(run: Run, context: LoopContext) -> None:
+    """Trains from `run.version` to `run.num_steps` or until the run is stopped.
 
-    while version < run.num_steps and not run.stopping:
+    If the trainer is a step ahead, the coordinator ended before it recorded that step. The trainer then answers the
+    recorded batch from memory, and the step is finished like any other.
+    """
+    publisher, version, held = context.publisher, run.version, context.trainer.opened.version
+    run.adopt_checkpoint(held)
+    if version < held:
+        stamp = run.unfinished_stamp()
+    else:
+        with run.phase(Phase.PUBLISHING):
+            stamp = await publisher.publish(version)
+        await warm_up(run, context, stamp)
+        await _save_and_evaluate(run, context, stamp)
+
+    while version < held or (version < run.num_steps and not run.stopping):
         with run.phase(Phase.GENERATING):
             batch = await run.recorded_batch(stamp)
             if batch is None:
@@ -26,11 +35,16 @@ async def train(run: Run, context: LoopContext, version: int) -> None:
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
         run.finish_step(version, step_metrics(run, trained, batch))
-        if run.checkpoint_due(version):
-            with run.phase(Phase.CHECKPOINTING):
-                await run.checkpoints.begin(context.trained_models, version)
-        if run.eval_due(version):
-            await evaluate(run, context.collector, context.eval_data, stamp)
+        await _save_and_evaluate(run, context, stamp)
         run.checkpoints.check()
     with run.phase(Phase.CHECKPOINTING):
         await run.end_checkpoints(context.trained_models)
+
+
+async def _save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
+    """Saves and evaluates the policy of `stamp`, as far as that is due and not recorded."""
+    if run.checkpoint_due(stamp.version):
+        with run.phase(Phase.CHECKPOINTING):
+            await run.checkpoints.begin(context.trained_models, stamp.version)
+    if run.eval_due(stamp.version) and not run.record.was_evaluated(stamp.version):
+        await evaluate(run, context.collector, context.eval_data, stamp)

@@ -55,6 +55,7 @@ class Publisher:
         """
         attempts = 0
         while True:
+            self._rollout.check()
             living = [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
             if not living:
                 raise Unavailable("no rollout replica is left to publish weights to", reason=Reason.NO_REPLICA)
@@ -65,6 +66,8 @@ class Publisher:
                 self._run.record.record_published(stamp)
                 return stamp
             except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
+                if error.reason is Reason.RUN_REPLACED:
+                    raise
                 self._members = ()
                 attempts += 1
                 lost = await self._rollout.drop_unreachable()

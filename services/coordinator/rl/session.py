@@ -65,7 +65,7 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
             frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
             async with open_services(run, addresses) as services:
                 context = _begin(run, services, data, frontend)
-                await train(run, context, run.version)
+                await train(run, context)
                 return await finish(run, services.trainer)
 
 
@@ -92,15 +92,15 @@ def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
 
 
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
-    """Begins the run at the version that the services hold, after checking that it is the expected one."""
+    """Begins the run after its newest finished step, after checking that the services hold the expected versions."""
     config, trainer, critic = run.config, services.trainer, services.auxiliary.get("critic")
-    version = trainer.opened.version
-    _require_resumed(version, config)
+    _require_resumed(trainer.opened.version, config)
+    version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
     _require_same_step(version, critic, config)
     data = data or load_late(config, trainer.opened.model_card, _load)
     run.record.require_same_data(data.train.digest)
-    frontend.say(run.describe_start(version))
-    run.begin(version, [*files(config, version), frontend.begin(run, version)])
+    frontend.say(run.describe_start(version, trainer.opened.version))
+    run.begin(version, [*files(run, version), frontend.begin(run, version)])
     return LoopContext(
         data=data.train,
         eval_data=data.eval,
@@ -123,9 +123,7 @@ def _require_resumed(version: int, config: Config) -> None:
 
 
 def _require_same_step(version: int, critic: Model | None, config: Config) -> None:
-    """Checks that policy and critic have the same step. The critic may be one step ahead, if the run ended between the
-    two updates of a step; that step is repeated.
-    """
+    """Checks that the critic has the finished step `version`, or is one step ahead if the run ended in an update."""
     if critic is None or config.critic is None:
         return
     ahead = critic.opened.version - config.critic.warmup_steps - version

@@ -1,6 +1,8 @@
 """Saves a run's checkpoints in the background and deletes old ones."""
 
 import asyncio
+import hashlib
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +62,23 @@ class Checkpoints:
         if self._saving is not None and not self._saving.cancel() and not self._saving.cancelled():
             self._saving.exception()  # retrieved but not raised: the error that ended the run matters more
 
+    def adopt(self, version: int, batch_id: str) -> None:
+        """Records the policy's checkpoint of `version` if a coordinator ended while the trainer completed it.
+
+        The trainer must have trained from `version` since, so that it cannot be saved again. `batch_id` is that of the
+        last batch before it.
+        """
+        manifest = Path(self._path(Kind.SAVED, version)) / "manifest.json"
+        if self._ledger.done_since_finished(Kind.SAVED, version) or not manifest.is_file():
+            return
+        content = manifest.read_bytes()
+        if json.loads(content)["state"]["last_batch_id"] == batch_id:
+            digest = hashlib.sha256(content).hexdigest()
+            self._ledger.record(Kind.SAVED, version, path=str(manifest.parent), manifest_digest=digest)
+
+    def _path(self, kind: Kind, step: int) -> str:
+        return str((self._run_dir / _DIRECTORIES[kind] / f"step-{step:06d}").absolute())
+
     async def _save(self, models: Sequence[SavedModel], version: int) -> None:
         for model in models:
             is_critic = model.name == "critic"
@@ -70,7 +89,7 @@ class Checkpoints:
         await self._delete_all_but(self._config.max_ckpts_to_keep, Kind.SAVED)
 
     async def _save_one(self, model: SavedModel, kind: Kind, step: int, held_version: int) -> None:
-        path = str((self._run_dir / _DIRECTORIES[kind] / f"step-{step:06d}").absolute())
+        path = self._path(kind, step)
         recorded = [row["path"] for row in self._ledger.checkpoints(kind)]
         if path in recorded and Path(path).exists():  # a resumed run has reached this step again
             return

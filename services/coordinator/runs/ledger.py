@@ -20,6 +20,7 @@ class Kind(StrEnum):
     """Kind of a decision."""
 
     OPENED = "opened"  # run id, config and versions, each time a coordinator opens the run
+    BEGUN = "begun"  # newest finished step, each time a coordinator has opened the services
     EPOCH = "epoch"  # weight-group epoch and its number of replicas
     PUBLISHED = "published"  # stamp that the replicas serve
     SELECTED = "selected"  # which groups a step trains on, which were dropped or left over, and why
@@ -81,6 +82,22 @@ class Ledger:
             (kind.value, version),
         ).fetchone()
         return {"version": row[0], **json.loads(row[1])} if row else None
+
+    def last_finished(self) -> int | None:
+        """Returns the newest finished step of the history that the services hold; None if no coordinator began."""
+        row = self._db.execute(
+            "SELECT version FROM decisions WHERE kind IN (?, ?) ORDER BY seq DESC LIMIT 1",
+            (Kind.BEGUN.value, Kind.FINISHED.value),
+        ).fetchone()
+        return row[0] if row else None
+
+    def done_since_finished(self, kind: Kind, version: int) -> bool:
+        """Returns whether there is a decision `kind` of `version` after the step was finished (again) last."""
+        newest = "SELECT COALESCE(MAX(seq), 0) FROM decisions WHERE kind = ? AND version = ?"
+        row = self._db.execute(
+            f"SELECT ({newest}) > ({newest})", (kind.value, version, Kind.FINISHED.value, version)
+        ).fetchone()
+        return bool(row[0])
 
     def checkpoints(self, kind: Kind) -> list[Decision]:
         """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""

@@ -87,6 +87,11 @@ class RunRecord:
         self.batch_is_from_disk = _sha256(path) == recorded["sha256"]
         return pq.read_table(path) if self.batch_is_from_disk else None
 
+    def recorded_stamp(self, version: int) -> PolicyStamp:
+        """Returns the stamp that the newest batch of `version` was sampled from."""
+        collected = self.ledger.last(Kind.COLLECTED, version) or {}
+        return PolicyStamp(version=version, digest=collected.get("digest", ""))
+
     def record_step(self, version: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a finished step."""
         self.ledger.record(Kind.FINISHED, version, **metrics)
@@ -94,7 +99,7 @@ class RunRecord:
 
     def was_evaluated(self, version: int) -> bool:
         """Returns whether `version` was evaluated before a restart."""
-        return self.ledger.last(Kind.EVALUATED, version) is not None
+        return self.ledger.done_since_finished(Kind.EVALUATED, version)
 
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
         """Writes the samples of an evaluation of set `name` as Parquet."""

@@ -10,6 +10,7 @@ from typing_extensions import TypeVar
 
 from services.common.config.any import AnyConfig
 from services.common.config.run import Config
+from services.common.errors import DataLoss
 from services.common.telemetry.context import within
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
 from services.coordinator.runs.clock import Phase, StepClock
@@ -47,13 +48,24 @@ class Run(Generic[ConfigT]):
             stack.enter_context(self.clock.measure(phase))
             yield
 
+    def last_finished(self, held: int, last_batch_id: str) -> int:
+        """Returns the newest finished step, which is `held`, the trainer's version, or the step before.
+
+        It is the step before if the coordinator ended between sending the trainer's last batch and recording the step.
+        """
+        is_recorded = self.record.ledger.last_finished() != held - 1 or last_batch_id != self._batch_id(held - 1)
+        return held if is_recorded else held - 1
+
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
-        """Starts the loop at `version`, which the services hold. Later steps in the record will be repeated."""
+        """Starts the loop after step `version`. Later steps in the record will be repeated."""
+        self.record.ledger.record(Kind.BEGUN, version)
         self.version, self.reporters = version, (*self.watchers, *reporters)
         self.clock.restart()
 
-    def describe_start(self, version: int) -> str:
-        """Returns a line for the user that says where the run starts; the services hold `version`."""
+    def describe_start(self, version: int, held: int) -> str:
+        """Returns a line for the user that says after which step the run starts; the trainer holds version `held`."""
+        if held > version:
+            return f"resuming with step {held}, which the trainer has applied and the record does not have yet"
         if version:
             return f"resuming after step {version}" + (f", from {self.resume_from}" if self.resume_from else "")
         if self.record.ledger.last(Kind.FINISHED):
@@ -62,7 +74,10 @@ class Run(Generic[ConfigT]):
 
     def batch_id(self, stamp: PolicyStamp) -> str:
         """Returns the id of the batch sampled from `stamp`; it is the same after a restart."""
-        return f"{self.run_id}/{stamp.version}"
+        return self._batch_id(stamp.version)
+
+    def _batch_id(self, version: int) -> str:
+        return f"{self.run_id}/{version}"
 
     async def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
         """Returns the batch that was sampled from exactly `stamp` before a restart, if it is on disk.
@@ -74,9 +89,30 @@ class Run(Generic[ConfigT]):
             await self.checkpoints.finish()
         return batch
 
+    def unfinished_stamp(self) -> PolicyStamp:
+        """Returns the stamp of the recorded batch that the trainer has applied and whose step is not finished.
+
+        Raises:
+            DataLoss: The batch is missing or damaged.
+        """
+        stamp = self.record.recorded_stamp(self.version)
+        if self.record.recorded_batch(stamp) is None:
+            raise DataLoss(
+                f"the trainer has applied step {self.version + 1}, which is not finished in the record, and its batch "
+                f"in {self.config.run_dir} is missing or damaged: restart the trainer, to resume from a checkpoint"
+            )
+        return stamp
+
     def checkpoint_due(self, version: int) -> bool:
-        """Returns whether `version` must be saved."""
-        return _due(version, self.config.checkpoint.save_freq, self.num_steps)
+        """Returns whether `version`, if it is a finished step of this run, must be saved."""
+        is_finished = self.record.ledger.last(Kind.FINISHED, version) is not None
+        return is_finished and _due(version, self.config.checkpoint.save_freq, self.num_steps)
+
+    def adopt_checkpoint(self, held: int) -> None:
+        """Records the newest due checkpoint before `held`, the trainer's version, if only its record is missing."""
+        due = next((version for version in range(held - 1, 0, -1) if self.checkpoint_due(version)), None)
+        if due is not None:
+            self.checkpoints.adopt(due, self._batch_id(due - 1))
 
     async def end_checkpoints(self, models: Sequence[SavedModel]) -> None:
         """Saves a final checkpoint if the run was stopped between two, and waits until everything is saved.
@@ -96,18 +132,21 @@ class Run(Generic[ConfigT]):
         return _due(version, settings.eval_freq, self.num_steps)
 
     def finish_evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        """Records and reports the metrics of an evaluation. Its time is not counted in the next step."""
-        self.record.ledger.record(Kind.EVALUATED, version, **metrics)
+        """Reports and records the metrics of an evaluation. Its time is not counted in the next step."""
         seconds = self.clock.take(Phase.EVALUATING)
         for reporter in self.reporters:
             reporter.evaluation(version, metrics | {"time/evaluating_s": seconds})
+        self.record.ledger.record(Kind.EVALUATED, version, **metrics)
 
     def finish_step(self, version: int, metrics: dict[str, float]) -> None:
-        """Records and reports the metrics of a step, and starts the next one."""
-        self.record.record_step(version, metrics)
-        self.version = version
+        """Reports and records the metrics of a step, and starts the next one.
+
+        The record comes last: a resumed run removes the lines of a step that is not in it, and finishes it again.
+        """
         for reporter in self.reporters:
             reporter.step(version, metrics)
+        self.record.record_step(version, metrics)
+        self.version = version
         self.clock.restart()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import Unavailable
+from services.common.rpc.fence import new_token
 from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
@@ -22,7 +23,7 @@ _EXIT_ERROR_TIMEOUT_S = 5.0
 
 @contextmanager
 def recorded_run(config: ConfigT, console: Console | None, start: Start | None = None) -> Iterator[Run[ConfigT]]:
-    """Opens the run's record, its log and its watchers.
+    """Opens the run's record, its log and its watchers. Calls in the block share a new fencing token (rpc/fence.py).
 
     Args:
         config: The run's config; `start` may be that of another.
@@ -32,7 +33,7 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
     Raises:
         LockstepError: See `open_run` and `watchers`.
     """
-    with closing(Run(config, start or open_run(config))) as run, within(run=run.run_id):
+    with closing(Run(config, start or open_run(config))) as run, within(run=run.run_id), new_token():
         if console is not None:
             log_to(config, console)
         run.watchers = watchers(run)

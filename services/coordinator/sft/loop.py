@@ -63,24 +63,34 @@ def step_metrics(run: Run[SftConfig], trained: Mapping[str, float], batch: pa.Ta
     }
 
 
-async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer, version: int) -> None:
-    """Trains from `version`, which the trainer holds, to `run.num_steps` or until the run is stopped."""
-    if run.eval_due(version) and not run.record.was_evaluated(version):
-        await evaluate(run, data.held_out, trainer, version)
+async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer) -> None:
+    """Trains from `run.version` to `run.num_steps` or until the run is stopped.
 
-    while version < run.num_steps and not run.stopping:
+    If the trainer is a step ahead, the coordinator ended before it recorded that step; it is finished first.
+    """
+    version, held = run.version, trainer.opened.version
+    run.adopt_checkpoint(held)
+    if version == held:
+        await _save_and_evaluate(run, data, trainer, version)
+
+    while version < held or (version < run.num_steps and not run.stopping):
         batch, stamp = data.train.batch(version), PolicyStamp(version=version)
         with run.phase(Phase.TRAINING):
             version, trained = await trainer.train(batch, run.batch_id(stamp), stamp)
         run.finish_step(version, step_metrics(run, trained, batch))
-        if run.checkpoint_due(version):
-            await run.checkpoints.begin([trainer], version)
-        if run.eval_due(version):
-            await evaluate(run, data.held_out, trainer, version)
-        with run.phase(Phase.CHECKPOINTING):
-            await run.checkpoints.finish()  # otherwise the next update could come before the save starts
+        await _save_and_evaluate(run, data, trainer, version)
     with run.phase(Phase.CHECKPOINTING):
         await run.end_checkpoints([trainer])
+
+
+async def _save_and_evaluate(run: Run[SftConfig], data: SftData, trainer: SftTrainer, version: int) -> None:
+    """Saves and evaluates `version`, as far as that is due and not recorded."""
+    if run.checkpoint_due(version):
+        await run.checkpoints.begin([trainer], version)
+    if run.eval_due(version) and not run.record.was_evaluated(version):
+        await evaluate(run, data.held_out, trainer, version)
+    with run.phase(Phase.CHECKPOINTING):
+        await run.checkpoints.finish()  # otherwise the next update could come before the save starts
 
 
 async def evaluate(

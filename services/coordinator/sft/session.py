@@ -40,13 +40,13 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
         async with running_services(run, given, services=["trainer"]) as addresses:
             console.print(f"run {run.run_id} in {config.run_dir}: opening trainer {addresses.trainer}", soft_wrap=True)
             async with _open_trainer(run, addresses) as trainer:
-                version = trainer.opened.version
+                version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
                 if data is None:
                     data = load_late(config, trainer.opened.model_card, _load)
                     use_rows(run, data.train)
-                run.begin(version, [*files(config, version), Lines(console, run.num_steps)])
+                run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
                 stop_on_signal(run, console)
-                await train(run, data, trainer, version)
+                await train(run, data, trainer)
                 return await finish(run, trainer)
 
 

@@ -1,6 +1,7 @@
 """Tests that checkpoints are saved in the background, one at a time, and recorded once complete."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,3 +180,22 @@ async def test_a_run_that_ends_early_records_nothing_and_saves_again(open_again:
     await again.checkpoints.begin([trainer], 1)
     await again.checkpoints.finish()
     assert recorded(again, Kind.SAVED) == ["step-000001"] and path.is_dir()
+
+
+async def test_a_checkpoint_that_only_the_trainer_knows_of_is_recorded(open_again: Callable[[], Run]) -> None:
+    """The trainer completed it, and trained on, after the coordinator had ended."""
+    run = open_again()
+    run.begin(0, ())
+    for version in (1, 2):
+        run.finish_step(version, {})
+    path = run.config.run_dir / "checkpoints" / "step-000001"
+    path.mkdir(parents=True)
+    state = {"version": 1, "last_batch_id": f"{run.run_id}/0"}
+    for batch_id in ("other/0", state["last_batch_id"]):
+        assert recorded(run, Kind.SAVED) == []
+        (path / "manifest.json").write_text(json.dumps({"state": state | {"last_batch_id": batch_id}}))
+        run.adopt_checkpoint(2)
+    run.adopt_checkpoint(2)
+    assert recorded(run, Kind.SAVED) == ["step-000001"]
+    run.close()
+    assert open_again().resume_from == str(path.absolute())

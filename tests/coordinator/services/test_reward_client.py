@@ -10,6 +10,7 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common.errors import DataLoss, PreconditionFailed, Reason
+from services.common.rpc.fence import new_token
 from services.common.rpc.server import Server
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients.reward import Reward
@@ -63,6 +64,21 @@ async def test_a_run_never_takes_the_scores_of_another():
         with pytest.raises(PreconditionFailed, match="run theirs opened its scorers on this service after") as raised:
             await rewards(ours)
         assert raised.value.reason is Reason.SCORER_CHANGED
+
+
+async def test_a_run_that_was_replaced_does_not_open_its_scorers_again():
+    async with serving() as address, running() as make:
+        ours, theirs = make(address, EXACT), make(address, EXACT)
+        await ours.open("ours")
+        with new_token():
+            await theirs.open("theirs")
+        for _ in range(2):
+            with pytest.raises(PreconditionFailed, match="run theirs was opened on this service and has") as raised:
+                await rewards(ours)
+            assert raised.value.reason is Reason.RUN_REPLACED
+        with new_token():
+            await theirs.open("theirs")  # the same run, by a coordinator that resumes it
+            assert await rewards(theirs) == [1.0]
 
 
 async def test_a_service_may_come_back_with_the_same_scorers_only(monkeypatch: pytest.MonkeyPatch):

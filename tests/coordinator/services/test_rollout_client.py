@@ -191,6 +191,21 @@ async def test_a_replica_that_refuses_the_run_is_asked_once(kind: type[LockstepE
         assert (await generate(rollout, 0)).index == 0
 
 
+@pytest.mark.parametrize("method", ["Generate", "OpenRun"])
+async def test_a_run_whose_replica_was_taken_by_another_ends(method: str):
+    replaced = PreconditionFailed("run b was opened here", reason=Reason.RUN_REPLACED)
+    async with replicas(2) as (taken, other), serving([taken, other]) as rollout:
+        taken.error[method] = replaced
+        if method == "OpenRun":  # it was restarted, or its engine closed, when the other run opened it
+            rollout.mark_dead(rollout.replicas[0], Unavailable("gone"))
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*rollout._reviving.values())
+        with pytest.raises(PreconditionFailed, match="run b was opened here") as raised:
+            await generate(rollout, 0)
+        assert raised.value.reason is Reason.RUN_REPLACED
+        assert taken.num_opens == 1
+
+
 async def test_a_group_whose_replica_takes_too_long_goes_to_another():
     async with replicas(2) as (slow, other), serving([slow, other]) as rollout:
         slow.error["Generate"] = DeadlineExceeded("no answer in 3600 s")

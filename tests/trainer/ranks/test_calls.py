@@ -273,6 +273,11 @@ class Service:
         request = pb.SaveCheckpointRequest(path=str(path), **fields)
         return asyncio.create_task(self.client.call(TrainerService.SaveCheckpoint, request, timeout_s=PATIENCE_S))
 
+    async def open(self, run_id: str, role: int = pb.ROLE_POLICY) -> pb.OpenRunResponse:
+        request = pb.OpenRunRequest(run_id=run_id, config_json="{}", model_path=str(self.model), bucket_bytes=1024)
+        request.role = role
+        return await self.client.call(TrainerService.OpenRun, request, timeout_s=PATIENCE_S)
+
     async def version(self) -> int:
         return (await self.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S)).stamp.version
 
@@ -299,8 +304,7 @@ async def service(crew: Crew, tmp_path: Path) -> AsyncIterator[Service]:
 
 async def test_every_run_has_a_secret_of_its_own(service: Service) -> None:
     async def opened(run_id: str) -> StoreAddress:
-        request = pb.OpenRunRequest(run_id=run_id, config_json="{}", model_path=str(service.model), bucket_bytes=1024)
-        answer = await service.client.call(TrainerService.OpenRun, request, timeout_s=PATIENCE_S)
+        answer = await service.open(run_id)
         return StoreAddress(answer.store_host, answer.store_port, answer.store_secret)
 
     async def closed(run_id: str) -> None:

@@ -70,6 +70,7 @@ class RewardServiceServicer(object):
 
     def OpenRun(self, request, context):
         """Starts the scorers of the config, and its environment if it has one.
+        The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,9 @@ class RewardServiceStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_reward_pb2.GetInfoRequest, _reward_pb2.GetInfoResponse]
     """Returns versions and state."""
     OpenRun: _grpc.UnaryUnaryMultiCallable[_reward_pb2.OpenRunRequest, _reward_pb2.OpenRunResponse]
-    """Starts the scorers of the config, and its environment if it has one."""
+    """Starts the scorers of the config, and its environment if it has one.
+    The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+    """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_reward_pb2.CloseRunRequest, _reward_pb2.CloseRunResponse]
     """Closes the scorers and the environment, with all episodes."""
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
@@ -50,7 +52,9 @@ class RewardServiceAsyncStub(RewardServiceStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_reward_pb2.GetInfoRequest, _reward_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns versions and state."""
     OpenRun: _aio.UnaryUnaryMultiCallable[_reward_pb2.OpenRunRequest, _reward_pb2.OpenRunResponse]  # type: ignore[assignment]
-    """Starts the scorers of the config, and its environment if it has one."""
+    """Starts the scorers of the config, and its environment if it has one.
+    The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+    """
     CloseRun: _aio.UnaryUnaryMultiCallable[_reward_pb2.CloseRunRequest, _reward_pb2.CloseRunResponse]  # type: ignore[assignment]
     """Closes the scorers and the environment, with all episodes."""
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
@@ -73,7 +77,9 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.OpenRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.OpenRunResponse, _abc.Awaitable[_reward_pb2.OpenRunResponse]]:
-        """Starts the scorers of the config, and its environment if it has one."""
+        """Starts the scorers of the config, and its environment if it has one.
+        The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+        """
 
     @_abc_1.abstractmethod
     def CloseRun(

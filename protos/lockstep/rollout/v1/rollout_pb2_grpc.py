@@ -90,6 +90,7 @@ class RolloutServiceServicer(object):
 
     def OpenRun(self, request, context):
         """Starts the engine with dummy weights from the model card. Repeating the call changes nothing.
+        The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,9 @@ class RolloutServiceStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetInfoRequest, _rollout_pb2.GetInfoResponse]
     """Returns versions, state and the served stamp."""
     OpenRun: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.OpenRunRequest, _rollout_pb2.OpenRunResponse]
-    """Starts the engine with dummy weights from the model card. Repeating the call changes nothing."""
+    """Starts the engine with dummy weights from the model card. Repeating the call changes nothing.
+    The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+    """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CloseRunRequest, _rollout_pb2.CloseRunResponse]
     """Stops the engine."""
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
@@ -58,7 +60,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetInfoRequest, _rollout_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns versions, state and the served stamp."""
     OpenRun: _aio.UnaryUnaryMultiCallable[_rollout_pb2.OpenRunRequest, _rollout_pb2.OpenRunResponse]  # type: ignore[assignment]
-    """Starts the engine with dummy weights from the model card. Repeating the call changes nothing."""
+    """Starts the engine with dummy weights from the model card. Repeating the call changes nothing.
+    The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+    """
     CloseRun: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CloseRunRequest, _rollout_pb2.CloseRunResponse]  # type: ignore[assignment]
     """Stops the engine."""
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -89,7 +93,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.OpenRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.OpenRunResponse, _abc.Awaitable[_rollout_pb2.OpenRunResponse]]:
-        """Starts the engine with dummy weights from the model card. Repeating the call changes nothing."""
+        """Starts the engine with dummy weights from the model card. Repeating the call changes nothing.
+        The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+        """
 
     @_abc_1.abstractmethod
     def CloseRun(

@@ -100,6 +100,7 @@ class TrainerServiceServicer(object):
 
     def OpenRun(self, request, context):
         """Loads one role's model from its directory or from a checkpoint, and returns its version.
+        The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

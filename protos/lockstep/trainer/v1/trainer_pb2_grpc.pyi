@@ -36,7 +36,9 @@ class TrainerServiceStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetInfoRequest, _trainer_pb2.GetInfoResponse]
     """Returns versions, state and the published stamp."""
     OpenRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OpenRunRequest, _trainer_pb2.OpenRunResponse]
-    """Loads one role's model from its directory or from a checkpoint, and returns its version."""
+    """Loads one role's model from its directory or from a checkpoint, and returns its version.
+    The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+    """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CloseRunRequest, _trainer_pb2.CloseRunResponse]
     """Frees the models."""
     Forward: _grpc.StreamStreamMultiCallable[_trainer_pb2.ForwardRequest, _trainer_pb2.ForwardResponse]
@@ -66,7 +68,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetInfoRequest, _trainer_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns versions, state and the published stamp."""
     OpenRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OpenRunRequest, _trainer_pb2.OpenRunResponse]  # type: ignore[assignment]
-    """Loads one role's model from its directory or from a checkpoint, and returns its version."""
+    """Loads one role's model from its directory or from a checkpoint, and returns its version.
+    The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+    """
     CloseRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CloseRunRequest, _trainer_pb2.CloseRunResponse]  # type: ignore[assignment]
     """Frees the models."""
     Forward: _aio.StreamStreamMultiCallable[_trainer_pb2.ForwardRequest, _trainer_pb2.ForwardResponse]  # type: ignore[assignment]
@@ -105,7 +109,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.OpenRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.OpenRunResponse, _abc.Awaitable[_trainer_pb2.OpenRunResponse]]:
-        """Loads one role's model from its directory or from a checkpoint, and returns its version."""
+        """Loads one role's model from its directory or from a checkpoint, and returns its version.
+        The header lockstep-fencing-token is required, a random string. Calls with another one are refused from then on.
+        """
 
     @_abc_1.abstractmethod
     def CloseRun(

@@ -55,6 +55,7 @@ class Rollout:
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
         self._last_failure = "nothing was published yet"
+        self._replaced: LockstepError | None = None
         self._run_id, self._card = "", ModelCard()
 
     @property
@@ -112,6 +113,11 @@ class Rollout:
         replica.state = ReplicaState.DEAD
         self._reviving[replica.address] = asyncio.create_task(self._revive(replica))
 
+    def check(self) -> None:
+        """Raises RUN_REPLACED if another run has opened a replica that was to be reopened: this run must end."""
+        if self._replaced:
+            raise self._replaced
+
     async def drop_unreachable(self) -> int:
         """Checks every replica that is not DEAD. Returns how many did not answer."""
         living = [replica for replica in self.replicas if replica.state is not ReplicaState.DEAD]
@@ -134,10 +140,12 @@ class Rollout:
             try:
                 await replica.open(self._run_id, self._config, self._card)
                 break
-            except _PERMANENT_ERRORS as error:
-                log.error("cannot reopen replica %s: %s", replica.address, error.message)
-                return
             except LockstepError as error:
+                if error.reason is Reason.RUN_REPLACED:
+                    self._replaced = error
+                if self._replaced or isinstance(error, _PERMANENT_ERRORS):
+                    log.error("cannot reopen replica %s: %s", replica.address, error.message)
+                    return
                 log.warning("replica %s is not back yet: %s", replica.address, error.message)
             await asyncio.sleep(backoff_s(num_retries))
         log.info("replica %s is back and waits for the next publication of weights", replica.address)
@@ -159,6 +167,7 @@ class Rollout:
                 self._changed.notify_all()
 
     def _pick(self, num_samples: int, preferred: Replica | None) -> Replica | None:
+        self.check()
         serving = [replica for replica in self.replicas if replica.state is ReplicaState.SERVING]
         if not serving:
             why = f"no rollout replica serves the current weights; {self._last_failure}"

@@ -13,6 +13,7 @@ from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
+from services.common.rpc.retry import repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
 
@@ -56,17 +57,20 @@ class Model:
     async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
         """Returns the log-probability, or the critic's value, of every completion token of `batch`."""
         header = pb.ForwardHeader(role=self._role, temperature=self._temperature)
-        requests = to_messages(pb.ForwardRequest, batches.encode(batch), header)
-        answers = self._client.stream(TrainerService.Forward, requests, timeout_s=self._timeouts.train_s)
-        _, frames = await from_messages(answers, has_header=False)
-        return batches.decode(frames)[self._answer]
+
+        async def forward(timeout_s: float) -> list[bytes]:
+            requests = to_messages(pb.ForwardRequest, batches.encode(batch), header)
+            answers = self._client.stream(TrainerService.Forward, requests, timeout_s=timeout_s)
+            return (await from_messages(answers, has_header=False))[1]
+
+        return batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))[self._answer]
 
     async def train(
         self, batch: pa.Table, batch_id: str, stamp: PolicyStamp, critic_version: int = 0
     ) -> tuple[int, dict[str, float]]:
         """Makes one update on `batch`, which must be sampled from `stamp`. Returns the new version and metrics.
 
-        Safe to repeat: the trainer applies each batch id only once.
+        Safe to repeat: the trainer applies each batch id only once, and answers it again with the same metrics.
         """
         header = pb.TrainHeader(
             expected_stamp=stamp,
@@ -75,14 +79,21 @@ class Model:
             role=self._role,
             critic_version=critic_version,
         )
-        requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
-        answer = await self._client.call(TrainerService.Train, requests, timeout_s=self._timeouts.train_s)
+
+        async def train(timeout_s: float) -> pb.TrainResponse:
+            requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
+            return await self._client.call(TrainerService.Train, requests, timeout_s=timeout_s)
+
+        answer = await repeated(train, timeout_s=self._timeouts.train_s)
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
-        answer = await self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s)
+        answer = await repeated(
+            lambda timeout_s: self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=timeout_s),
+            timeout_s=self._timeouts.checkpoint_s,
+        )
         return answer.manifest_digest
 
     async def close(self) -> None:

@@ -1,0 +1,91 @@
+"""Tests that a coordinator that is killed at any point loses and doubles nothing, if its services go on."""
+
+from contextlib import closing
+from pathlib import Path
+
+from services.common.config.run import Config
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.recorded import RecordedLedger
+from tests.coordinator.runs.killing import (
+    Deadline,
+    Killed,
+    Services,
+    deadline,
+    killed,
+    make_run,
+    metrics_lines,
+    surviving_services,
+)
+
+__all__ = ["deadline"]
+NUM_STEPS = 2
+STEPS = list(range(1, NUM_STEPS + 1))
+_LIFE = 12  # events of the first coordinator: enough to open the services and to publish
+
+
+async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(tmp_path: Path, deadline: Deadline):
+    async with surviving_services() as services:
+        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline)
+        assert {"batch recorded", "Train", "SendWeights", "SaveCheckpoint", "line 2", "ledger evaluated 2"} <= {*events}
+        for num_events in range(1, len(events) + 1):
+            where = f"killed after {num_events} events: {events[:num_events][-3:]}"
+            config = _made(tmp_path / f"killed-{num_events}")
+            services.rank.trained.clear()
+            deadline.restart(num_events)
+            await _run_until_killed(services, config)
+            deadline.restart()
+            outcome = await services.run(config)
+            assert (outcome.version, services.rank.trained) == (NUM_STEPS, [0, 1]), where
+            assert metrics_lines(config.run_dir) == undisturbed, where
+            assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS), where
+
+
+async def test_it_may_be_killed_again_and_again(tmp_path: Path, deadline: Deadline):
+    async with surviving_services() as services:
+        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline)
+        config = _made(tmp_path / "killed")
+        services.rank.trained.clear()
+        num_lives = 1
+        deadline.restart(_LIFE)
+        while await _run_until_killed(services, config):
+            num_lives += 1
+            assert num_lives < len(events)
+            deadline.restart(_LIFE + num_lives)
+        assert num_lives > 2
+        assert services.rank.trained == [0, 1]
+        assert metrics_lines(config.run_dir) == undisturbed
+        assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS)
+
+
+def _record(run_dir: Path) -> tuple[list[int], list[int], list[int]]:
+    """Returns the finished steps, the evaluated and the saved versions."""
+    with closing(RecordedLedger(run_dir)) as ledger:
+        rows = ledger.all(Kind.FINISHED), ledger.all(Kind.EVALUATED), ledger.checkpoints(Kind.SAVED)
+    finished, evaluated, saved = ([row["version"] for row in kind] for kind in rows)
+    return finished, evaluated, saved
+
+
+def _made(directory: Path) -> Config:
+    directory.mkdir()
+    return make_run(directory, NUM_STEPS)
+
+
+async def _undisturbed(
+    services: Services, directory: Path, deadline: Deadline
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Returns the lines of a run that nothing disturbs, and its events."""
+    config = _made(directory)
+    deadline.restart()
+    await services.run(config)
+    return metrics_lines(config.run_dir), deadline.events
+
+
+async def _run_until_killed(services: Services, config: Config) -> bool:
+    """Runs a coordinator; returns whether it was killed before its end."""
+    try:
+        await services.run(config)
+    except BaseException as error:
+        if not any(isinstance(one, Killed) for one in killed(error)):
+            raise
+        return True
+    return False
