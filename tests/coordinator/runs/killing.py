@@ -186,7 +186,7 @@ async def surviving_services() -> AsyncIterator[Services]:
     here = f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}"
     await replica.start()
     try:
-        yield Services(rank, Addresses((replica.address,), reward=here, trainer=here))
+        yield Services(rank, Addresses((replica.address,), reward=(here,), trainer=here))
     finally:
         await replica.die()
         await server.grpc.stop(0)
