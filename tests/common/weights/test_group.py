@@ -202,11 +202,12 @@ def test_bytes_that_change_on_the_way_are_noticed(store, pool, next_epoch) -> No
 
 
 def test_absent_member_aborts_within_the_timeout(store, pool, next_epoch) -> None:
-    group = message(store.address, epoch=next_epoch(), world_size=3, timeout_s=1.0)
-    futures = join_all(pool, group, [0, 2])
-    for future in futures:
-        with aborted("member"):
+    group = message(store.address, epoch=next_epoch(), world_size=5, timeout_s=1.0)
+    futures = join_all(pool, group, [0, 3])
+    for future in futures:  # the first to give up tells the other whom it missed
+        with pytest.raises(Aborted, match="all members to join; missing: 1,2,4") as caught:
             future.result()
+        assert caught.value.metadata["absent"] == "1,2,4"
 
 
 def test_member_that_dies_while_the_group_forms_aborts_it(store, next_epoch) -> None:
