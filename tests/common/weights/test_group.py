@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -61,11 +61,11 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     begun: set[int] = set()
     is_one_more, wait_until = threading.Semaphore(0), WeightGroup._wait_until
 
-    def notes(self: WeightGroup, done: Callable[[], bool], what: str) -> None:
+    def notes(self: WeightGroup, done: Callable[[], bool], what: str, keys: Sequence[str] = ()) -> None:
         if not done() and self.rank not in begun:
             begun.add(self.rank)
             is_one_more.release()
-        wait_until(self, done, what)
+        wait_until(self, done, what, keys)
 
     monkeypatch.setattr(WeightGroup, "_wait_until", notes)
 
