@@ -4,7 +4,6 @@ The server of prometheus_client starts a thread for every connection and waits i
 """
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -24,12 +23,13 @@ class PageServer:
         Raises:
             OSError: The port is in use, or `host` is not an address of this machine.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family)
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(where[:2], family=family)
         self.port: int = listener.getsockname()[1]
         self._page, self._content_type = page, content_type
-        self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._runner, self._closing = asyncio.Runner(loop_factory=asyncio.new_event_loop), asyncio.Event()
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, args=(listener,), name="metrics", daemon=True)
         self._thread.start()
 
@@ -39,24 +39,19 @@ class PageServer:
         self._thread.join()
 
     def _run(self, listener: socket.socket) -> None:
-        with contextlib.closing(self._loop):
-            self._loop.run_until_complete(self._serve(listener))
+        with self._runner:  # its end cancels what is still being answered
+            self._runner.run(self._serve(listener))
 
     async def _serve(self, listener: socket.socket) -> None:
-        async with await asyncio.start_server(self._connect, sock=listener):
+        async with await asyncio.start_server(self._answer, sock=listener):
             await self._closing.wait()
-            for connection in self._connections:
-                connection.cancel()
-            await asyncio.gather(*self._connections, return_exceptions=True)
-
-    def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            next(iter(self._connections)).cancel()
-        connection = asyncio.get_running_loop().create_task(self._answer(reader, writer))
-        self._connections[connection] = None
-        connection.add_done_callback(self._connections.pop)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= _MAX_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
         try:
             async with asyncio.timeout(_CONNECTION_S):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -64,10 +59,10 @@ class PageServer:
                 status, body = ("200 OK", self._page()) if is_get else ("405 Method Not Allowed", b"")
                 fields = f"Content-Type: {self._content_type}\r\nContent-Length: {len(body)}\r\nConnection: close"
                 writer.write(f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode() + body)
-                await writer.drain()
                 writer.close()
-                await writer.wait_closed()
+                await writer.wait_closed()  # until all is sent
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # whoever it is has gone, sends nothing or too much, or does not read
         finally:
+            self._open.pop(writer, None)
             writer.transport.abort()

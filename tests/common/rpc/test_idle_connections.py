@@ -56,7 +56,7 @@ async def open_run(client: Client, run_id: str) -> None:
 
 async def test_a_service_takes_as_many_descriptors_as_it_may(certificates: Certificates) -> None:
     tls = str(certificates.of(Role.REWARD))
-    with reward_service("--tls", tls, ulimit="-Hn 4096 && ulimit -Sn 512") as service:
+    with reward_service("--tls", tls, ulimit="-Sn 512 && ulimit -Hn 4096") as service:
         client, address = client_of(service, certificates)
         assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE) == (4096, 4096)
         with idle_connections(address):
