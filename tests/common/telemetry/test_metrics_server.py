@@ -104,9 +104,10 @@ def threads(pid: int) -> int:
 def test_idle_connections_take_no_threads_and_keep_nobody_out() -> None:
     metrics = Metrics("x", Page("127.0.0.1:0"))
     with closing(metrics), ExitStack() as opened:
-        address = f"127.0.0.1:{metrics.serve()}"
+        port = metrics.serve()
+        address = f"127.0.0.1:{port}"
         before = threads(os.getpid())
-        idle = [opened.enter_context(socket.create_connection(address.split(":"), PATIENCE_S)) for _ in range(300)]
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)) for _ in range(300)]
         assert "lockstep_service_info" in scrape(address)
         assert threads(os.getpid()) < before + 10
         for connection in idle[:200]:  # only the newest are kept
