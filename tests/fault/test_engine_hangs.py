@@ -12,8 +12,9 @@ from tests.support import engine_of, still_there
 def test_the_run_goes_on_and_the_engine_is_replaced(tmp_path: Path, undisturbed: Path) -> None:
     workspace = make_workspace(tmp_path, weights={"timeout_s": 15.0})
     with LockstepRun(workspace) as run:
-        run.until(lambda: run.has("published", 0), "the first publication")
+        run.until(lambda: run.has("collected", 0), "the first batch")
         run.hold()
+        run.until(lambda: run.has("published", 1), "version 1 to be served, after which nothing is evaluated")
         replicas = run.services("rollout")
         run.until(lambda: all_idle(list(replicas)), "all groups to be generated")
         before = run.ledger("published")[-1]["version"]
