@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import resource
 import select
 import signal
 import threading
@@ -11,6 +12,8 @@ from importlib import import_module
 from services.common.telemetry.logs import LogFormat, formatter
 
 _GRACE_S = 10.0
+# Enough for every service. Some programs visit every descriptor that they may have, so there is no use in more.
+_MAX_DESCRIPTORS = 65_536
 
 
 def configure_logging(service: str, kind: LogFormat = "text") -> None:
@@ -32,6 +35,15 @@ def import_before_fork(*modules: str) -> None:
         import_module(module)
     gc.freeze()
     gc.enable()
+
+
+def allow_descriptors() -> None:
+    """Raises the number of descriptors that this process may have, as far as its hard limit allows, to 65,536.
+
+    The usual soft limit of 1,024 is there for programs that call select().
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MAX_DESCRIPTORS)), hard))
 
 
 def exit_with(pid: int) -> None:

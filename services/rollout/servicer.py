@@ -224,7 +224,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def _raise_errors(self, answers: Sequence[Mapping[str, object]]) -> None:
         errors = [f"worker {index}: {answer['error']}" for index, answer in enumerate(answers) if "error" in answer]
         if errors:
-            raise Aborted("; ".join(errors), epoch=self._epoch)
+            absent = next((answer["absent"] for answer in answers if answer.get("absent")), "")
+            raise Aborted("; ".join(errors), epoch=self._epoch, absent=absent)
 
 
 def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rollout_pb2.GenerateResponse:

@@ -49,6 +49,8 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.max_samples = max_samples
         self.error: dict[str, LockstepError] = {}
         self.failures_left = math.inf
+        self.hangs_in = ""
+        """A method whose calls are never answered, until the run is closed."""
         self.before_answer: Callable[[pb.Prompt], Any] | None = None
         self.digest = "digest"
         self.plan_digest = "plan"
@@ -78,6 +80,10 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
             self.failures_left -= 1
             raise self.error[method]
 
+    async def _hang(self, method: str) -> None:
+        if method == self.hangs_in:
+            await asyncio.Event().wait()
+
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
         return pb.GetInfoResponse(num_workers=1, max_samples=self.max_samples)
 
@@ -89,6 +95,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
     async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
         self._fail("CloseRun")
         self.closed.append(request.run_id)
+        self.hangs_in = ""
         return pb.CloseRunResponse()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -119,15 +126,18 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Any) -> pb.JoinWeightGroupResponse:
         self._fail("JoinWeightGroup")
+        await self._hang("JoinWeightGroup")
         self.epochs.append((request.group.epoch, request.group.world_size))
         return pb.JoinWeightGroupResponse(plan_digest=self.plan_digest)
 
     async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Any) -> pb.ReceiveWeightsResponse:
         self._fail("ReceiveWeights")
+        await self._hang("ReceiveWeights")
         return pb.ReceiveWeightsResponse(digest=self.digest)
 
     async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Any) -> pb.CommitWeightsResponse:
         self._fail("CommitWeights")
+        await self._hang("CommitWeights")
         self.committed.append(request.stamp)
         return pb.CommitWeightsResponse()
 

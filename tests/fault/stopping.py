@@ -1,10 +1,20 @@
-"""How the tests catch a replica with samples in it."""
+"""How the tests catch a replica with samples in it, or with none."""
 
 import os
 import signal
+import time
 
 from tests.e2e.lockstep_command import LockstepRun, replica_info
 from tests.support import engine_of
+
+
+def all_idle(addresses: list[str]) -> bool:
+    """Whether nothing is in the engines for three seconds: a next group would be there at once."""
+    for _ in range(10):
+        if any(replica_info(address).samples_in_flight for address in addresses):
+            return False
+        time.sleep(0.3)
+    return True
 
 
 def stop_while_generating(run: LockstepRun, address: str, service: int, version: int) -> int:

@@ -2,24 +2,14 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, replica_info, weights
-from tests.fault.stopping import stop_while_generating
+from tests.fault.stopping import all_idle, stop_while_generating
 from tests.support import engine_of, still_there
-
-
-def all_idle(addresses: list[str]) -> bool:
-    """Whether nothing is in the engines for three seconds: a next group would be there at once."""
-    for _ in range(10):
-        if any(replica_info(address).samples_in_flight for address in addresses):
-            return False
-        time.sleep(0.3)
-    return True
 
 
 def kill_while_generating(run: LockstepRun, address: str, version: int) -> None:

@@ -8,9 +8,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
+import torch
+from lockstep.rollout.v1.rollout_pb2 import CloseRunRequest
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
+from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason, Unavailable
+from services.common.weights.group import WeightGroup
 from tests.rollout.rollout_stack import PlayedTrainer, Replica
 from tests.support import PATIENCE_S, descendants, engine_of, still_there
 
@@ -60,6 +64,28 @@ async def test_dummy_weights_are_never_served(opened: list):
     with pytest.raises(PreconditionFailed) as refused:  # nothing was received either
         await replica.commit(PolicyStamp(version=0, digest="0" * 32))
     assert refused.value.reason is Reason.DIGEST_MISMATCH
+
+
+async def test_an_engine_that_hangs_is_missed_by_name_and_replaced_in_another_run(opened: list, model: Callable):
+    replica, _ = opened[0]
+    played = PlayedTrainer(model("untied"), replica, "mortal")
+    await played.publish(0)
+    engine = engine_of(replica.pid)
+    os.kill(engine, signal.SIGSTOP)
+    message = played.describe_group(epoch=2, timeout_s=3.0)
+    joining = asyncio.create_task(replica.join(message, played.plan.message))
+    with pytest.raises(Aborted, match="all members to join; missing: 1") as raised:
+        await asyncio.to_thread(WeightGroup, message, rank=0, device=torch.device("cpu"))
+    assert raised.value.metadata["absent"] == "1"
+    assert (await replica.info()).num_workers == 1  # the service cannot know
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    await replica.client.call(RolloutService.CloseRun, CloseRunRequest(run_id="mortal"), timeout_s=PATIENCE_S)
+    assert not still_there([engine])
+    await replica.open(model("untied"), "mortal")
+    played.draw(seed=1)
+    await played.assert_exact(await played.publish(1))
 
 
 async def test_a_killed_service_leaves_no_engine(opened: list):

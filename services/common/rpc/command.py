@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import LockstepError
-from services.common.process import configure_logging, exit_with
+from services.common.process import allow_descriptors, configure_logging, exit_with
 from services.common.rpc.identities import Role
 from services.common.rpc.server import INCARNATION
 from services.common.rpc.tls import Credentials
@@ -67,6 +67,7 @@ def serve_from_command_line(
     parser.add_argument("--exit-with", type=int, metavar="PID", help="exit when the process PID ends")
     options = parser.parse_args(args)
     configure_logging(service, options.log_format)
+    allow_descriptors()
     if options.exit_with:
         exit_with(options.exit_with)
     prepare()

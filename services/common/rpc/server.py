@@ -32,7 +32,7 @@ from services.common.rpc import fence
 from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.identities import require_role
 from services.common.rpc.metrics import RpcMetrics
-from services.common.rpc.options import OPTIONS
+from services.common.rpc.options import server_options
 from services.common.rpc.tls import Credentials
 from services.common.telemetry.context import incoming
 from services.common.telemetry.trace import NO_TRACE, Trace
@@ -168,7 +168,7 @@ class Server:
     ) -> None:
         self._tls = tls
         interceptor = StatusInterceptor(trace, RpcMetrics(registry), by_role=tls is not None)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=server_options())
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._names: list[str] = []

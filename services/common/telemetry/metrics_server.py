@@ -2,14 +2,22 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable_created_metrics, start_http_server
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from services.common.errors import InvalidInput
 from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.server import INCARNATION
+from services.common.telemetry.page_server import PageServer
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +42,7 @@ class Metrics:
 
     def __init__(self, service: str, page: Page = Page()):
         self._page = page
-        self._server: WSGIServer | None = None
+        self._server: PageServer | None = None
         if page.address:
             self._host, self._port = parse_address(page.address, field=page.field)
             require_loopback(self._host, insecure=page.insecure, field=page.field, consent=page.consent)
@@ -61,14 +69,14 @@ class Metrics:
         if not self._page.address:
             return 0
         try:
-            self._server, _ = start_http_server(self._port, self._host, self.registry)
+            page = partial(generate_latest, self.registry)
+            self._server = PageServer(self._host, self._port, page, CONTENT_TYPE_LATEST)
         except OSError as error:
             raise InvalidInput(f"{self._page.field} {self._page.address}: {error}", field=self._page.field) from error
-        log.info("metrics on http://%s:%d/metrics", self._host, self._server.server_port)
-        return self._server.server_port
+        log.info("metrics on http://%s:%d/metrics", self._host, self._server.port)
+        return self._server.port
 
     def close(self) -> None:
         """Stops serving."""
         if self._server:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()

@@ -30,6 +30,7 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
 # Buckets are sent in parts of this size, so that a member that only relays a bucket needs memory for one part.
 _PART_BYTES = 256 << 20
 _KILL_CHECK_S = 0.2
+# Its value lists the members that were waited for in vain, if the one that gave up knows them.
 _KILL_KEY = "killed"
 # Our own deadline comes first, with a message that says what was waited for; the backend's is the last resort.
 _GLOO_MARGIN_S = 10.0
@@ -60,7 +61,8 @@ class WeightGroup:
     """Takes part in one epoch as one member.
 
     Raises:
-        Aborted: Not all members joined within the timeout, or one of them gave up.
+        Aborted: Not all members joined within the timeout, or one of them gave up. The metadata key `absent` has the
+            ranks that did not come, separated by commas; it is empty if they are not known.
     """
 
     def __init__(self, group: types_pb2.WeightGroup, *, rank: int, device: torch.device):
@@ -82,7 +84,7 @@ class WeightGroup:
                 client.leave()
             store = f"{group.store_host}:{group.store_port}"
             message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {error}"
-            raise Aborted(message, epoch=group.epoch) from error
+            raise Aborted(message, epoch=group.epoch, absent=rank) from error
         try:
             self._meet(group, timeout)
         except BaseException:
@@ -92,7 +94,7 @@ class WeightGroup:
 
     def _meet(self, group: types_pb2.WeightGroup, timeout: timedelta) -> None:
         members = [f"member/{r}" for r in range(group.world_size)]
-        self._wait_until(lambda: self._store.check(members), "all members to join")
+        self._wait_until(lambda: self._store.check(members), "all members to join", members)
         try:
             self._pg = pg = self._make_backend(group.store_host, timeout)
         except RuntimeError as error:  # a member died after it had joined
@@ -153,21 +155,21 @@ class WeightGroup:
         They come through the store, because vLLM returns answers of its first engine only.
 
         Raises:
-            Aborted: A member did not acknowledge in time.
+            Aborted: A member did not acknowledge in time. The metadata key `absent` has the ranks of those.
         """
         self._scratch = None
         keys = [f"ack/{version}/{rank}" for rank in range(1, self.world_size)]
-        self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge")
+        self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge", keys)
         with self._store_at_hand():
             digests = [digest.decode() for digest in self._store.multi_get(keys)] if keys else []
             for key in keys:  # the same version may be published again
                 self._store.delete_key(key)
         return digests
 
-    def kill(self) -> None:
+    def kill(self, absent: str = "") -> None:
         """Makes every member of the epoch give up. Any thread of any member may call this."""
         with contextlib.suppress(RuntimeError):  # the store is gone; its other clients notice by themselves
-            self._store.set(_KILL_KEY, "1")
+            self._store.compare_set(_KILL_KEY, "", absent)  # names are not replaced
 
     def abort(self) -> None:
         """Leaves the epoch at once, even while broadcasts are in progress."""
@@ -215,17 +217,20 @@ class WeightGroup:
         except RuntimeError as error:
             self._give_up(f"a broadcast failed: {error}", cause=error)
 
-    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+    def _wait_until(self, done: Callable[[], bool], what: str, keys: Sequence[str] = ()) -> None:
+        """Waits until `done`. If it waits for `keys`, one of each member, it can say whose did not come in time."""
         deadline, next_check, pace = time.monotonic() + self._timeout_s, time.monotonic() + _KILL_CHECK_S, _Pace()
         with self._store_at_hand():
             while not done():
                 now = time.monotonic()
                 if now > deadline:
-                    self._give_up(f"waited {self._timeout_s:g} s for {what}")
+                    absent = ",".join(key.rpartition("/")[2] for key in keys if not self._store.check([key]))
+                    self._give_up(f"waited {self._timeout_s:g} s for {what}", absent)
                 if now > next_check:
                     next_check = now + _KILL_CHECK_S
                     if self._store.check([_KILL_KEY]):
-                        self._give_up(f"another member gave up while this one waited for {what}")
+                        absent = self._store.get(_KILL_KEY).decode()
+                        self._give_up(f"another member gave up while this one waited for {what}", absent)
                 pace.wait()
 
     @contextlib.contextmanager
@@ -235,10 +240,12 @@ class WeightGroup:
         except RuntimeError as error:
             self._give_up(f"the trainer's store is gone ({error})", cause=error)
 
-    def _give_up(self, why: str, cause: BaseException | None = None) -> NoReturn:
-        self.kill()
+    def _give_up(self, why: str, absent: str = "", cause: BaseException | None = None) -> NoReturn:
+        self.kill(absent)
         self.abort()
-        raise Aborted(f"epoch {self.epoch}, member {self.rank}: {why}", epoch=self.epoch) from cause
+        if absent:
+            why = f"{why}; missing: {absent}"
+        raise Aborted(f"epoch {self.epoch}, member {self.rank}: {why}", epoch=self.epoch, absent=absent) from cause
 
 
 def _part_sizes(num_bytes: int) -> list[int]:

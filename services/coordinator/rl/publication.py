@@ -7,7 +7,7 @@ from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
-from services.common.tasks import gather
+from services.coordinator.rl.attendance import Attendance
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.replica import Replica, ReplicaState
 from services.coordinator.services.clients.rollout import Rollout
@@ -43,11 +43,13 @@ class Publisher:
         self._epoch = 0
         # Each replica with its `num_opens` when it joined: a replica that was reopened has to join again.
         self._members: Sequence[tuple[Replica, int]] = ()
+        self._attendance = Attendance(run.config.weights.timeout_s)
 
     async def publish(self, version: int) -> PolicyStamp:
         """Makes every replica that is not DEAD serve the trainer's weights. Returns their stamp.
 
-        If a replica fails, it is dropped and the others get the weights in a new epoch.
+        If a replica fails, or is waited for in vain twice in a row, it is dropped and the others get the weights in a
+        new epoch.
 
         Raises:
             Unavailable: NO_REPLICA, no replica is left; or the trainer is unreachable.
@@ -63,6 +65,7 @@ class Publisher:
                 if list(self._members) != [(replica, replica.num_opens) for replica in living]:
                     await self._form_group(living)
                 stamp = await self._send(version)
+                self._attendance.took_part(living)
                 self._run.record.record_published(stamp)
                 return stamp
             except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
@@ -70,34 +73,39 @@ class Publisher:
                     raise
                 self._members = ()
                 attempts += 1
-                lost = await self._rollout.drop_unreachable()
+                lost = await self._rollout.drop_unreachable() + self._drop_hung()
                 log.warning("publication of version %d failed, %d replicas lost: %s", version, lost, error.message)
                 if not lost and attempts >= _MAX_ATTEMPTS:
                     raise
+
+    def _drop_hung(self) -> int:
+        """Drops the replicas that missed too many attempts, and has their engines restarted. Returns how many."""
+        living = [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
+        hung = self._attendance.to_drop(living)
+        for replica in hung:
+            why = Unavailable("its engine hangs: it missed two attempts in a row to publish weights")
+            self._rollout.mark_dead(replica, why, restart=True)
+        return len(hung)
 
     async def _form_group(self, replicas: Sequence[Replica]) -> None:
         opened = self._trainer.opened
         self._epoch = self._run.record.next_epoch(len(replicas))
         group = weight_group(self._run, opened, self._epoch, sum(replica.num_workers for replica in replicas))
-        joins, base_rank = [self._trainer.join(group)], opened.plan.num_senders
-        for replica in replicas:
-            joins.append(replica.join(group, base_rank, opened.plan))
-            base_rank += replica.num_workers
-        if len(plans := set(await gather(joins))) != 1:
+        ranks = self._attendance.seat(replicas, opened.plan.num_senders)
+        joins = [replica.join(group, ranks[replica].start, opened.plan) for replica in replicas]
+        plans = await self._attendance.gather(replicas, joins, self._trainer.join(group))
+        if len(set(plans)) != 1:
             raise PreconditionFailed(
-                f"members of the weight group built different plans: {plans}", reason=Reason.PLAN_MISMATCH
+                f"members of the weight group built different plans: {set(plans)}", reason=Reason.PLAN_MISMATCH
             )
         self._members = [(replica, replica.num_opens) for replica in replicas]
 
     async def _send(self, version: int) -> PolicyStamp:
-        stamp, *received = await gather(
-            [
-                self._trainer.send(self._epoch, version),
-                *(replica.receive(self._epoch, version) for replica, _ in self._members),
-            ]
-        )
-        digests = [replicas.digest for replicas in received]
+        replicas = [replica for replica, _ in self._members]
+        receiving = [replica.receive(self._epoch, version) for replica in replicas]
+        *received, stamp = await self._attendance.gather(replicas, receiving, self._trainer.send(self._epoch, version))
+        digests = [received_stamp.digest for received_stamp in received]
         if set(digests) != {stamp.digest}:
             raise PreconditionFailed(f"sent {stamp.digest}, received {digests}", reason=Reason.DIGEST_MISMATCH)
-        await gather(replica.commit(stamp) for replica, _ in self._members)
+        await self._attendance.gather(replicas, [replica.commit(stamp) for replica in replicas])
         return stamp

@@ -25,9 +25,10 @@ _DEPTH = NUM_BUFFERS - 1
 
 
 class Failed(TypedDict):
-    """Answers for a worker that failed."""
+    """Answers for a worker that failed. `absent` is as in WeightGroup's errors, empty if nobody is known to be."""
 
     error: str
+    absent: str
 
 
 class Joined(TypedDict):
@@ -65,7 +66,7 @@ class WeightReceiver(WorkerExtension):
                 types_pb2.WeightGroup.FromString(group), rank=base_rank + rank_of(self), device=self.device
             )
         except LockstepError as error:
-            return {"error": error.message}
+            return {"error": error.message, "absent": error.metadata.get("absent", "")}
         return {"plan_digest": self._lockstep_plan.digest}
 
     def lockstep_receive(self, version: int) -> Received | Failed:
@@ -91,7 +92,7 @@ class WeightReceiver(WorkerExtension):
             loading.abort()
             group.kill()
             self.lockstep_leave()
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": f"{type(error).__name__}: {error}", "absent": ""}
         num_bytes, duration_s = plan.num_bytes_sent(skips_base=skips_base), time.perf_counter() - begin
         spent = cost.measured()
         return {

@@ -1,9 +1,13 @@
 """What Prometheus reads of a real service, and who may read it."""
 
 import asyncio
+import os
+import socket
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.metrics import RpcMetrics
+from services.common.telemetry import page_server
 from services.common.telemetry.metrics_server import Metrics, Page
 from tests.common.telemetry.watched import Service, reward_service, scrape, value
 from tests.support import PATIENCE_S
@@ -90,6 +95,41 @@ def test_a_page_beyond_loopback_is_served_when_asked_for() -> None:
     metrics.close()
     with pytest.raises(urllib.error.URLError):
         scrape(f"127.0.0.1:{port}")
+
+
+def threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def test_idle_connections_take_no_threads_and_keep_nobody_out() -> None:
+    metrics = Metrics("x", Page("127.0.0.1:0"))
+    with closing(metrics), ExitStack() as opened:
+        port = metrics.serve()
+        address = f"127.0.0.1:{port}"
+        before = threads(os.getpid())
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)) for _ in range(300)]
+        assert "lockstep_service_info" in scrape(address)
+        assert threads(os.getpid()) < before + 10
+        for connection in idle[:200]:  # only the newest are kept
+            assert closed(connection)
+        with pytest.raises(urllib.error.HTTPError, match="405"):
+            urllib.request.urlopen(urllib.request.Request(f"http://{address}/", method="HEAD"), timeout=PATIENCE_S)
+
+
+def closed(connection: socket.socket) -> bool:
+    """Waits for the other end to close it."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_whoever_sends_no_request_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "_CONNECTION_S", 0.2)
+    metrics = Metrics("x", Page("127.0.0.1:0"))
+    with closing(metrics), socket.create_connection(("127.0.0.1", metrics.serve()), PATIENCE_S) as slow:
+        slow.send(b"GET /metrics HTTP/1.1\r\n")
+        assert closed(slow)
 
 
 def test_two_processes_worth_of_metrics_do_not_meet() -> None:

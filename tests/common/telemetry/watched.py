@@ -64,9 +64,10 @@ class Service:
 
 
 @contextlib.contextmanager
-def reward_service(*flags: str, cwd: Path | None = None) -> Iterator[Service]:
-    """`python -m services.reward` on a free port."""
-    command = [sys.executable, "-m", "services.reward", "--listen", "127.0.0.1:0", *flags]
+def reward_service(*flags: str, cwd: Path | None = None, ulimit: str = "") -> Iterator[Service]:
+    """`python -m services.reward` on a free port, within the limits that bash's `ulimit` sets."""
+    limited = ["bash", "-c", f'ulimit {ulimit} && exec "$@"', "bash"] if ulimit else []
+    command = [*limited, sys.executable, "-m", "services.reward", "--listen", "127.0.0.1:0", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=cwd)
     try:
         yield Service(process)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -61,11 +61,11 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     begun: set[int] = set()
     is_one_more, wait_until = threading.Semaphore(0), WeightGroup._wait_until
 
-    def notes(self: WeightGroup, done: Callable[[], bool], what: str) -> None:
+    def notes(self: WeightGroup, done: Callable[[], bool], what: str, keys: Sequence[str] = ()) -> None:
         if not done() and self.rank not in begun:
             begun.add(self.rank)
             is_one_more.release()
-        wait_until(self, done, what)
+        wait_until(self, done, what, keys)
 
     monkeypatch.setattr(WeightGroup, "_wait_until", notes)
 
@@ -202,11 +202,12 @@ def test_bytes_that_change_on_the_way_are_noticed(store, pool, next_epoch) -> No
 
 
 def test_absent_member_aborts_within_the_timeout(store, pool, next_epoch) -> None:
-    group = message(store.address, epoch=next_epoch(), world_size=3, timeout_s=1.0)
-    futures = join_all(pool, group, [0, 2])
-    for future in futures:
-        with aborted("member"):
+    group = message(store.address, epoch=next_epoch(), world_size=5, timeout_s=1.0)
+    futures = join_all(pool, group, [0, 3])
+    for future in futures:  # the first to give up tells the other whom it missed
+        with pytest.raises(Aborted, match="all members to join; missing: 1,2,4") as caught:
             future.result()
+        assert caught.value.metadata["absent"] == "1,2,4"
 
 
 def test_member_that_dies_while_the_group_forms_aborts_it(store, next_epoch) -> None:

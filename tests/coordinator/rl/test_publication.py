@@ -1,6 +1,7 @@
 """Tests publication with replicas that fail in each of its phases."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -9,12 +10,12 @@ import pytest_asyncio
 from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
-from services.common.errors import Aborted, PreconditionFailed, Reason, Unavailable
+from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.services.clients.replica import ReplicaState
 from services.coordinator.services.clients.rollout import Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
-from tests.support import PATIENCE_S, until
+from tests.support import LIMITS_S, PATIENCE_S, until
 
 DEAD, STALE, SERVING = ReplicaState.DEAD, ReplicaState.STALE, ReplicaState.SERVING
 
@@ -140,6 +141,97 @@ async def test_a_passing_fault_costs_an_epoch(parts: Parts):
     await parts.publisher.publish(0)
     assert parts.run.epochs == [2, 2]
     assert parts.states == [SERVING, SERVING]
+
+
+class WaitingTrainer(FakeTrainer):
+    """Gives up on `hung`, the last member, as a real one does: only in a join is it known who is missing."""
+
+    hung: FakeReplica
+
+    async def join(self, group: WeightGroup) -> str:
+        await super().join(group)
+        if group.world_size == 4 and self.hung.hangs_in == "JoinWeightGroup":
+            raise Aborted("waited 20 s for all members to join; missing: 3", absent="3")
+        return self.plan_digest
+
+    async def send(self, epoch: int, version: int) -> PolicyStamp:
+        if self.groups[-1].world_size == 4 and self.hung.hangs_in == "ReceiveWeights":
+            raise Aborted("waited 20 s for a broadcast")
+        return await super().send(epoch, version)
+
+
+async def publish_within(parts: Parts, limit_s: float, version: int) -> None:
+    """Publishes with `limit_s` for every phase."""
+    limits = {"weights": {"timeout_s": limit_s}, "timeouts": {"publish_s": limit_s}}
+    parts.run.config = make_config(**limits)
+    for replica in parts.rollout.replicas:
+        replica._timeouts = parts.run.config.timeouts
+    await Publisher(parts.trainer, parts.rollout, parts.run).publish(version)
+
+
+@pytest.mark.parametrize("method", ["JoinWeightGroup", "ReceiveWeights", "CommitWeights"])
+async def test_one_that_hangs_twice_is_named_and_dropped_and_gets_another_engine(
+    parts: Parts, method: str, caplog: pytest.LogCaptureFixture
+):
+    survivor, hung = parts.fakes
+    parts.trainer = WaitingTrainer()
+    parts.trainer.hung = hung
+    for limit_s in LIMITS_S:
+        hung.hangs_in, parts.run.epochs[:] = method, []
+        with contextlib.suppress(Aborted, DeadlineExceeded):  # the machine was too slow for this limit
+            await publish_within(parts, limit_s, 5)
+            break
+    assert parts.run.epochs[-3:] == [2, 2, 1]
+    assert survivor.committed[-1].version == 5
+    assert parts.rollout.replicas[0].state is SERVING
+    named = [record.getMessage() for record in caplog.records if "did not take part" in record.getMessage()]
+    assert len(named) >= 2
+    assert all(f"replica {hung.address} did not take part" in message for message in named[-2:])
+
+    await until(lambda: hung.closed)
+    await parts.until(SERVING, STALE)
+    parts.run.config = make_config()
+    await Publisher(parts.trainer, parts.rollout, parts.run).publish(6)
+    assert parts.states == [SERVING, SERVING]
+    assert [stamp.version for stamp in hung.committed] == [6]
+
+
+async def test_one_that_missed_the_last_publication_is_dropped_at_its_next_miss(parts: Parts):
+    parts.trainer = WaitingTrainer()
+    parts.trainer.hung = parts.fakes[1]
+    publisher = Publisher(parts.trainer, parts.rollout, parts.run)
+    for version in (5, 6):
+        parts.fakes[1].hangs_in = "JoinWeightGroup"
+        await publisher.publish(version)
+        await parts.until(SERVING, STALE)
+    assert parts.run.epochs == [2, 2, 1, 2, 1]
+    await publisher.publish(7)
+    assert parts.states == [SERVING, SERVING]
+    parts.fakes[1].hangs_in = "JoinWeightGroup"
+    parts.rollout.replicas[1].num_opens += 1  # so that the group is formed again
+    await publisher.publish(8)  # it has taken part since, so it may miss one more
+    assert parts.run.epochs == [2, 2, 1, 2, 1, 2, 2, 2, 1]
+
+
+async def test_nobody_is_dropped_if_all_that_are_left_hang(parts: Parts):
+    parts.trainer = WaitingTrainer()
+    parts.trainer.hung = parts.fakes[1]
+    for fake in parts.fakes:
+        fake.error["JoinWeightGroup"] = Aborted("waited 20 s; missing: 2,3", absent="2,3")
+    with pytest.raises(Aborted) as raised:
+        await parts.publisher.publish(0)
+    assert all(fake.address in raised.value.message for fake in parts.fakes)
+    assert parts.run.epochs == [2, 2, 2]
+    assert DEAD not in parts.states
+    assert [fake.closed for fake in parts.fakes] == [[], []]
+
+
+async def test_one_that_answers_with_an_error_is_not_taken_for_hung(parts: Parts):
+    parts.fakes[0].hangs_in = "ReceiveWeights"
+    parts.fakes[1].error["ReceiveWeights"] = PreconditionFailed("the wrong state")
+    with pytest.raises(PreconditionFailed, match=r"^the wrong state"):
+        await parts.publisher.publish(0)
+    assert DEAD not in parts.states
 
 
 async def test_a_fault_that_stays_is_reported_and_nothing_is_served(parts: Parts):

@@ -53,6 +53,11 @@ class Replica:
         self.num_opens += 1
         self.state = ReplicaState.STALE
 
+    async def end_engine(self, run_id: str) -> None:
+        """Closes the run, so that the next `open` starts another engine."""
+        request = pb.CloseRunRequest(run_id=run_id)
+        await self._client.call(RolloutService.CloseRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+
     async def is_alive(self) -> bool:
         """Returns whether the service answers and still has its engine."""
         try:

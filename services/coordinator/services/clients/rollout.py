@@ -104,14 +104,14 @@ class Rollout:
                     self.mark_dead(replica, error)
             self.num_redispatched += 1
 
-    def mark_dead(self, replica: Replica, why: LockstepError) -> None:
-        """Stops sending groups to the replica, and reopens it when it comes back."""
+    def mark_dead(self, replica: Replica, why: LockstepError, *, restart: bool = False) -> None:
+        """Stops sending groups to the replica, and reopens it when it comes back; with `restart`, on a new engine."""
         if replica.state is ReplicaState.DEAD:
             return
         self._last_failure = f"lost replica {replica.address}: {why.message}"
         log.warning("%s", self._last_failure)
         replica.state = ReplicaState.DEAD
-        self._reviving[replica.address] = asyncio.create_task(self._revive(replica))
+        self._reviving[replica.address] = asyncio.create_task(self._revive(replica, restart))
 
     def check(self) -> None:
         """Raises RUN_REPLACED if another run has opened a replica that was to be reopened: this run must end."""
@@ -134,10 +134,12 @@ class Rollout:
         await asyncio.gather(*self._reviving.values(), return_exceptions=True)
         await gather(replica.close() for replica in self.replicas)
 
-    async def _revive(self, replica: Replica) -> None:
+    async def _revive(self, replica: Replica, restart: bool) -> None:
         # Retries without limit, until the service listens again and opens the run.
         for num_retries in itertools.count():
             try:
+                if restart:
+                    await replica.end_engine(self._run_id)
                 await replica.open(self._run_id, self._config, self._card)
                 break
             except LockstepError as error:
