@@ -49,7 +49,7 @@ class SftConfig(Strict):
 
     name: str = Field(default="sft", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
     """Directory that holds the directories of all runs."""
     model: str
     """Path of the starting model on the trainer's host: a directory in Hugging Face format."""

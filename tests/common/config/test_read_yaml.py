@@ -26,7 +26,7 @@ def test_a_bomb_is_refused_by_file_and_by_override(text: str, tmp_path):
     with pytest.raises(InvalidInput, match=r"run\.yaml is not YAML: "):
         load(Config, [str(tmp_path / "run.yaml")])
     flow = text if text.startswith("a: ") else f"{{{','.join(text.splitlines())}}}"
-    with pytest.raises(InvalidInput, match="is not a YAML value: |unknown key"):
+    with pytest.raises(InvalidInput, match=r"is not a YAML value: |unknown key"):
         load(Config, [f"data={flow.removeprefix('a: ')}"])
 
 
