@@ -17,7 +17,9 @@ _CHUNK_BYTES = 256 << 10
 async def read_log(
     directory: Path, service: str, offset: int, until: asyncio.Event | None
 ) -> AsyncGenerator[pb.ReadLogResponse, None]:
-    """Yields the log of `service` from byte `offset`, or from its end if it is shorter; with `until`, also what is written before that event is set.
+    """Yields the log of `service` from byte `offset`, or from its end if it is shorter.
+
+    With `until`, also yields what is written before that event is set.
 
     Raises:
         NotFound: `directory` has no log of `service`.

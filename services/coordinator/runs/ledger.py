@@ -82,6 +82,12 @@ class Ledger:
         ).fetchone()
         return {"version": row[0], **json.loads(row[1])} if row else None
 
+    def is_newer(self, kind: Kind, than: Kind) -> bool:
+        """Returns whether there is a decision of `kind` that is newer than every decision of kind `than`."""
+        newest = "SELECT IFNULL(MAX(seq), 0) FROM decisions WHERE kind = ?"
+        row = self._db.execute(f"SELECT ({newest}) > ({newest})", (kind.value, than.value)).fetchone()
+        return bool(row[0])
+
     def checkpoints(self, kind: Kind) -> list[Decision]:
         """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""
         rows = self._db.execute(

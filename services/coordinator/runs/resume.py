@@ -41,6 +41,8 @@ class Start:
     ledger: Ledger
     checkpoint: str
     critic_checkpoint: str = ""
+    required_step: int | None = None
+    """Step that the trainer must hold; None if it may have kept a newer one of this run."""
 
 
 def open_run(config: AnyConfig) -> Start:
@@ -61,7 +63,9 @@ def open_run(config: AnyConfig) -> Start:
         )
     checkpoint = ""
     if is_path(config.resume):
-        checkpoint = _given(config.resume)
+        checkpoint = str(Path(config.resume).absolute())
+        if not exists:
+            _require_checkpoint(checkpoint)
     elif not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -85,14 +89,48 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
     if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
         _require_same(config, json.loads(opened["config"]), ledger)
-    if checkpoint:
-        _abandon_later(ledger, checkpoint)
+    asked, continues = checkpoint, bool(checkpoint and opened) and _continues(ledger, checkpoint)
+    step = None
+    if continues:
+        checkpoint = _newest_since(ledger, config, checkpoint)
+    elif checkpoint:
+        step = _require_checkpoint(checkpoint)
+        _abandon_later(ledger, step)
     elif config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
     written = config.model_dump_json()
-    ledger.record(Kind.OPENED, run_id=run_id, config=written, checkpoint=checkpoint, versions=installed())
-    return Start(run_id, ledger, checkpoint, critic)
+    ledger.record(
+        Kind.OPENED,
+        run_id=run_id,
+        config=written,
+        checkpoint=checkpoint,
+        resume=asked,
+        continues=continues,
+        versions=installed(),
+    )
+    return Start(run_id, ledger, checkpoint, critic, step)
+
+
+def _continues(ledger: Ledger, asked: str) -> bool:
+    """Returns whether the run was last opened with the same checkpoint as `resume`, and has gone on from there.
+
+    The same command then resumes the run's own newest state. Opening it with another `resume` in between goes back.
+    """
+    opened = ledger.last(Kind.OPENED)
+    if not opened or opened.get("resume") != asked:
+        return False
+    return opened["continues"] or any(ledger.is_newer(kind, Kind.OPENED) for kind in (Kind.PUBLISHED, Kind.FINISHED))
+
+
+def _newest_since(ledger: Ledger, config: AnyConfig, asked: str) -> str:
+    """Returns the newest checkpoint that the run saved after it went back to `asked`; `asked` if there is none."""
+    began = next(row for row in reversed(ledger.all(Kind.OPENED)) if not row.get("continues"))
+    saved = [row["path"] for row in ledger.checkpoints(Kind.SAVED, after=began["seq"])]
+    if saved:
+        return _newest(ledger, config)
+    _require_checkpoint(asked)
+    return asked
 
 
 def _require_unused(run_dir: Path) -> None:
@@ -117,21 +155,19 @@ def _critic_checkpoint(checkpoint: str) -> str:
     return str(critic)
 
 
-def _given(path: str) -> str:
-    directory = Path(path)
-    if not (directory / "manifest.json").is_file():
+def _require_checkpoint(path: str) -> int:
+    """Returns the number of policy updates in the checkpoint at `path`, or raises NotFound or DataLoss."""
+    if not (Path(path) / "manifest.json").is_file():
         raise NotFound(
             f"resume: {path} is not a checkpoint (no manifest.json); give auto, never, must or a checkpoint's path",
             field="resume",
         )
-    return str(directory.absolute())
+    return step_of(path)
 
 
-def _abandon_later(ledger: Ledger, checkpoint: str) -> None:
-    """Renames later checkpoints than `checkpoint` and records them as deleted, because the run abandons that branch."""
-    rows = [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]
-    step = step_of(checkpoint) if rows else 0
-    for row in rows:
+def _abandon_later(ledger: Ledger, step: int) -> None:
+    """Renames checkpoints of steps after `step` and records them as deleted, because the run abandons that branch."""
+    for row in (row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)):
         path = Path(row["path"])
         if row["version"] > step:
             ledger.record(Kind.DELETED, path=row["path"])
