@@ -9,8 +9,9 @@ from pathlib import Path
 
 from services.common.config.any import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
+from services.common.storage import writing
 from services.common.versions import installed
-from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.ledger import Decision, Kind, Ledger
 
 LEDGER = "ledger.sqlite"
 CHECKPOINTS = "checkpoints"
@@ -68,7 +69,8 @@ def open_run(config: AnyConfig) -> Start:
             _require_checkpoint(checkpoint)
     elif not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with writing(config.run_dir):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(ledger_path)
     try:
         return _open(config, ledger, checkpoint)
@@ -89,10 +91,10 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
     if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
         _require_same(config, json.loads(opened["config"]), ledger)
-    asked, continues = checkpoint, bool(checkpoint and opened) and _continues(ledger, checkpoint)
-    step = None
-    if continues:
-        checkpoint = _newest_since(ledger, config, checkpoint)
+    asked, step = checkpoint, None
+    before = _same_resume(ledger, checkpoint) if checkpoint else None
+    if before:
+        checkpoint = _newest_after(ledger, config, before)
     elif checkpoint:
         step = _require_checkpoint(checkpoint)
         _abandon_later(ledger, step)
@@ -100,37 +102,38 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
         checkpoint = _newest(ledger, config)
     critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
     written = config.model_dump_json()
+    asked_step = before["resume_step"] if before else step
     ledger.record(
         Kind.OPENED,
         run_id=run_id,
         config=written,
         checkpoint=checkpoint,
         resume=asked,
-        continues=continues,
+        resume_step=asked_step,
+        has_gone_on=before is not None,
         versions=installed(),
     )
     return Start(run_id, ledger, checkpoint, critic, step)
 
 
-def _continues(ledger: Ledger, asked: str) -> bool:
-    """Returns whether the run was last opened with the same checkpoint as `resume`, and has gone on from there.
+def _same_resume(ledger: Ledger, asked: str) -> Decision | None:
+    """Returns the last opening if it had the same checkpoint as `resume` and the run has gone on since; else None.
 
-    The same command then resumes the run's own newest state. Opening it with another `resume` in between goes back.
+    The same command then resumes the run's own newest state instead of going back again.
     """
     opened = ledger.last(Kind.OPENED)
     if not opened or opened.get("resume") != asked:
-        return False
-    return opened["continues"] or any(ledger.is_newer(kind, Kind.OPENED) for kind in (Kind.PUBLISHED, Kind.FINISHED))
+        return None
+    has_worked = any(ledger.is_newer(kind, Kind.OPENED) for kind in (Kind.PUBLISHED, Kind.FINISHED))
+    return opened if opened["has_gone_on"] or has_worked else None
 
 
-def _newest_since(ledger: Ledger, config: AnyConfig, asked: str) -> str:
-    """Returns the newest checkpoint that the run saved after it went back to `asked`; `asked` if there is none."""
-    began = next(row for row in reversed(ledger.all(Kind.OPENED)) if not row.get("continues"))
-    saved = [row["path"] for row in ledger.checkpoints(Kind.SAVED, after=began["seq"])]
-    if saved:
+def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
+    """Returns the newest checkpoint saved since the run went back to that of `before`; that one if there is none."""
+    if any(row["version"] > before["resume_step"] for row in ledger.checkpoints(Kind.SAVED)):
         return _newest(ledger, config)
-    _require_checkpoint(asked)
-    return asked
+    _require_checkpoint(before["resume"])
+    return before["resume"]
 
 
 def _require_unused(run_dir: Path) -> None:

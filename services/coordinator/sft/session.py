@@ -44,7 +44,7 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
                 if data is None:
                     data = load_late(config, trainer.opened.model_card, _load)
                     use_rows(run, data.train)
-                run.begin(version, [*files(config, version), Lines(console, run.num_steps)])
+                run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
                 stop_on_signal(run, console)
                 await train(run, data, trainer, version)
                 return await finish(run, trainer)

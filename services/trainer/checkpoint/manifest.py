@@ -1,4 +1,4 @@
-"""Writes and verifies checkpoint directories.
+"""Writes and verifies checkpoint directories, and completes exports.
 
 A manifest with the SHA-256 of every file is written last; a directory without it is not a checkpoint. The directory is
 written under another name and then renamed, so that a reader finds a complete checkpoint or none.
@@ -59,11 +59,16 @@ def finish(path: Path, state: TrainState) -> tuple[int, str]:
     files = {str(file.relative_to(partial)): _describe(file) for file in _files(partial)}
     content = json.dumps({"state": asdict(state), "files": files}, indent=1).encode()
     (partial / _MANIFEST).write_bytes(content)
-    for file in (*_files(partial), partial):
-        _fsync(file)
-    partial.rename(path)
-    _fsync(path.parent)
+    _move(partial, path)
     return sum(int(file["num_bytes"]) for file in files.values()), hashlib.sha256(content).hexdigest()
+
+
+def finish_export(path: Path) -> None:
+    """Writes SHA256SUMS, for `sha256sum --check`, and moves the staged files of an export to `path`."""
+    partial = staging(path)
+    sums = [f"{_describe(file)['sha256']}  {file.relative_to(partial)}\n" for file in _files(partial)]
+    (partial / "SHA256SUMS").write_text("".join(sums))
+    _move(partial, path)
 
 
 def verify(path: Path) -> TrainState:
@@ -88,6 +93,14 @@ def verify(path: Path) -> TrainState:
         if _describe(file) != expected:
             raise DataLoss(f"checkpoint {path}: {name} is not the file that was written")
     return state
+
+
+def _move(partial: Path, path: Path) -> None:
+    """Syncs everything in `partial` to disk, then renames it."""
+    for entry in (*partial.rglob("*"), partial):
+        _fsync(entry)
+    partial.rename(path)
+    _fsync(path.parent)
 
 
 def _files(directory: Path) -> Iterator[Path]:

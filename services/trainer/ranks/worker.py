@@ -255,7 +255,7 @@ class Worker:
         num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
         if lora.rank:
             num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
-        partial.rename(final)
+        checkpoint.finish_export(final)
         return Message({"num_bytes": num_bytes})
 
     def _make_plan(self, bucket_bytes: int) -> Plan:
