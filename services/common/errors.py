@@ -163,6 +163,13 @@ ERROR_CLASSES: tuple[type[LockstepError], ...] = (
 _CLASS_OF_CODE = {cls.code: cls for cls in ERROR_CLASSES}
 
 
+def described(error: BaseException) -> tuple[str, str]:
+    """Returns the word of an error's reason and its message; an untyped error is INTERNAL."""
+    if isinstance(error, LockstepError):
+        return error.reason.value, error.message
+    return Reason.INTERNAL.value, f"{type(error).__name__}: {error}"
+
+
 def to_status(error: LockstepError) -> grpc.Status:
     """Returns the gRPC status that carries `error`, for `context.abort_with_status`."""
     # Keep the start of the message, which says what happened, and the end of a traceback, which says where.

@@ -14,7 +14,6 @@ from typing import TextIO
 from services.common.telemetry.context import scoped
 from services.common.telemetry.otel import Otel
 
-
 log = logging.getLogger(__name__)
 
 

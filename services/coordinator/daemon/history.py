@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
-from services.common.errors import DataLoss, LockstepError
+from services.common.errors import DataLoss, LockstepError, described
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.recorded import RecordedLedger
 from services.coordinator.runs.resume import LEDGER
@@ -23,14 +23,14 @@ def read_run(directory: Path) -> pb.Run | None:
         opened, failed = _last_session(directory)
         run.version = max((version for version, _ in _lines(directory)), default=0)
     except (LockstepError, sqlite3.Error) as error:
-        run.state, run.error = pb.RUN_STATE_FAILED, f"cannot read the run's files: {error}"
+        run.state, run.error = pb.RUN_STATE_FAILED, f"{described(error)[0]}: cannot read the run's files: {error}"
         return run
     if opened is None or "reward" not in (config := json.loads(opened["config"])):
         return None
     run.run_id, run.num_steps = opened["run_id"], config["num_steps"]
     run.state = pb.RUN_STATE_FINISHED if run.version >= run.num_steps else pb.RUN_STATE_STOPPED
     if failed:
-        run.state, run.error = pb.RUN_STATE_FAILED, failed["message"]
+        run.state, run.error = pb.RUN_STATE_FAILED, f"{failed['reason']}: {failed['message']}"
     return run
 
 

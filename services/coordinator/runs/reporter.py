@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-
 log = logging.getLogger(__name__)
 
 

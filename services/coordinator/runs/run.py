@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from services.common.config.any import AnyConfig
 from services.common.config.run import Config
-from services.common.errors import LockstepError, Reason
+from services.common.errors import LockstepError, described
 from services.common.storage import writing
 from services.common.telemetry.context import within
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
@@ -119,10 +119,9 @@ class Run(Generic[ConfigT]):
 
     def record_failure(self, error: Exception) -> None:
         """Records the error that ends this session. If the ledger cannot take it either, only the log has it."""
-        reason = error.reason if isinstance(error, LockstepError) else Reason.INTERNAL
-        message = error.message if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
+        reason, message = described(error)
         try:
-            self.record.ledger.record(Kind.FAILED, self.version, reason=reason.value, message=message)
+            self.record.ledger.record(Kind.FAILED, self.version, reason=reason, message=message)
         except LockstepError as failure:
             log.warning("the failure of the run is not recorded: %s", failure.message)
 
