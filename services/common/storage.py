@@ -13,6 +13,11 @@ _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO}
 
 
+def is_of_disk(error: OSError) -> bool:
+    """Returns whether `error` says that a disk, and not the path, is at fault."""
+    return error.errno in {*_FULL, errno.EROFS, errno.EIO}
+
+
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Converts an OSError of the block, which writes `path`.

@@ -1,12 +1,15 @@
 """Writes the policy in formats that other programs read: a Hugging Face model, or a PEFT adapter."""
 
 import json
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from lockstep.types.v1.types_pb2 import ModelCard
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from services.common.config.trainer.section import LoraConfig
@@ -83,7 +86,14 @@ def _with_dtype(card: ModelCard, dtype: torch.dtype) -> ModelCard:
 
 
 def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None:
-    save_file(shard, directory / _shard_name(number), metadata={"format": "pt"})
+    path = directory / _shard_name(number)
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # has the number of a system error only in its text
+        if found := re.search(r"os error (\d+)", str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
 
 
 def _shard_name(number: int) -> str:

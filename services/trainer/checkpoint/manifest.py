@@ -9,10 +9,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.common.errors import DataLoss, InvalidInput, NotFound
+from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
+from services.common.storage import is_of_disk, storage_error
 
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 8 << 20
@@ -39,18 +41,40 @@ def staging(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Makes an empty staging directory for `path`, and deletes what an interrupted save left in it.
+    """Makes an empty staging directory for `path`, and deletes what interrupted saves left.
+
+    This includes saves of other steps: a run that resumed with another `save_freq` may not reach them again.
 
     Raises:
         InvalidInput: `path` exists, or cannot be made.
+        PreconditionFailed: STORAGE_FAILED: the disk is full or read-only.
     """
     try:
         partial = staging(path)
-        shutil.rmtree(partial, ignore_errors=True)
+        others = path.parent.glob(".step-*.partial") if path.name.startswith("step-") else ()
+        for left in (partial, *others):
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
+        if is_of_disk(error):
+            raise storage_error(path, error) from error
         raise InvalidInput(f"path: {path} cannot be made: {error}", field="path") from error
     return partial
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[None]:
+    """Makes the staging directory for the block, which saves `path`. If the block fails, the directory is deleted.
+
+    Raises:
+        InvalidInput: See `begin`.
+    """
+    partial = begin(path)
+    try:
+        yield
+    except LockstepError:
+        shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+        raise
 
 
 def finish(path: Path, state: TrainState) -> tuple[int, str]:

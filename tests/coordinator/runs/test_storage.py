@@ -22,7 +22,7 @@ from services.coordinator.runs.record import CollectedBatch, RunRecord
 from services.coordinator.runs.reporter import Tolerant
 from services.coordinator.runs.resume import open_run
 from tests.coordinator.fake_services import make_config
-from tests.coordinator.small_disk import NUM_BYTES, SmallDisk, small_disk
+from tests.small_disk import NUM_BYTES, SmallDisk, small_disk
 
 STEP = {"time/step_s": 1.0, "reward/mean": 0.5}
 

@@ -27,6 +27,11 @@ class SmallDisk:
                 except OSError:
                     pass
 
+    def fill_up_to(self, num_bytes: int) -> None:
+        """Takes its space except for `num_bytes`."""
+        self.fill()
+        os.truncate(self._filler, self._filler.stat().st_size - num_bytes)
+
     def free(self) -> None:
         """Gives the space back."""
         self._filler.unlink()
