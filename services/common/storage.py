@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def is_of_disk(error: OSError) -> bool:
 
 
 @contextmanager
-def writing(path: str | Path) -> Iterator[None]:
+def writing(path: str | Path) -> Generator[None]:
     """Converts an OSError of the block, which writes `path`.
 
     Raises:

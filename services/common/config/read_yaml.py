@@ -1,6 +1,7 @@
 """Parses YAML with limits: a small text must not build a huge tree, and a key must not be set twice."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import yaml
 
@@ -57,7 +58,8 @@ def _count(value: object, counted: dict[int, int], depth: int) -> int:
         return 1
     if depth > MAX_DEPTH:
         raise yaml.YAMLError(f"it nests more than {MAX_DEPTH} levels deep, or an alias contains itself")
-    if id(value) not in counted:
-        children = value.values() if isinstance(value, dict) else value
-        counted[id(value)] = 1 + sum(_count(child, counted, depth + 1) for child in children)
-    return counted[id(value)]
+    key = id(cast(object, value))
+    if key not in counted:
+        children = cast(Iterable[object], value.values() if isinstance(value, dict) else value)
+        counted[key] = 1 + sum(_count(child, counted, depth + 1) for child in children)
+    return counted[key]

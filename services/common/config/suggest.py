@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Sequence
+from typing import cast
 
 # Names that other trainers (TRL, verl, OpenRLHF) use, and the last part of Lockstep's name.
 _OTHER_NAMES = {
@@ -33,8 +34,8 @@ def suggest(known: Sequence[str], path: str, value: object) -> str:
         path: The dotted key as it was written, up to its first unknown part.
         value: Its value; the only key of a table belongs to what was written.
     """
-    while isinstance(value, dict) and len(value) == 1:
-        ((name, value),) = value.items()
+    while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
+        ((name, value),) = table.items()
         path = f"{path}.{name}"
     section, parent, leaf = path.partition(".")[0], *_split(path)
     in_section = [key for key in known if key.startswith(f"{section}.")] or known

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -29,21 +30,24 @@ class TensorBoard(Reporter):
 
     def __init__(self, directory: Path, version: int):
         from tensorboardX.event_file_writer import EventsWriter  # slow: it imports torch if that is installed
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._event = Event
+        # Protobuf makes their classes at import.
+        events: Any = event_pb2
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._writer = EventsWriter(str(directory / "events"))
-            start = SessionLog(status=SessionLog.START)  # hides what an earlier session wrote for later steps
-            self._writer.write_event(Event(wall_time=time.time(), step=version + 1, session_log=start))
+            start = events.SessionLog(
+                status=events.SessionLog.START
+            )  # hides what an earlier session wrote for later steps
+            self._writer.write_event(self._event(wall_time=time.time(), step=version + 1, session_log=start))
             self._writer.flush()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.write_event(self._event(wall_time=time.time(), step=version, summary=Summary(value=values)))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.write_event(self._event(wall_time=time.time(), step=version, summary=self._summary(value=values)))
         self._writer.flush()
 
     evaluation = step
