@@ -28,8 +28,8 @@ def read_model_card(model_path: str | Path) -> ModelCard:
 
     Raises:
         NotFound: The directory does not exist or has no config.json.
-        InvalidInput: config.json or tokenizer_config.json is not a JSON object, or asks to run code that comes with the
-            model (`auto_map`), which is never run.
+        InvalidInput: A file is a link out of the directory, config.json or tokenizer_config.json is not a JSON object,
+            or one of them asks to run code that comes with the model (`auto_map`), which is never run.
     """
     directory = Path(model_path)
     if not directory.is_dir():
@@ -37,6 +37,8 @@ def read_model_card(model_path: str | Path) -> ModelCard:
     if not (directory / _REQUIRED).is_file():
         raise NotFound(f"model: {directory} has no {_REQUIRED}", field="model")
     names = [_REQUIRED, *(name for name in _OPTIONAL if (directory / name).is_file())]
+    for name in names:
+        _refuse_link_out(directory / name)
     card = ModelCard(files={name: (directory / name).read_bytes() for name in names})
     _refuse_code(card, directory)
     return card
@@ -54,6 +56,20 @@ def write_model_card(card: ModelCard, directory: Path) -> None:
             raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
     for name, content in card.files.items():
         (directory / name).write_bytes(content)
+
+
+def _refuse_link_out(path: Path) -> None:
+    """Refuses a link to a file elsewhere, which may be secret: the card goes to other services and into exports.
+
+    The Hugging Face hub's cache links `snapshots/<revision>/<file>` to `blobs`, which is accepted.
+    """
+    directory, target = path.parent.resolve(), path.resolve()
+    blobs = directory.parent.parent / "blobs"
+    if not target.is_relative_to(directory) and target.parent != blobs:
+        raise InvalidInput(
+            f"model: {path} is a link to {target}, outside the model's directory; put a copy in its place",
+            field="model",
+        )
 
 
 def _refuse_code(card: ModelCard, source: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     @shielded
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         role = _role(request.role, is_trained=True)
-        async with self._saving:
+        async with self._saving, AsyncExitStack() as stack:
             async with self._changing:
                 held = self._require_open(role)
                 if request == self._last_save[0] and Path(request.path).exists():
@@ -214,7 +215,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                         f"cannot save version {request.version}: the trainer holds version {held.state.version}",
                         reason=Reason.STALE_STAMP,
                     )
-                checkpoint.begin(Path(request.path))
+                stack.enter_context(checkpoint.staged(Path(request.path)))
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
             # If the answer is empty, the ranks write copies in the background, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
@@ -227,8 +228,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.ExportHuggingFaceResponse:
         async with self._changing:
             self._require_open()
-            checkpoint.begin(Path(request.path))
-            answers = await self._ranks.call(Worker.export, path=request.path)
+            with checkpoint.staged(Path(request.path)):
+                answers = await self._ranks.call(Worker.export, path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
 
     async def SendTestBroadcast(

@@ -64,3 +64,25 @@ def test_file_that_no_card_has_is_refused(tmp_path: Path, name: str) -> None:
         write_model_card(card, target)
     assert not list(target.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_elsewhere_does_not_get_into_a_card(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key")
+    model = directory_with(tmp_path / "model", config__json="{}", real__json="{}")
+    (model / "generation_config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(InvalidInput, match=r"generation_config\.json is a link to .*secret, outside") as caught:
+        read_model_card(model)
+    assert caught.value.metadata["field"] == "model"
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").symlink_to("real.json")
+    assert set(read_model_card(model).files) == {"config.json", "generation_config.json"}
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
+    blobs = directory_with(tmp_path / "blobs", abc="{}")
+    (tmp_path / "snapshots").mkdir()
+    snapshot = directory_with(tmp_path / "snapshots" / "1")
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    (tmp_path / "link").symlink_to(snapshot)
+    for directory in (snapshot, tmp_path / "link"):
+        assert read_model_card(directory).files["config.json"] == (blobs / "abc").read_bytes()

@@ -68,7 +68,7 @@ class Config(Strict):
 
     name: str = Field(default="run", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
     """Directory that holds the directories of all runs."""
     model: str
     """Path of the starting model on the trainer's host: a directory in Hugging Face format."""
@@ -78,8 +78,9 @@ class Config(Strict):
     """Number of training steps. Each step trains on one batch and raises the policy version by 1."""
     resume: str = "auto"
     """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
-    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint to resume
-    from."""
+    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
+    back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
+    back to the same one again, resume with auto in between."""
     trace: bool = False
     """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
     that this command started."""

@@ -1,11 +1,15 @@
 """Writes the policy in formats that other programs read: a Hugging Face model, or a PEFT adapter."""
 
 import json
+import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from lockstep.types.v1.types_pb2 import ModelCard
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from services.common.config.trainer.section import LoraConfig
@@ -20,7 +24,8 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
     """Writes the model into `directory`, which must exist and be empty; returns the bytes of the weights."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     where: dict[str, int] = {}
-    filled = total = 0
+    num_bytes = Counter[torch.dtype]()
+    filled = 0
     for name, tensor in weights:
         if filled and filled + tensor.nbytes > _SHARD_BYTES:
             _write(directory, shards[-1], len(shards))
@@ -30,15 +35,17 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
         # The tensor may be a view that is valid only until the next iteration.
         shards[-1][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         where[name] = len(shards)
-        filled, total = filled + tensor.nbytes, total + tensor.nbytes
+        filled += tensor.nbytes
+        num_bytes[tensor.dtype] += tensor.nbytes
     _write(directory, shards[-1], len(shards))
     index = {
-        "metadata": {"total_size": total},
+        "metadata": {"total_size": num_bytes.total()},
         "weight_map": {name: _shard_name(number) for name, number in where.items()},
     }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    write_model_card(card, directory)
-    return total
+    ((dtype, _),) = num_bytes.most_common(1)
+    write_model_card(_with_dtype(card, dtype), directory)
+    return num_bytes.total()
 
 
 def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, directory: Path) -> int:
@@ -68,8 +75,25 @@ def adapter_config(lora: LoraConfig, base_path: str, names: Sequence[str]) -> di
     }
 
 
+def _with_dtype(card: ModelCard, dtype: torch.dtype) -> ModelCard:
+    """Returns the card of the exported model, whose weights are `dtype`; the card's own may say another one."""
+    config, name = json.loads(card.files["config.json"]), str(dtype).removeprefix("torch.")
+    stated = {key: name for key in ("dtype", "torch_dtype") if key in config}
+    exported = ModelCard(files=card.files)
+    if stated != {key: config[key] for key in stated}:
+        exported.files["config.json"] = json.dumps(config | stated, indent=2).encode()
+    return exported
+
+
 def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None:
-    save_file(shard, directory / _shard_name(number), metadata={"format": "pt"})
+    path = directory / _shard_name(number)
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # has the number of a system error only in its text
+        if found := re.search(r"os error (\d+)", str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
 
 
 def _shard_name(number: int) -> str:

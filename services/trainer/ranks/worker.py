@@ -21,6 +21,7 @@ from services.common.config.trainer.roles import CriticSettings
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.model_card import read_model_card
+from services.common.storage import storage_error, writing
 from services.common.weights.digest import Sums
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import NamedTensors, Plan
@@ -252,10 +253,15 @@ class Worker:
             return Message({})
         final = Path(path)
         partial = checkpoint.staging(final)
-        num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
-        if lora.rank:
-            num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
-        partial.rename(final)
+        try:
+            num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
+            if lora.rank:
+                num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
+            checkpoint.finish_export(final)
+        except OSError as error:
+            _exhaust(weights)  # the other ranks take part to the end
+            _exhaust(adapter)
+            raise storage_error(final, error) from error
         return Message({"num_bytes": num_bytes})
 
     def _make_plan(self, bucket_bytes: int) -> Plan:
@@ -284,7 +290,8 @@ class Worker:
     def _complete(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         if self._rank != 0:
             return {}
-        num_bytes, digest = checkpoint.finish(path, checkpoint.TrainState(**state))
+        with writing(path):
+            num_bytes, digest = checkpoint.finish(path, checkpoint.TrainState(**state))
         return {"num_bytes": num_bytes, "manifest_digest": digest}
 
     def _end_of_save(self) -> None:

@@ -240,3 +240,20 @@ def test_a_text_that_the_vocabulary_lacks_is_named() -> None:
     assert tokenizer.encode_batch(["1+2="]) == [tokenizer.encode("1+2=")]
     with pytest.raises(InvalidInput, match=r"data: the model's tokenizer cannot encode '3 plus 4': .*UNK"):
         tokenizer.encode_batch(["1+2=", "3 plus 4"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if x %}" * 5000 + "{% endif %}" * 5000],
+    ids=["parentheses", "blocks"],
+)
+def test_a_template_that_nests_too_deeply_is_refused(source):
+    with pytest.raises(InvalidInput, match="chat template nests too deeply") as refused:
+        ChatTemplate(source, {})
+    assert refused.value.metadata["field"] == "data.chat_template"
+
+
+def test_a_template_that_never_ends_is_refused():
+    template = ChatTemplate("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {})
+    with pytest.raises(TemplateRefusal, match="rejects these messages: maximum recursion"):
+        template.render([])
