@@ -22,6 +22,8 @@ from services.reward.scorers.base import Item
 log = logging.getLogger(__name__)
 
 NAME = "lockstep.reward.v1.RewardService"
+_MAX_TRACEBACKS = 100
+"""How many different tracebacks are written per run; one for each sample could fill the disk."""
 _FINISH_REASONS = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -33,6 +35,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._run: ScoringRun | None = None
         self._opened = NO_RUN
         self._changing = asyncio.Lock()
+        self._tracebacks: set[bytes] = set()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         """Returns state and versions."""
@@ -86,10 +89,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         items = _items(request)
         with self._metrics.scoring(len(items)):
             outcomes = await self._run.score(items)
-        for sample, outcome in enumerate(outcomes):
-            if outcome.failure:
-                with within(group=request.prompt_id, sample=sample):
-                    log.warning("prompt %s sample %d: %s", request.prompt_id, sample, outcome.failure)
+        self._log_failures(request.prompt_id, outcomes)
         return pb.ScoreResponse(scores=[_to_message(outcome) for outcome in outcomes], scorer=scorer)
 
     async def close(self) -> None:
@@ -97,7 +97,20 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async with self._changing:
             await self._close()
 
+    def _log_failures(self, prompt_id: str, outcomes: list[Outcome]) -> None:
+        """Writes a line for each sample without a reward, and each traceback of a run once."""
+        for sample, outcome in enumerate(outcomes):
+            if failure := outcome.failure:
+                text = f"scorer {failure.scorer}: {failure.reason}: {failure.detail}"
+                if failure.traceback and len(self._tracebacks) < _MAX_TRACEBACKS:
+                    digest = hashlib.sha256(failure.traceback.encode(errors="replace")).digest()
+                    text += "" if digest in self._tracebacks else f"\n{failure.traceback}"
+                    self._tracebacks.add(digest)
+                with within(group=prompt_id, sample=sample):
+                    log.warning("prompt %s sample %d: %s", prompt_id, sample, text)
+
     async def _close(self) -> None:
+        self._tracebacks.clear()
         run, self._run, self._opened = self._run, None, NO_RUN
         if run:
             await run.close()

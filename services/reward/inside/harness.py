@@ -34,9 +34,6 @@ from contextlib import suppress
 from types import ModuleType
 from typing import NoReturn
 
-from services.reward.inside import checker, program
-from services.reward.inside.wire import Peer
-
 SourceFileLoader = type(json.__loader__)
 
 
@@ -79,6 +76,8 @@ def main(job_descriptor: int, tests: int) -> None:
     """Runs all tests. It returns only in the fork of a `stdin` test, after the program has finished."""
     with os.fdopen(job_descriptor) as file:
         job = json.load(file)
+    if any(job["scripts"]):  # imported only for them, but before the forks
+        from services.reward.inside import checker, program  # noqa: F401
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1
     gc.freeze()  # keeps the garbage collector of a fork from copying the pages that it shares with this process
     _reply({})
@@ -220,6 +219,9 @@ def _value(job: dict, test: dict, write_end: int) -> None:
 
 def _script(job: dict, tests: int, size: int, offset: int, write_end: int) -> NoReturn:
     """Runs the program in a fork, which is made before the test is read, and the test in this process."""
+    from services.reward.inside import checker, program
+    from services.reward.inside.wire import Peer
+
     requests_end, request_end = os.pipe()
     replies_end, reply_end = os.pipe()
     _limit(job)

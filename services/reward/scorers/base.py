@@ -1,6 +1,7 @@
 """Defines the interface of scorers. Imports nothing heavy, because worker processes load this too."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,12 +18,16 @@ class FailureReason(StrEnum):
 
 
 class ScoringError(Exception):
-    """A sample has no score. It never becomes a number here; `reward.on_failure` says how the run treats it."""
+    """A sample has no score. It never becomes a number here; `reward.on_failure` says how the run treats it.
 
-    def __init__(self, reason: FailureReason, detail: str):
+    `traceback` is that of the exception that a scorer's function raised in its worker process; empty without one.
+    """
+
+    def __init__(self, reason: FailureReason, detail: str, traceback: str = ""):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.traceback = traceback
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,20 @@ class Scorer:
         Raises:
             ScoringError: No item has a score.
         """
-        return await gather(self._score_or_error(item) for item in items)
+        return await gather(score_or_error(self.score(item)) for item in items)
 
     async def close(self) -> None:
         """Closes the scorer; scores in progress fail as CRASHED."""
 
-    async def _score_or_error(self, item: Item) -> float | ScoringError:
-        try:
-            return await self.score(item)
-        except ScoringError as error:
-            return error
+
+async def score_or_error(score: Awaitable[float]) -> float | ScoringError:
+    """Returns the result of `score`, or the ScoringError that it raises."""
+    try:
+        return await score
+    except ScoringError as error:
+        return error
+
+
+def share_s(group_timeout_s: float, *, num_samples: int, num_slots: int) -> float:
+    """Returns how long each of `num_samples` may take, `num_slots` at once, so that a group ends in its time limit."""
+    return group_timeout_s / math.ceil(num_samples / num_slots)

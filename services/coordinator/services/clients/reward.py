@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
+import math
 
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 
 from services.common.config.run import Config
-from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
+from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
@@ -24,7 +25,7 @@ class Reward:
     def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
         self._address, self._config, self._timeouts = address, config.reward, config.timeouts
-        self._run_id, self._num_opens, self._scorer = "", 0, ""
+        self._run_id, self._num_opens, self._num_answers, self._scorer = "", 0, 0, ""
         self._opening = asyncio.Lock()
 
     async def open(self, run_id: str) -> None:
@@ -50,6 +51,7 @@ class Reward:
 
         Raises:
             LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
+            LockstepError: REWARD_FAILED if a reward or score is not finite; the message names prompt and sample.
             PreconditionFailed: SCORER_CHANGED, the scores come from other scorers than those that were opened.
         """
         request = pb.ScoreRequest(
@@ -69,6 +71,7 @@ class Reward:
         )
         answer = await self._score(request)
         self._require_same(answer.scorer)
+        self._require_finite(answer, group.prompt.prompt_id)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:
             return None
@@ -79,10 +82,19 @@ class Reward:
         await self._client.close()
 
     async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+        """Returns the answer. Repeats a call whose deadline passed while the service scored other groups."""
         while True:
-            num_opens = self._num_opens
+            num_opens, num_answers = self._num_opens, self._num_answers
             try:
-                return await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
+                answer = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
+                self._num_answers += 1
+                return answer
+            except DeadlineExceeded:
+                if self._num_answers == num_answers:
+                    raise
+                waited_s = self._timeouts.score_s
+                log.warning("prompt %s waits for %g s already: the reward service is busy", request.prompt_id, waited_s)
+                continue
             except LockstepError as error:
                 if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
                     raise
@@ -100,6 +112,14 @@ class Reward:
                 "restarted with another version; restart it with the previous version, or restart the run"
             )
             raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
+
+    def _require_finite(self, answer: pb.ScoreResponse, prompt_id: str) -> None:
+        for sample, score in enumerate(answer.scores):
+            numbers = {"reward": score.reward, **score.components}
+            bad = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
+            if bad:
+                message = f"prompt {prompt_id} sample {sample}: {', '.join(bad)} (scorer {answer.scorer})"
+                raise LockstepError(message, reason=Reason.REWARD_FAILED)
 
     def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
         reason = pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")
