@@ -53,8 +53,8 @@ class TimeoutsConfig(Strict):
     generate_s: float = Field(default=3600.0, gt=0)
     """Deadline in seconds for generating one prompt group."""
     score_s: float = Field(default=300.0, gt=0)
-    """Deadline in seconds for scoring one prompt group, its waiting included. A group that reaches it goes to the end of
-    the queue, and the run ends only if the reward service scored no other group meanwhile."""
+    """Deadline in seconds for scoring one prompt group, its waiting included. A group that reaches it goes to the end
+    of the queue, and the run ends only if the reward service scored no other group meanwhile."""
     train_s: float = Field(default=3600.0, gt=0)
     """Deadline in seconds for one Forward or Train call, which processes one batch."""
     publish_s: float = Field(default=300.0, gt=0)
@@ -249,8 +249,8 @@ class Config(Strict):
         kinds = {scorer.kind for scorer in self.reward.scorers} & {"math", "code"}
         if kinds and limit_s >= deadline_s:
             raise ValueError(
-                f"reward.group_timeout_s {limit_s:g} must be below timeouts.score_s {deadline_s:g}: a group would reach "
-                "the deadline of its call before its samples reach their limits"
+                f"reward.group_timeout_s {limit_s:g} must be below timeouts.score_s {deadline_s:g}: a group would "
+                "reach the deadline of its call before its samples reach their limits"
             )
         return self
 

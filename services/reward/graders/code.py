@@ -32,7 +32,7 @@ own process changes how the test compares. What the test gets:
   from it. Compared with data it is equal only by a plain value of its own.
 - A function of the test can be an argument. An instance of a class of the test or of `setup` cannot: the sample then
   fails with INVALID_ANSWER, because no program could pass.
-- Not available, so that a program fails: coroutines, deriving from a class of the program, catching its patches of
+- Not available, so that a program fails: coroutines, deriving from a class of the program, seeing its changes of
   modules, and replacing the program's stdin or globals. What it prints reaches the sys.stdout of the test.
 - Names that neither the test nor `setup` defines are the program's, except built-in names and modules of the standard
   library of which the test takes attributes (`math.isclose`).
@@ -63,7 +63,7 @@ _INTEGER = re.compile(r"[-+]?[0-9]+")
 
 @dataclass(frozen=True)
 class Test:
-    """Holds one test: `request` enters the sandbox (see inside/harness.py), and `accepts` judges the output that comes back.
+    """Holds one test: `request` enters the sandbox (see inside/harness.py), and `accepts` judges what comes back.
 
     The sizes are those of the text that the program must read and print. If a limit is below them, the dataset or the
     config is wrong, not the program.

@@ -273,7 +273,8 @@ def _add_operators() -> None:
         setattr(Proxy, f"__{name}__", lambda self, other, _name=name: self._Proxy__compare(_name, other))
     for name in ("neg", "pos", "abs", "invert"):
         setattr(Proxy, f"__{name}__", lambda self, _name=name: self._Proxy__operate(_name))
-    for name in ("add sub mul truediv floordiv mod pow matmul lshift rshift and or xor").split():
+    arithmetic = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+    for name in (*arithmetic, "lshift", "rshift", "and", "or", "xor"):
         what = f"{name}_" if name in ("and", "or") else name
         setattr(Proxy, f"__{name}__", lambda self, other, _what=what: self._Proxy__operate(_what, other))
         reflected = lambda self, other, _what=what: self._Proxy__operate(_what, other, reflected=True)  # noqa: E731

@@ -26,29 +26,24 @@ class MathScorer(WorkerScorer):
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
         """Scores each item. The time that one waits for others does not count for it."""
         limit_s = share_s(self._group_timeout_s, num_samples=len(items), num_slots=self._num_workers)
-        return await gather(score_or_error(self._score(item, limit_s)) for item in items)
+        results = await self._grade_all(items, limit_s)
+        bombs = [index for index, result in enumerate(results) if self._is_bomb(result)]
+        if not bombs:
+            return results
+        without = replace(items[0], completion="")  # takes as long only if the dataset's answer is at fault
+        (gold,) = await self._grade_all([without], limit_s)
+        # Something else may have killed a worker; a text that kills two of them is at fault.
+        crashed = [index for index in bombs if self._is_bomb(results[index], FailureReason.CRASHED)]
+        again = await self._grade_all([items[index] for index in crashed], limit_s)
+        results = dict(enumerate(results)) | dict(zip(crashed, again, strict=True))
+        zero = gold if isinstance(gold, ScoringError) else 0.0
+        return [zero if self._is_bomb(results[index]) else results[index] for index in range(len(items))]
 
-    async def _score(self, item: Item, limit_s: float) -> float:
-        try:
-            return await self._grade(item, limit_s)
-        except ScoringError as error:
-            if not self._is_bomb(error):
-                raise
-            failure = error
-        await self._grade(replace(item, completion=""), limit_s)  # raises if it is the dataset's answer that takes long
-        if failure.reason is FailureReason.TIMEOUT:
-            return 0.0
-        # Something else may have killed the worker. A text that kills two of them is at fault.
-        try:
-            return await self._grade(item, limit_s)
-        except ScoringError as error:
-            if not self._is_bomb(error):
-                raise
-            return 0.0
+    async def _grade_all(self, items: Sequence[Item], limit_s: float) -> list[float | ScoringError]:
+        calls = (self._pool.call({**asdict(item), **self._kwargs}, limit_s) for item in items)
+        return await gather(score_or_error(call) for call in calls)
 
-    def _is_bomb(self, error: ScoringError) -> bool:
-        """Whether the text may have taken all time or memory of a worker."""
-        return error.reason in (FailureReason.TIMEOUT, FailureReason.CRASHED) and not self._pool.closed
-
-    async def _grade(self, item: Item, limit_s: float) -> float:
-        return await self._pool.call({**asdict(item), **self._kwargs}, limit_s)
+    def _is_bomb(self, result: float | ScoringError, *reasons: FailureReason) -> bool:
+        """Returns whether the text may have taken all time or memory of a worker."""
+        reasons = reasons or (FailureReason.TIMEOUT, FailureReason.CRASHED)
+        return isinstance(result, ScoringError) and result.reason in reasons and not self._pool.closed
