@@ -55,7 +55,6 @@ FORGED = [
     ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
     ("def f(x): x.clear(); return []", "x = [3, 1]; assert f(x) == sorted(x)"),
     ("import os\ndef f(): os._exit(0)", "try: f()\nexcept BaseException: pass"),
-    ("import sys\ndef f():\n    frame = sys._getframe()\n    while frame:\n        for v in frame.f_locals.values():\n            if 'SECRET' in repr(v): return 'SECRET'\n        frame = frame.f_back", "assert f() == ('SECR' + 'ET')"),
     ("def f(g): return getattr(g, '__globals__', {}).get('wanted')", "wanted = 5\ndef g(): pass\nassert f(g) == 5"),
     ("def len(x): return 5\ndef f(): return []", "assert len(f()) == 5"),
 ]  # fmt: skip
