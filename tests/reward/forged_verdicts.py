@@ -141,15 +141,14 @@ def add(a, b):
     return 0
 """,
     "replaces what runs the test by way of all classes": """
-def add(a, b):
-    for kind in object.__subclasses__():
-        for function in vars(kind).values():
-            modules = getattr(getattr(function, '__globals__', {}).get('sys'), 'modules', {})
-            for name in ('_xxsubinterpreters', 'services.reward.inside.checker', 'services.reward.inside.harness'):
-                module = modules.get(name)
-                for entry in ('run_string', 'check', '_load'):
-                    if hasattr(module, entry): setattr(module, entry, lambda *_, **__: None)
-    return 0
+for kind in object.__subclasses__():
+    for function in list(vars(kind).values()):
+        modules = getattr(getattr(function, '__globals__', {}).get('sys'), 'modules', {})
+        for name in ('_xxsubinterpreters', 'services.reward.inside.checker', 'services.reward.inside.harness'):
+            module = modules.get(name)
+            for entry in ('run_string', 'check', '_load'):
+                if hasattr(module, entry): setattr(module, entry, lambda *_, **__: None)
+def add(a, b): return 0
 """,
     "writes that it passed to every descriptor": """
 import os

@@ -116,7 +116,9 @@ class Remote:
             return self._functions[content]
         if kind == "module" and content.partition(".")[0] in sys.stdlib_module_names:
             return importlib.import_module(content)
-        number, name, builtin = content if kind == "exception" else ()
+        if kind != "exception":
+            raise ValueError(f"{kind} is not passed")
+        number, name, builtin = content
         if number not in self._exceptions:
             kinds = (_exception(builtin),)
             self._exceptions[number] = type(str(name), kinds, {"__number__": number, "__module__": "program"})

@@ -59,7 +59,7 @@ class Program:
         try:
             if "names" in message:
                 found = {name: vars(module)[name] for name in message["names"] if name in vars(module)}
-                answer = {"value": pack(found, self._refer)}
+                answer: dict[str, object] = {"value": pack(found, self._refer)}
             else:
                 answer = self._do(message)
         except BaseException as error:  # noqa: BLE001 the test may expect any exception

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 _MAX_INT_BITS = 10_000  # json reads no decimal numbers above 4300 digits
 _STANDARD: dict[str, Callable[..., tuple]] = {
@@ -51,15 +52,15 @@ class Peer:
         return json.loads(line)
 
 
-def pack(value: object, refer: Callable[[object], dict]) -> object:
+def pack(value: Any, refer: Callable[[object], dict]) -> object:
     """Returns `value` as JSON. `refer` returns what stands for an object that is not plain data."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
     if kind is int:
-        return value if value.bit_length() < _MAX_INT_BITS else {"int": hex(value)}  # pyright: ignore[reportAttributeAccessIssue]
+        return value if value.bit_length() < _MAX_INT_BITS else {"int": hex(value)}
     if kind is list:
-        return [pack(entry, refer) for entry in value]  # pyright: ignore[reportGeneralTypeIssues]
+        return [pack(entry, refer) for entry in value]
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _STANDARD:
         return {"standard": [name, [pack(entry, refer) for entry in _STANDARD[name](value)]]}
@@ -74,20 +75,21 @@ def to_plain(value: object) -> object:
     Raises:
         TypeError: The class derives from none.
     """
-    for plain in (int, float, str, bytes, bytearray, list, tuple, set, frozenset, dict):
+    plain_types: tuple[type[Any], ...] = (int, float, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+    for plain in plain_types:
         if isinstance(value, plain):
-            return plain(value)
+            return plain(value)  # pyright: ignore[reportCallIssue, reportArgumentType] it is of that type
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
-def _pack_plain(value: object, refer: Callable[[object], dict]) -> object:
+def _pack_plain(value: Any, refer: Callable[[object], dict]) -> object:
     if isinstance(value, bytes | bytearray):
         return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
     if isinstance(value, dict):
         return {"dict": [[pack(key, refer), pack(entry, refer)] for key, entry in value.items()]}
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
-            return {kind.__name__: [pack(entry, refer) for entry in value]}  # pyright: ignore[reportGeneralTypeIssues]
+            return {kind.__name__: [pack(entry, refer) for entry in value]}
     if isinstance(value, int | float | str | list):
         return pack(to_plain(value), refer)
     return refer(value)
@@ -115,7 +117,7 @@ def unpack(message: object, resolve: Callable[[dict], object]) -> object:
             module, _, kind = name.rpartition(".")
             if name not in _STANDARD:
                 raise ValueError(f"{name} is not passed")
-            return getattr(importlib.import_module(module), kind)(*unpack(arguments, resolve))  # pyright: ignore[reportGeneralTypeIssues]
+            return getattr(importlib.import_module(module), kind)(*(unpack(entry, resolve) for entry in arguments))
     return resolve(message)
 
 

@@ -152,7 +152,7 @@ async def settle_group(run, items):
 async def test_an_answer_of_the_dataset_that_never_ends_is_a_failure(open_run, make_item, hurried):
     async with open_run({"kind": "math"}, num_workers=1) as run:
         with hurried(run._scorers[0]._pool, 1.0):
-            (outcome,) = await run.score([make_item(r"\boxed{5}", "9^{9^9}")])
+            (outcome,) = await run.score([make_item(r"\boxed{5}", "(" * 900 + "1" + ")" * 900)])
     assert outcome.failure.reason is FailureReason.TIMEOUT
 
 
