@@ -1,11 +1,13 @@
 """Defines the interface of scorers. Imports nothing heavy, because worker processes load this too."""
 
+import asyncio
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
-from services.common.tasks import gather
+Result = TypeVar("Result")
 
 
 class FailureReason(StrEnum):
@@ -71,18 +73,20 @@ class Scorer:
         Raises:
             ScoringError: No item has a score.
         """
-        return await gather(score_or_error(self.score(item)) for item in items)
+        return expected(await asyncio.gather(*(self.score(item) for item in items), return_exceptions=True))
 
     async def close(self) -> None:
         """Closes the scorer; scores in progress fail as CRASHED."""
 
 
-async def score_or_error(score: Awaitable[float]) -> float | ScoringError:
-    """Returns the result of `score`, or the ScoringError that it raises."""
-    try:
-        return await score
-    except ScoringError as error:
-        return error
+def expected(results: Sequence[Result | BaseException]) -> list[Result | ScoringError]:
+    """Returns the results if every error among them is a ScoringError; raises the first other one."""
+    checked: list[Result | ScoringError] = []
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, ScoringError):
+            raise result
+        checked.append(result)
+    return checked
 
 
 def share_s(group_timeout_s: float, *, num_samples: int, num_slots: int) -> float:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.section import RewardConfig
-from services.common.tasks import gather
 from services.reward.graders.code import Tests, find_program, read_tests
 from services.reward.sandbox import Limits, Sandbox
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, score_or_error, share_s
+from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected, share_s
 
 
 class CodeScorer(Scorer):
@@ -43,7 +42,8 @@ class CodeScorer(Scorer):
         slots = self._config.max_concurrent
         limit_s = share_s(self._group_timeout_s, num_samples=len(items), num_slots=slots)
         limit_s = min(limit_s, self._config.program_timeout_s)
-        return await gather(score_or_error(self._score(item, limit_s)) for item in items)
+        scores = (self._score(item, limit_s) for item in items)
+        return expected(await asyncio.gather(*scores, return_exceptions=True))
 
     async def _score(self, item: Item, limit_s: float) -> float:
         """Returns a score from 0.0 to 1.0. Tests that have not ended `limit_s` after the start have failed.

@@ -1,12 +1,12 @@
 """Compares mathematical answers with math-verify (sympy), in worker processes."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 
 from services.common.config.reward.section import MathConfig, RewardConfig
-from services.common.tasks import gather
-from services.reward.scorers.base import FailureReason, Item, ScoringError, score_or_error, share_s
+from services.reward.scorers.base import FailureReason, Item, ScoringError, expected, share_s
 from services.reward.scorers.worker import WorkerScorer
 
 
@@ -41,7 +41,7 @@ class MathScorer(WorkerScorer):
 
     async def _grade_all(self, items: Sequence[Item], limit_s: float) -> list[float | ScoringError]:
         calls = (self._pool.call({**asdict(item), **self._kwargs}, limit_s) for item in items)
-        return await gather(score_or_error(call) for call in calls)
+        return expected(await asyncio.gather(*calls, return_exceptions=True))
 
     def _is_bomb(self, result: float | ScoringError, *reasons: FailureReason) -> bool:
         """Returns whether the text may have taken all time or memory of a worker."""

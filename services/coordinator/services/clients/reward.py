@@ -54,22 +54,7 @@ class Reward:
             LockstepError: REWARD_FAILED if a reward or score is not finite; the message names prompt and sample.
             PreconditionFailed: SCORER_CHANGED, the scores come from other scorers than those that were opened.
         """
-        request = pb.ScoreRequest(
-            prompt_id=group.prompt.prompt_id,
-            prompt=group.prompt.text,
-            answer=group.prompt.answer,
-            extra_json=json.dumps(group.prompt.extra),
-            candidates=[
-                pb.Candidate(
-                    text=tokenizer.decode(completion.tokens),
-                    num_tokens=len(completion.tokens),
-                    finish_reason=completion.finish_reason,
-                )
-                for completion in group.completions
-            ],
-            run_id=self._run_id,
-        )
-        answer = await self._score(request)
+        answer = await self._score(self._request(group, tokenizer))
         self._require_same(answer.scorer)
         self._require_finite(answer, group.prompt.prompt_id)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
@@ -87,22 +72,41 @@ class Reward:
             num_opens, num_answers = self._num_opens, self._num_answers
             try:
                 answer = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
-                self._num_answers += 1
-                return answer
-            except DeadlineExceeded:
+            except DeadlineExceeded as error:
                 if self._num_answers == num_answers:
                     raise
-                waited_s = self._timeouts.score_s
-                log.warning("prompt %s waits for %g s already: the reward service is busy", request.prompt_id, waited_s)
-                continue
+                log.warning("prompt %s waits, the reward service is busy: %s", request.prompt_id, error.message)
             except LockstepError as error:
                 if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
                     raise
-                why = error.message
-            async with self._opening:  # only one of the calls that failed reopens it
-                if self._num_opens == num_opens:
-                    log.warning("lost the reward service; waiting for it to come back: %s", why)
-                    await self.open(self._run_id)
+                await self._reopen(num_opens, why=error.message)
+            else:
+                self._num_answers += 1
+                return answer
+
+    def _request(self, group: SampledGroup, tokenizer: Tokenizer) -> pb.ScoreRequest:
+        candidates = [
+            pb.Candidate(
+                text=tokenizer.decode(completion.tokens),
+                num_tokens=len(completion.tokens),
+                finish_reason=completion.finish_reason,
+            )
+            for completion in group.completions
+        ]
+        return pb.ScoreRequest(
+            prompt_id=group.prompt.prompt_id,
+            prompt=group.prompt.text,
+            answer=group.prompt.answer,
+            extra_json=json.dumps(group.prompt.extra),
+            candidates=candidates,
+            run_id=self._run_id,
+        )
+
+    async def _reopen(self, num_opens: int, *, why: str) -> None:
+        async with self._opening:
+            if self._num_opens == num_opens:  # only the first of the calls that failed reopens it
+                log.warning("lost the reward service; waiting for it to come back: %s", why)
+                await self.open(self._run_id)
 
     def _require_same(self, scorer: str) -> None:
         self._scorer = self._scorer or scorer
