@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -142,10 +143,14 @@ class Worker:
 
 
 class WorkerPool:
-    """Runs `num_workers` processes that call `target`. A dead one is restarted while the others continue."""
+    """Runs processes that call `target`, `num_workers` at once. A dead one is restarted while the others continue.
 
-    def __init__(self, target: Target, *, num_workers: int, timeout_s: float):
-        self._workers = [Worker(target) for _ in range(num_workers)]
+    `num_spares` more processes wait, so that the next call need not wait for the restart.
+    """
+
+    def __init__(self, target: Target, *, num_workers: int, timeout_s: float, num_spares: int = 0):
+        self._workers = [Worker(target) for _ in range(num_workers + num_spares)]
+        self._slots = asyncio.Semaphore(num_workers)
         self._timeout_s = timeout_s
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
         self._restarts: set[asyncio.Task[None]] = set()
@@ -174,13 +179,20 @@ class WorkerPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def call(self, fields: Mapping[str, object]) -> float:
-        """Returns the function's score for `fields`. Waiting for an idle worker does not count against the time limit.
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
+        """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
+
+        Waiting for an idle worker does not count against the time limit.
 
         Raises:
             ScoringError: As in Worker.call; CRASHED if the pool is closed.
         """
-        return (await self._call({"fields": fields}))["score"]
+        return (await self._call({"fields": fields}, limit_s))["score"]
 
     async def call_group(self, fields: Mapping[str, object], num_samples: int) -> list[float | ScoringError]:
         """Returns the function's scores for the `fields` of a group, from one call: a number or failure per sample.
@@ -191,14 +203,15 @@ class WorkerPool:
         reply = await self._call({"fields": fields, "num_samples": num_samples})
         return [_to_error(score) if isinstance(score, dict) else score for score in reply["scores"]]
 
-    async def _call(self, message: Mapping[str, object]) -> Reply:
-        worker = await self._idle.get()
-        try:
-            if self._closed:
-                raise ScoringError(FailureReason.CRASHED, "the run was closed")
-            return await worker.call(message, self._timeout_s)
-        finally:
-            self._give_back(worker)
+    async def _call(self, message: Mapping[str, object], limit_s: float = math.inf) -> Reply:
+        async with self._slots:
+            worker = await self._idle.get()
+            try:
+                if self._closed:
+                    raise ScoringError(FailureReason.CRASHED, "the run was closed")
+                return await worker.call(message, min(limit_s, self._timeout_s))
+            finally:
+                self._give_back(worker)
 
     async def close(self) -> None:
         """Kills all workers; calls in progress and waiting calls fail as CRASHED."""
@@ -226,4 +239,4 @@ class WorkerPool:
 
 
 def _to_error(reply: Reply) -> ScoringError:
-    return ScoringError(FailureReason(reply["reason"]), reply["detail"])
+    return ScoringError(FailureReason(reply["reason"]), reply["detail"], reply.get("traceback", ""))

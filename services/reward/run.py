@@ -1,6 +1,7 @@
 """Runs the scorers of one run and combines their scores into rewards."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ class Failure:
     reason: FailureReason
     scorer: str
     detail: str
+    traceback: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,11 @@ class ScoringRun:
             outcome = result.reason.lower() if isinstance(result, ScoringError) else "scored"
             self._metrics.count(config.component, outcome)
             if isinstance(result, ScoringError):
-                failure = failure or Failure(result.reason, config.component, result.detail)
+                failure = failure or Failure(result.reason, config.component, result.detail, result.traceback)
                 continue
             components[config.component] = result
             reward += config.weight * result
+        if not failure and not math.isfinite(reward):  # each score is finite, but not their weighted sum
+            detail = f"the weighted sum of {components} is {reward}: lower the weights or the scale of the scores"
+            failure = Failure(FailureReason.ERROR, " + ".join(components), detail)
         return Outcome(0.0 if failure else reward, components, failure)

@@ -23,6 +23,8 @@ from services.reward.scorers.base import Item
 log = logging.getLogger(__name__)
 
 NAME = "lockstep.reward.v1.RewardService"
+_MAX_TRACEBACKS = 100
+"""How many different tracebacks are written per run; one for each sample could fill the disk."""
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
@@ -38,6 +40,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._run: ScoringRun | None = None
         self._opened, self._fence = NO_RUN, Fence()
         self._changing = asyncio.Lock()
+        self._tracebacks: set[bytes] = set()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         """Returns state and versions."""
@@ -94,10 +97,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         items = _items(request)
         with self._metrics.scoring(len(items)), self._fence.guarding():  # another run would close the scorers
             outcomes = await self._run.score(items)
-        for sample, outcome in enumerate(outcomes):
-            if outcome.failure:
-                with within(group=request.prompt_id, sample=sample):
-                    log.warning("prompt %s sample %d: %s", request.prompt_id, sample, outcome.failure)
+        self._log_failures(request.prompt_id, outcomes)
         answer = pb.ScoreResponse(scores=[_to_message(outcome) for outcome in outcomes], scorer=scorer)
         return seal(request, answer)
 
@@ -106,7 +106,20 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async with self._changing:
             await self._close()
 
+    def _log_failures(self, prompt_id: str, outcomes: list[Outcome]) -> None:
+        """Writes a line for each sample without a reward, and each traceback of a run once."""
+        for sample, outcome in enumerate(outcomes):
+            if failure := outcome.failure:
+                text = f"scorer {failure.scorer}: {failure.reason}: {failure.detail}"
+                if failure.traceback and len(self._tracebacks) < _MAX_TRACEBACKS:
+                    digest = hashlib.sha256(failure.traceback.encode(errors="replace")).digest()
+                    text += "" if digest in self._tracebacks else f"\n{failure.traceback}"
+                    self._tracebacks.add(digest)
+                with within(group=prompt_id, sample=sample):
+                    log.warning("prompt %s sample %d: %s", prompt_id, sample, text)
+
     async def _close(self) -> None:
+        self._tracebacks.clear()
         run, self._run, self._opened = self._run, None, NO_RUN
         if run:
             await run.close()

@@ -3,7 +3,7 @@
     -> {"target": "package.module:function", "init": null, "max_memory_bytes": 4294967296}     first line
     <- {"source_digest": "3f2a..."}                                                            ready
     -> {"fields": {"completion": "...", "answer": "...", ...}}                                 keyword arguments
-    <- {"score": 1.0}   or   {"reason": "ERROR", "detail": "..."}
+    <- {"score": 1.0}   or   {"reason": "ERROR", "detail": "...", "traceback": "..."}
     -> {"fields": {"completion": ["...", "..."], ...}, "num_samples": 2}                       a prompt group
     <- {"scores": [1.0, {"reason": "ERROR", "detail": "..."}]}   or   {"reason": ..., "detail": ...}
 
@@ -23,8 +23,10 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 from services.reward.scorers.base import FailureReason, ScoringError
@@ -35,6 +37,7 @@ Reply = Mapping[str, Any]
 """A line of JSON that a worker writes."""
 _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL_CHARS = 1000
+_MAX_TRACEBACK_CHARS = 8000
 
 
 def main() -> None:
@@ -102,7 +105,14 @@ def _answer(function: Function, message: Mapping[str, Any], runner: asyncio.Runn
         # After running out of memory the process must not score further samples.
         sys.exit("worker: out of memory (reward.max_memory_gib)")
     except Exception as error:  # noqa: BLE001 the process edge: the user's function may raise anything
-        return _failure(FailureReason.ERROR, error)
+        text = "".join(traceback.format_exception(error.with_traceback(_own_frames(error))))
+        return {**_failure(FailureReason.ERROR, error), "traceback": text[-_MAX_TRACEBACK_CHARS:]}
+
+
+def _own_frames(error: Exception) -> TracebackType | None:
+    """Returns the traceback without this module's frame, if the function has one."""
+    frames = error.__traceback__
+    return frames.tb_next or frames if frames else None
 
 
 def _score(result: object) -> float:

@@ -54,7 +54,8 @@ class TimeoutsConfig(Strict):
     generate_s: float = Field(default=3600.0, gt=0)
     """Deadline in seconds for generating one prompt group."""
     score_s: float = Field(default=300.0, gt=0)
-    """Deadline in seconds for scoring one prompt group."""
+    """Deadline in seconds for scoring one prompt group, its waiting included. A group that reaches it goes to the end
+    of the queue, and the run ends only if the reward service scored no other group meanwhile."""
     train_s: float = Field(default=3600.0, gt=0)
     """Deadline in seconds for one Forward or Train call, which processes one batch."""
     publish_s: float = Field(default=300.0, gt=0)
@@ -259,6 +260,17 @@ class Config(Strict):
     def _selection_fits(self) -> Self:
         components = [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
         check_selection(self.selection, self.rollout.completions_per_prompt, components)
+        return self
+
+    @model_validator(mode="after")
+    def _scoring_ends_in_time(self) -> Self:
+        limit_s, deadline_s = self.reward.group_timeout_s, self.timeouts.score_s
+        kinds = {scorer.kind for scorer in self.reward.scorers} & {"math", "code"}
+        if kinds and limit_s >= deadline_s:
+            raise ValueError(
+                f"reward.group_timeout_s {limit_s:g} must be below timeouts.score_s {deadline_s:g}: a group would "
+                "reach the deadline of its call before its samples reach their limits"
+            )
         return self
 
     @model_validator(mode="after")

@@ -167,6 +167,11 @@ def test_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
 
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 CROSS_FIELD = {
+    "a group of scores ends before its call": (
+        ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=300"],
+        ["reward.group_timeout_s 300 must be below timeouts.score_s 300"],
+        ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=299"],
+    ),
     "groups divide": (
         ["data.prompts_per_step=11", "trainer.num_minibatches=4"],
         ["nearest: 12"],
