@@ -16,7 +16,6 @@ from services.common.token_hash import tokens_sha256
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
 from tests.support import PATIENCE_S, VOCAB, cpu_seconds, engine_of
 
-
 NO_TOKENS = (0, 1)  # special tokens, which have no text
 
 

@@ -28,8 +28,8 @@ class SamplingConfig(Strict):
     max_tokens: int = Field(default=1024, ge=1)
     """Maximum tokens per completion, including the stop token."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a completion, such as "</search>", in addition to the model's stop tokens. The completion keeps the
-    token that completes a text. Special tokens have no text, so they cannot be found this way."""
+    """Texts that end a completion, such as "</search>", in addition to the model's stop tokens. The completion keeps
+    the token that completes a text. Special tokens have no text, so they cannot be found this way."""
     top_p: float = 1.0
     """Must be 1.0: with nucleus sampling, completions would not follow the distribution that the trainer computes."""
     top_k: int = 0
