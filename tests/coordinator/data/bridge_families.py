@@ -26,6 +26,7 @@ _SPECIAL = (
 )
 # Phi-3's tokens take the white space after them.
 _SPECIAL_WITH_SPACE = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_PLAIN = " with plain [INST]"  # Mixtral has no tokens for it
 _CORPUS = [
     "Natalia sold clips to 48 of her friends in April, and then half as many clips in May. assistant user system",
     'How many clips? {"name": "search", "arguments": {"query": "clips"}} What is 12 + 30 - 7 = ?',
@@ -77,8 +78,10 @@ def _sentencepiece() -> tokenizers.Tokenizer:
 
 @cache
 def _backend(kind: str) -> tokenizers.Tokenizer:
-    backend = {"byte-level": _byte_level, "sentencepiece": _sentencepiece}[kind]()
-    backend.add_special_tokens([AddedToken(text, normalized=False) for text in _SPECIAL])
+    base = {"byte-level": _byte_level, "sentencepiece": _sentencepiece}[kind.removesuffix(_PLAIN)]()
+    backend = tokenizers.Tokenizer.from_str(base.to_str())
+    special = [text for text in _SPECIAL if not (kind.endswith(_PLAIN) and "INST]" in text)]
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     backend.add_special_tokens([AddedToken(text, normalized=False, rstrip=True) for text in _SPECIAL_WITH_SPACE])
     return backend
 
@@ -94,7 +97,7 @@ def make_tokenizer(
     return Tokenizer(backend, compiled, tuple(sorted(token for token in ids if token is not None)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A template, and which conversations it takes."""
 
@@ -109,15 +112,24 @@ class Family:
     """What the assistant says, made from any text that begins and ends with a word."""
     is_call: bool = False
     """Whether the assistant's turns are passed to the template as tool calls."""
+    is_plain: bool = False
+    """Whether the assistant header ends with plain text, after which the assistant's text has no space of its own."""
     kinds: tuple[str, ...] = ("byte-level",)
     tools: tuple[Mapping[str, Any], ...] = ()
+    num_turns: int = 10_000
+    """Turns to play with each kind of tokenizer: together, families with one template play 10,000 of them."""
 
+    @cache  # noqa: B019 families live as long as the tests
     def tokenizer(self, kind: str = "byte-level") -> Tokenizer:
         source = (TEMPLATES / f"{self.template}.jinja").read_text(encoding="utf-8")
         return make_tokenizer(source, bos=self.bos, eos=self.eos, kind=kind)
 
     def bridge(self, kind: str = "byte-level") -> Bridge:
         return Bridge(self.tokenizer(kind), self.tools)
+
+
+def _after_space(chance: random.Random, text: str) -> str:
+    return " " + text
 
 
 def _spaced(chance: random.Random, text: str) -> str:
@@ -142,17 +154,26 @@ _ANY = ("user", "tool", "system")
 FAMILIES = {
     "llama-3.1": Family(*("llama-3.1", ("<|eot_id|>", "<|eom_id|>"), _ANY), bos="<|begin_of_text|>", tools=TOOLS),
     "mistral-v0.3": Family(
-        *("mistral-v0.3", ("</s>",), ("user",)), max_messages=1, said=lambda _, text: " " + text, kinds=_BOTH
+        *("mistral-v0.3", ("</s>",), ("user",)), max_messages=1, said=_after_space, kinds=_BOTH, num_turns=3000
     ),
     "mistral-v0.3-tools": Family(
-        *("mistral-v0.3", ("</s>",), ("tool",)), said=_call, is_call=True, kinds=_BOTH, tools=TOOLS
+        *("mistral-v0.3", ("</s>",), ("tool",)), said=_call, is_call=True, kinds=_BOTH, tools=TOOLS, num_turns=2000
     ),
-    "mixtral": Family(*("mixtral", ("</s>",), ("user",)), max_messages=1, said=lambda _, text: " " + text, kinds=_BOTH),
-    "phi-3": Family("phi-3", ("<|endoftext|>", "<|end|>"), ("user", "system"), said=_spaced, kinds=_BOTH),
-    "qwen2": Family("qwen2", _CHATML, ("user", "system"), said=_spaced),
-    "qwen2-moe": Family("qwen2", _CHATML, ("user",), said=_spaced),
+    "mixtral": Family(
+        *("mixtral", ("</s>",), ("user",)),
+        max_messages=1,
+        said=_after_space,
+        is_plain=True,
+        kinds=tuple(kind + _PLAIN for kind in _BOTH),
+        num_turns=5000,
+    ),
+    "phi-3": Family(
+        *("phi-3", ("<|endoftext|>", "<|end|>"), ("user", "system")), said=_spaced, kinds=_BOTH, num_turns=5000
+    ),
+    "qwen2": Family("qwen2", _CHATML, ("user", "system"), said=_spaced, num_turns=5000),
+    "qwen2-moe": Family("qwen2", _CHATML, ("user",), said=_spaced, num_turns=5000),
     "qwen2.5": Family("qwen2.5", _CHATML, _ANY, said=_thinking, tools=TOOLS),
-    "qwen3": Family("qwen3", _CHATML, ("tool",), said=_thinking, tools=TOOLS),
-    "qwen3-moe": Family("qwen3", _CHATML, ("tool",), said=_thinking),
+    "qwen3": Family("qwen3", _CHATML, ("tool",), said=_thinking, tools=TOOLS, num_turns=5000),
+    "qwen3-moe": Family("qwen3", _CHATML, ("tool",), said=_thinking, num_turns=5000),
     "qwen3-moe-thinking": Family("qwen3-thinking", _CHATML, ("tool",), said=_begun_thinking, tools=TOOLS),
 }

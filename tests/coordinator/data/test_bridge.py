@@ -12,7 +12,6 @@ from services.coordinator.data.made_up import with_call_ids
 from tests.coordinator.data.bridge_families import FAMILIES, TEMPLATES, TOOLS, Family, make_tokenizer
 from tests.coordinator.data.test_prefix_stable import LATE_END, STRIPS_THINKING
 
-_TURNS = 10_000
 _WORDS = ("clips", "12 + 30", "Zoë", "漢字", "🎉 fun", "= 7?", "<b>", '{"a": null}', "\n", "\n\n", "  ", "it's", "\t•")
 _MARKUP = ("<|im_end|>", "</s>", "[INST]", "<|eot_id|>", "<|end|>", "<tool_call>")
 
@@ -35,7 +34,7 @@ def make_reply(chance: random.Random, family: Family) -> list[Message]:
 
 def make_turn(family: Family, said: str) -> Message:
     if not family.is_call:
-        return {"role": "assistant", "content": said}
+        return {"role": "assistant", "content": said.lstrip()}  # some templates write a space before it
     (call,) = json.loads(said.removeprefix("[TOOL_CALLS] "))
     call_id = call.pop("id")
     return {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": call}]}
@@ -45,21 +44,17 @@ def play(family: Family, bridge: Bridge, kind: str, chance: random.Random) -> in
     """Plays an episode, compares its tokens with those of the whole conversation and returns its number of turns."""
     tokenizer = family.tokenizer(kind)
     messages: list[Message] = [QUESTION]
-    stream, header = bridge.prompt(messages), bridge.render(messages)
+    stream = bridge.prompt(messages)
     num_turns = chance.randint(1, 8)
     for _ in range(num_turns):
         said, reply = family.said(chance, make_text(chance)), make_reply(chance, family)
-        seen = tokenizer.encode(header)
-        sampled = tokenizer.encode(header + said)
-        assert sampled[: len(seen)] == seen
-        stream += sampled[len(seen) :]
+        stream += bridge.extend([], [{"role": "", "content": said}]) if family.is_plain else tokenizer.encode(said)
         if chance.random() < 0.5:  # else truncated
             stream.append(bridge.end_token)
         before = list(stream)
         stream += bridge.extend(stream, reply)
         assert stream[: len(before)] == before
         messages += [make_turn(family, said), *with_call_ids(reply)]
-        header = bridge.after_turn(reply)
     assert stream == tokenizer.encode(bridge.render(messages))
     return num_turns
 
@@ -68,7 +63,7 @@ def play(family: Family, bridge: Bridge, kind: str, chance: random.Random) -> in
 def test_streams_are_what_the_template_renders(name: str, kind: str):
     family, chance, played = FAMILIES[name], random.Random(name + kind), 0
     bridge = family.bridge(kind)
-    while played < _TURNS:
+    while played < family.num_turns:
         played += play(family, bridge, kind, chance)
 
 
@@ -192,7 +187,7 @@ def test_raw_text_is_appended_as_it_is(kind: str):
     for last in ([], list(tokenizer.eos_token_ids)):
         added = bridge.extend(stream + last, [raw, raw])
         assert tokenizer.decode(stream + last + added) == before + 2 * raw["content"]
-    with pytest.raises(InvalidInput, match="has none: set data.chat_template"):
+    with pytest.raises(InvalidInput, match="has none: set data"):
         bridge.extend(stream, [QUESTION])
 
 
