@@ -8,6 +8,7 @@ tokenized whole, and the policy's own tokens stay as they were sampled.
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from services.common.errors import InvalidInput
 from services.coordinator.data.bridge_check import check_keeps_turns
@@ -30,9 +31,7 @@ class Bridge:
         InvalidInput: There are `tools` and the chat template does not show any.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: Mapping[str, object] | None = None
-    ):
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: Mapping[str, Any] | None = None):
         self._tokenizer, self._variables = tokenizer, dict(variables or {})
         if tools and "tools" not in tokenizer.template_variables:
             raise InvalidInput(
