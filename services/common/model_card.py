@@ -53,10 +53,10 @@ def write_model_card(card: ModelCard, directory: Path) -> None:
     Raises:
         InvalidInput: The card has an unexpected file, or asks to run code that comes with the model.
     """
-    _refuse_code(card, directory)
     for name in card.files:
         if name != _REQUIRED and name not in _OPTIONAL:
             raise InvalidInput(f"model_card: unexpected file {name!r}", field="model_card")
+    _refuse_code(card, directory)
     for name, content in card.files.items():
         (directory / name).write_bytes(content)
 
@@ -67,9 +67,9 @@ def _refuse_outside(file: Path) -> None:
     A snapshot in the cache of the Hugging Face hub links to files of its repository, `../../blobs/<hash>`.
     """
     directory = file.parent.resolve()
-    within = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
+    blobs = [directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else []
     target = file.resolve()
-    if not any(target.is_relative_to(root) for root in within):
+    if not any(target.is_relative_to(root) for root in (directory, *blobs)):
         raise InvalidInput(f"model: {file} links to {target}, outside the model; replace it by a copy", field="model")
 
 
