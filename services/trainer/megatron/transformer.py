@@ -28,7 +28,7 @@ def model_architecture(hf: PretrainedConfig) -> Architecture:
     Raises:
         InvalidInput: A size is missing, or dense layers and experts are mixed.
     """
-    return make_architecture(hf.to_dict(), str(hf.name_or_path))
+    return make_architecture(hf.to_dict(), f"{hf.name_or_path}/config.json")
 
 
 def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:

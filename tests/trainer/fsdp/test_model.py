@@ -126,7 +126,9 @@ def test_experts_of_a_width_that_torch_cannot_compute_are_refused(
 ) -> None:
     monkeypatch.setattr(harness, "_models", tmp_path)
     write_other(tmp_path, "mixtral", intermediate_size=90)
-    with pytest.raises(InvalidInput, match=r"experts\.down_proj of shape \[4, 64, 90\].*multiple of 4 in torch\.float32"):
+    with pytest.raises(
+        InvalidInput, match=r"experts\.down_proj of shape \[4, 64, 90\].*multiple of 4 in torch\.float32"
+    ):
         harness.open("mixtral", {})
 
 
