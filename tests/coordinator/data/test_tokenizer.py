@@ -131,8 +131,10 @@ def with_older(make_model):
 
     def make(special_tokens_map, **config):
         base = json.loads((make_model() / "tokenizer_config.json").read_text())
+        base["tokenizer_class"] = "PreTrainedTokenizerFast"  # Qwen2Tokenizer drops lstrip and rstrip
         config = {key: value for key, value in (base | config).items() if value is not None}
-        return make_model(EVERYTHING, tokenizer_config=config, special_tokens_map=special_tokens_map)
+        files = {"tokenizer_config": config, "special_tokens_map": special_tokens_map, "config": {"eos_token_id": 2}}
+        return make_model(EVERYTHING, **files)
 
     return make
 
@@ -151,6 +153,8 @@ def with_older(make_model):
         ({}, {"additional_special_tokens": ["<tool>", "<call>"]}),
         ({}, {"extra_special_tokens": ["<tool>"]}),
         ({"mask_token": "<tool>"}, {}),
+        ({"mask_token": {"content": "<tool>", "lstrip": True, "rstrip": True}}, {}),
+        ({}, {"mask_token": {"content": "<tool>", "lstrip": True, "__type": "AddedToken"}}),
         # A plain word of the vocabulary becomes a token that is never split.
         ({"additional_special_tokens": ["a"]}, {}),
         # Beside added_tokens_decoder the file is not read.
