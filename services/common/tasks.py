@@ -1,14 +1,12 @@
 """Runs tasks with structured concurrency, raising the first failure itself instead of an exception group."""
 
 import asyncio
-import functools
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 
@@ -28,18 +26,6 @@ async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
             yield group
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-
-
-def shielded(
-    method: Callable[Arguments, Coroutine[Any, Any, Result]],
-) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
-    """Lets the method finish if its caller is canceled, so that its effects are recorded before the next call."""
-
-    @functools.wraps(method)
-    async def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return await asyncio.shield(method(*args, **kwargs))
-
-    return call
 
 
 def backoff_s(num_retries: int) -> float:

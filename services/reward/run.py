@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, Reason
-from services.common.tasks import gather
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
+from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.exact import ExactScorer
 from services.reward.scorers.format import FormatScorer
@@ -81,7 +80,8 @@ class ScoringRun:
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Scores one prompt group with all scorers concurrently. Returns one outcome per item, in order."""
-        columns = await gather(_score_group(scorer, items) for scorer in self._scorers)
+        scored = await asyncio.gather(*(s.score_group(items) for s in self._scorers), return_exceptions=True)
+        columns = [[c] * len(items) if isinstance(c, ScoringError) else c for c in expected(scored)]
         return [self._combine(results) for results in zip(*columns, strict=True)]
 
     async def close(self) -> None:
@@ -99,10 +99,3 @@ class ScoringRun:
             components[config.component] = result
             reward += config.weight * result
         return Outcome(0.0 if failure else reward, components, failure)
-
-
-async def _score_group(scorer: Scorer, items: Sequence[Item]) -> list[float | ScoringError]:
-    try:
-        return await scorer.score_group(items)
-    except ScoringError as error:
-        return [error] * len(items)

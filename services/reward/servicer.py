@@ -12,8 +12,7 @@ from lockstep.types.v1 import types_pb2
 from services.common.config.load import parse_json
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info
-from services.common.tasks import shielded
+from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
 from services.reward.metrics import RewardMetrics
 from services.reward.run import Outcome, ScoringRun

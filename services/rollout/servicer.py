@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -12,9 +13,8 @@ from prometheus_client import CollectorRegistry
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason
-from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info
+from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp, show
-from services.common.tasks import gather, shielded
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.engine import Engine
@@ -83,20 +83,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         engine, stamp = self._open_engine(), self._served(request.expected_stamp)
 
-        async def sample_group(prompt: rollout_pb2.Prompt) -> rollout_pb2.GenerateResponse:
-            completions = await gather(engine.sample(prompt.tokens, seed, request.sampling) for seed in prompt.seeds)
+        async def answer(prompt: rollout_pb2.Prompt, samples: list[asyncio.Task]) -> rollout_pb2.GenerateResponse:
+            completions = await asyncio.gather(*samples)
             # Answer with the current stamp, not with the requested one, because the caller compares the two.
             if self._stamp != stamp:
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
             self._metrics.tokens.inc(sum(len(completion.tokens) for completion in completions))
             return rollout_pb2.GenerateResponse(prompt_id=prompt.prompt_id, completions=completions, stamp=self._stamp)
 
-        tasks = [asyncio.create_task(sample_group(prompt)) for prompt in request.prompts]
+        tasks = [
+            [asyncio.create_task(engine.sample(prompt.tokens, seed, request.sampling)) for seed in prompt.seeds]
+            for prompt in request.prompts
+        ]
         try:
-            for finished in asyncio.as_completed(tasks):
+            for finished in asyncio.as_completed(list(map(answer, request.prompts, tasks))):
                 yield await finished
         finally:
-            for task in tasks:  # if the caller is gone or a group failed, abort the rest in the engine
+            for task in itertools.chain(*tasks):  # if the caller is gone or a group failed, abort the rest
                 task.cancel()
 
     async def JoinWeightGroup(

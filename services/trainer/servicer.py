@@ -20,9 +20,8 @@ from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
-from services.common.rpc.server import Context, OpenedRun, service_info
+from services.common.rpc.server import Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp
-from services.common.tasks import shielded
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
@@ -128,13 +127,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         for frame in batches.encode(table):
             yield pb.ForwardResponse(frame=frame)
 
+    @shielded  # a batch that was received is applied and recorded, so that a retry does not apply it again
     async def Train(self, request_iterator: AsyncIterator[pb.TrainRequest], context: Context) -> pb.TrainResponse:
         begin = time.perf_counter()
         header, samples = await receive(request_iterator)
-        # If the caller gives up, the batch is still applied and recorded, so that a retry does not apply it again.
-        return await asyncio.shield(self._train(header, samples, begin))
-
-    async def _train(self, header: pb.TrainHeader, samples: pa.Table, begin: float) -> pb.TrainResponse:
         received_s = time.perf_counter() - begin
         role = _role(header.role, is_trained=True)
         async with self._changing:

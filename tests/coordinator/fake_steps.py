@@ -89,7 +89,8 @@ class Steps:
             for version in range(first, last):
                 stamp = stamp_of(version)
                 with run.phase(Phase.GENERATING):
-                    batches[version] = await run.recorded_batch(stamp) or await collect(run, context, stamp)
+                    recorded = await run.recorded_batch(stamp)
+                    batches[version] = recorded or run.record.record_batch(await collect(run, context, stamp, version))
                 run.finish_step(version + 1, step_metrics(run, {}, batches[version]))
         finally:
             run.close()

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import NAME, Strict
 from services.common.config.data import DataConfig
+from services.common.config.environment import EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_evaluation
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.reward.section import RewardConfig
@@ -90,6 +91,8 @@ class Config(Strict):
     """Choice of the prompts to try and the groups to train on."""
     reward: RewardConfig
     """Scoring."""
+    environment: EnvironmentConfig | None = None
+    """Environment that answers the policy in episodes of several turns; unset if a sample is one completion."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Advantages."""
     trainer: TrainerConfig = TrainerConfig()
@@ -138,6 +141,19 @@ class Config(Strict):
         if self.critic:
             models["critic"] = self.critic.settings(self.trainer)
         return models
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Returns the maximum number of tokens of a sample after its first prompt."""
+        if self.environment is None:
+            return self.rollout.sampling.max_tokens
+        return self.environment.max_tokens or self.rollout.max_model_len - self.data.max_prompt_tokens
+
+    @property
+    def _longest(self) -> tuple[int, str]:
+        """Returns the maximum number of tokens of a sample with its prompt, and the keys that it is the sum of."""
+        key = "environment.max_tokens" if self.environment else "rollout.sampling.max_tokens"
+        return self.data.max_prompt_tokens + self.max_response_tokens, f"data.max_prompt_tokens + {key}"
 
     def _is_own(self, name: str) -> bool:
         return name != "trainer" and getattr(self, name).deployment == "own"
@@ -191,22 +207,16 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
-        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        longest, parts = self._longest
         limits = {f"{name}.max_tokens_per_microbatch": m.max_tokens_per_microbatch for name, m in self.models.items()}
         for key, limit in ({"rollout.max_model_len": self.rollout.max_model_len} | limits).items():
             if longest > limit:
-                raise ValueError(
-                    f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} is above {key} = {limit}; "
-                    f"raise {key} to at least {longest}"
-                )
+                raise ValueError(f"{parts} = {longest} is above {key} = {limit}; raise {key} to at least {longest}")
         return self
 
     @model_validator(mode="after")
     def _samples_split_evenly(self) -> Self:
-        group, longest = (
-            self.rollout.completions_per_prompt,
-            self.data.max_prompt_tokens + self.rollout.sampling.max_tokens,
-        )
+        group, longest = self.rollout.completions_per_prompt, self._longest[0]
         for name, model in self.models.items():
             padded, budget = longest, model.max_tokens_per_microbatch
             if model.strategy == "megatron":

@@ -11,10 +11,10 @@ import signal
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -51,6 +51,16 @@ _HANDLERS = {
 }
 
 
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
+_SHIELDED = "_is_shielded"
+
+
+def shielded(method: Method) -> Method:
+    """Lets an RPC's method finish if its caller gives up, so that its effects are recorded before the next call."""
+    setattr(method, _SHIELDED, True)
+    return method
+
+
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Turns a raised LockstepError into its status, and any other exception into INTERNAL and a logged traceback.
 
@@ -77,10 +87,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             behavior = self._unary(handler.stream_unary or handler.unary_unary, method)
         return make(behavior, handler.request_deserializer, handler.response_serializer)
 
-    def _unary(self, behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    def _unary(self, behavior: Callable[..., Coroutine[Any, Any, Any]], method: str) -> Callable[..., Awaitable[Any]]:
+        is_shielded = hasattr(behavior, _SHIELDED)
+
         async def call(request: Any, context: Context) -> Any:
             async with self._answering(context, method):
-                return await behavior(request, context)
+                answer = behavior(request, context)
+                return await (asyncio.shield(answer) if is_shielded else answer)
 
         return call
 

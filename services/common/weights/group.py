@@ -31,6 +31,8 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
 _PART_BYTES = 256 << 20
 _KILL_CHECK_S = 0.2
 _KILL_KEY = "killed"
+# Our own deadline comes first, with a message that says what was waited for; the backend's is the last resort.
+_GLOO_MARGIN_S = 10.0
 # gloo's destructor holds the GIL and waits for operations that its abort() does not end. Broken groups are therefore
 # kept, with the time when their operations must have timed out.
 _graveyard: list[tuple[float, dist.ProcessGroup]] = []
@@ -178,7 +180,7 @@ class WeightGroup:
         if self._backend == "gloo":
             now = time.monotonic()
             _graveyard[:] = [(until, dead) for until, dead in _graveyard if until > now]
-            _graveyard.append((now + self._timeout_s + 5, pg))
+            _graveyard.append((now + self._timeout_s + _GLOO_MARGIN_S + 5, pg))
 
     def _begin(self, parts: Sequence[torch.Tensor], sender: int) -> Transfer:
         if self._pg is None:
@@ -197,10 +199,11 @@ class WeightGroup:
         if self._backend == "gloo":
             # The interface that reaches the store's host; loopback when everything is on one machine.
             address = route_to(host).address
-            return gloo_group(self._store, self.rank, self.world_size, address=address, timeout=timeout)
+            last_resort = timeout + timedelta(seconds=_GLOO_MARGIN_S)
+            return gloo_group(self._store, self.rank, self.world_size, address=address, timeout=last_resort)
         if self._backend == "nccl":
             torch.cuda.set_device(self.device)
-            # Our own deadline comes first; NCCL's watchdog, which ends the process, is the last resort.
+            # NCCL's watchdog ends the process.
             last_resort = max(timedelta(minutes=30), 10 * timeout)
             return nccl_group(self._store, self.rank, self.world_size, device=self.device, timeout=last_resort)
         raise InvalidInput(f"weight group backend {self._backend!r} is neither gloo nor nccl", field="backend")

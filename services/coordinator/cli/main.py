@@ -3,21 +3,19 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from typing_extensions import Unpack
 
 from services.common.config.load import keys, load
 from services.common.errors import LockstepError
 from services.coordinator.cli.certs import app as certs_app
 from services.coordinator.cli.data import app as data_app
-from services.coordinator.cli.options import takes_addresses
+from services.coordinator.cli.options import Given, addresses, takes_addresses
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
-
-if TYPE_CHECKING:
-    from services.coordinator.services.launch import Addresses
 
 app = typer.Typer(
     help="Train language models with reinforcement learning, exactly on-policy.",
@@ -38,13 +36,13 @@ _RunDir = Annotated[Path, typer.Argument(help="Directory of a run.")]
 
 
 @app.command()
-@takes_addresses("rollout", "reward", "trainer", "reference", "critic", is_operator=True)
+@takes_addresses("rollout", "reward", "trainer", "reference", "critic")
 def run(
     config: _Configs,
-    given: "Addresses",
     coordinator: Annotated[
         str, typer.Option(help="HOST:PORT of a coordinator to run on; paths refer to its host.")
     ] = "",
+    **given: Unpack[Given],
 ) -> None:
     """Train with RL. Starts services without an address, here or on the coordinator's host; they stop with the run."""
     from services.common.config.run import Config
@@ -52,26 +50,27 @@ def run(
     from services.coordinator.observe.frontend import TerminalFrontend
     from services.coordinator.rl.session import run_session, show_outcome
 
+    services = addresses(given, is_operator=True)
     settings = load(Config, config)
-    given.require_own(settings)
+    services.require_own(settings)
     if coordinator:
-        run_on_coordinator(coordinator, settings, given)
+        run_on_coordinator(coordinator, settings, services)
         return
     check_model(settings)
-    show_outcome(asyncio.run(run_session(settings, given, TerminalFrontend(_console))), _console)
+    show_outcome(asyncio.run(run_session(settings, services, TerminalFrontend(_console))), _console)
 
 
 @app.command()
 @takes_addresses("trainer")
-def sft(config: _Configs, given: "Addresses") -> None:
+def sft(config: _Configs, **given: Unpack[Given]) -> None:
     """Fine-tune on prompts and responses (SFT). Uses only a trainer, and starts one here if --trainer is not given."""
     from services.common.config.sft import SftConfig
     from services.coordinator.checks.plan import check_model
     from services.coordinator.sft.session import run_session, show_outcome
 
-    settings = load(SftConfig, config)
+    services, settings = addresses(given), load(SftConfig, config)
     check_model(settings)
-    show_outcome(asyncio.run(run_session(settings, given, _console)), _console)
+    show_outcome(asyncio.run(run_session(settings, services, _console)), _console)
 
 
 @app.command("eval")
@@ -79,19 +78,19 @@ def sft(config: _Configs, given: "Addresses") -> None:
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of a run, or a Hugging Face model directory.")],
     config: _Configs,
-    given: "Addresses",
     out: Annotated[
         Path | None, typer.Option(help="Directory for the results; inside the run's directory by default.")
     ] = None,
+    **given: Unpack[Given],
 ) -> None:
     """Evaluate a checkpoint or a model on a run's held-out sets. The run's own files are not changed."""
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation
 
-    settings = eval_config(load(Config, config), checkpoint, out)
+    services, settings = addresses(given), eval_config(load(Config, config), checkpoint, out)
     check_model(settings)
-    show_evaluation(asyncio.run(eval_session(settings, given, _console)), _console)
+    show_evaluation(asyncio.run(eval_session(settings, services, _console)), _console)
 
 
 @app.command()
@@ -112,13 +111,13 @@ def report(
 def replay(
     run_dir: _RunDir,
     step: Annotated[int, typer.Option(help="Step to repeat, counted from 1.")],
-    given: "Addresses",
     what: Annotated[str, typer.Option(help="What to repeat: rewards or train; both by default.")] = "",
+    **given: Unpack[Given],
 ) -> None:
     """Score and train a recorded step again and list the differences. The exit code is 1 if there are any."""
     from services.coordinator.replay.session import parse_what, replay_session, show_replayed
 
-    replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), given, _console))
+    replayed = asyncio.run(replay_session(run_dir, step, parse_what(what), addresses(given), _console))
     show_replayed(replayed, _console)
     raise typer.Exit(1 if replayed.differences else 0)
 
@@ -126,18 +125,18 @@ def replay(
 @app.command()
 @takes_addresses("rollout", "reward", "trainer")
 def doctor(
-    given: "Addresses",
     config: Annotated[
         list[str] | None,
         typer.Argument(help="The config of the planned run; without one, only the host and services are checked."),
     ] = None,
+    **given: Unpack[Given],
 ) -> None:
     """Check this host and running services before a run. Changes nothing; the exit code is 1 if a check fails."""
     from services.common.config.run import Config
     from services.coordinator.checks.doctor.session import examine
 
-    settings = load(Config, config) if config else None
-    is_well = examine(settings, given, _console)
+    services, settings = addresses(given), load(Config, config) if config else None
+    is_well = examine(settings, services, _console)
     raise typer.Exit(0 if is_well else 1)
 
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Required, TypedDict
 
 import typer
 
@@ -40,48 +40,57 @@ _OPTIONS: dict[str, tuple[object, object]] = {
 """Maps the name of an option to its type and default."""
 
 
-def takes_addresses(*services: str, is_operator: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds an address option for each of `services`, --tls and --insecure; the command gets them as argument `given`.
+class Given(TypedDict, total=False):
+    """The values of the options that a command takes."""
 
-    The certificate must be a coordinator's; if `is_operator`, an operator's is accepted too.
-    """
+    rollout: list[str] | None
+    reward: str
+    trainer: str
+    reference: str
+    critic: str
+    tls: Required[Path | None]
+    insecure: Required[bool]
+
+
+def takes_addresses(*services: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds an address option for each of `services`, --tls and --insecure, to a command that ends with `**given`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        names = (*services, "tls", "insecure")
-
-        def with_options(**arguments: Any) -> None:
-            chosen = {name: arguments.pop(name) for name in names}
-            command(**arguments, given=_addresses(**chosen, is_operator=is_operator))
-
         own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "given"]
         options = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, annotation=_OPTIONS[name][0], default=_OPTIONS[name][1]
             )
-            for name in names
+            for name in (*services, "tls", "insecure")
         ]
-        with_options.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-        with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
-        return with_options
+        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        return command
 
     return decorate
 
 
-def _addresses(
-    tls: Path | None, insecure: bool, *, is_operator: bool, rollout: list[str] | None = None, **others: str
-) -> "Addresses":
+def addresses(given: Given, *, is_operator: bool = False) -> "Addresses":
+    """Returns the addresses of services and the credentials of the options.
+
+    The certificate must be a coordinator's; if `is_operator`, an operator's is accepted too.
+
+    Raises:
+        InvalidInput: An option is invalid, contradicts another one, or would send plaintext to another host.
+    """
     from services.common.rpc.address import require_secure
     from services.common.rpc.identities import Role
     from services.common.rpc.tls import Credentials, Transport
     from services.coordinator.services.launch import Addresses
 
+    tls, insecure, rollout = given["tls"], given["insecure"], tuple(given.get("rollout") or ())
+    others = {name: address for name, address in given.items() if name not in ("tls", "insecure", "rollout")}
     if tls and insecure:
         raise InvalidInput("--tls and --insecure exclude each other", field="--insecure")
     credentials = Credentials(tls) if tls else None
     if credentials:
         credentials.require_role(Role.COORDINATOR, *([Role.OPERATOR] if is_operator else []))
     transport = Transport(credentials, insecure)
-    for name, address in [*others.items(), *(("rollout", address) for address in rollout or ())]:
+    for name, address in [*others.items(), *(("rollout", address) for address in rollout)]:
         if address:
             require_secure(address, transport, field=f"--{name}")
-    return replace(Addresses(tuple(rollout or ()), transport=transport), **others)
+    return replace(Addresses(rollout, transport=transport), **others)

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typing_extensions import Unpack
 
-from services.coordinator.cli.options import takes_addresses
+from services.coordinator.cli.options import Given, addresses, takes_addresses
 
 if TYPE_CHECKING:
     from services.common.config.run import Config
@@ -23,7 +24,7 @@ def app() -> typer.Typer:
     """Returns the commands `status`, `watch`, `stop`, `logs` and `coordinator serve`."""
     commands, daemon = typer.Typer(), typer.Typer(no_args_is_help=True, help="Run the coordinator as a daemon.")
     for command in (status, watch, stop, logs):
-        commands.command()(takes_addresses(is_operator=True)(command))
+        commands.command()(takes_addresses()(command))
     daemon.command(context_settings=_AS_GIVEN, add_help_option=False)(serve)
     daemon.callback()(lambda: None)  # without it, typer turns a group's only command into the group itself
     commands.add_typer(daemon, name="coordinator")
@@ -32,15 +33,17 @@ def app() -> typer.Typer:
 
 def run_on_coordinator(at: str, config: "Config", given: "Addresses") -> None:
     """Starts a run on the coordinator at `at` and watches it here: `lockstep run --coordinator`."""
+    from services.coordinator.daemon.client import Coordinator
     from services.coordinator.daemon.following import start
 
-    watch(asyncio.run(start(_coordinator(at, given), config, given, _console)), at, given)
+    daemon = Coordinator(at, given.transport)
+    _watch(daemon, asyncio.run(start(daemon, config, given, _console)))
 
 
 def status(
     coordinator: _At,
-    given: "Addresses",
     run: Annotated[str, typer.Argument(help="Name of the run; all runs by default.")] = "",
+    **given: Unpack[Given],
 ) -> None:
     """Show a coordinator's runs."""
     from services.coordinator.daemon.following import show_status
@@ -48,14 +51,18 @@ def status(
     asyncio.run(show_status(_coordinator(coordinator, given), run, _console))
 
 
-def watch(run: _Name, coordinator: _At, given: "Addresses") -> None:
+def watch(run: _Name, coordinator: _At, **given: Unpack[Given]) -> None:
     """Show a run's progress from its first step to its end. Ctrl-C detaches; the run continues."""
+    _watch(_coordinator(coordinator, given), run)
+
+
+def _watch(daemon: "Coordinator", run: str) -> None:
     from services.coordinator.daemon.following import follow
 
     try:
-        asyncio.run(follow(_coordinator(coordinator, given), run, _console))
+        asyncio.run(follow(daemon, run, _console))
     except KeyboardInterrupt:
-        at = f"{run} --coordinator {coordinator}"
+        at = f"{run} --coordinator {daemon.address}"
         for line in (
             "detached; the run continues",
             f"  reattach: lockstep watch {at}",
@@ -68,8 +75,8 @@ def watch(run: _Name, coordinator: _At, given: "Addresses") -> None:
 def stop(
     run: _Name,
     coordinator: _At,
-    given: "Addresses",
     now: Annotated[bool, typer.Option("--now", help="Stop immediately instead of after the current step.")] = False,
+    **given: Unpack[Given],
 ) -> None:
     """Stop a run after the current step."""
     from services.coordinator.daemon.following import stop as stop_run
@@ -80,9 +87,9 @@ def stop(
 def logs(
     run: _Name,
     coordinator: _At,
-    given: "Addresses",
     service: Annotated[str, typer.Option(help="coordinator, trainer, reward, rollout-0, ...")] = "coordinator",
     follow: Annotated[bool, typer.Option("--follow", help="Keep printing new lines until the run ends.")] = False,
+    **given: Unpack[Given],
 ) -> None:
     """Print a run's log: the coordinator's own, or that of a service it started for the run."""
     from services.coordinator.daemon.following import print_log
@@ -97,7 +104,7 @@ def serve(context: typer.Context) -> None:
     main(context.args)
 
 
-def _coordinator(address: str, given: "Addresses") -> "Coordinator":
+def _coordinator(address: str, given: Given) -> "Coordinator":
     from services.coordinator.daemon.client import Coordinator
 
-    return Coordinator(address, given.transport)
+    return Coordinator(address, addresses(given, is_operator=True).transport)

@@ -62,13 +62,7 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
 
     With `mask_truncated`, loss_mask excludes all tokens of samples that reached max_tokens.
     """
-    rows = [row for group in sorted(groups, key=lambda g: g.index) for row in _rows(group, mask_truncated)]
-    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
-
-
-def _rows(group: ScoredGroup, mask_truncated: bool) -> list[dict[str, object]]:
-    is_trained = ~group.is_truncated
-    return [
+    rows = [
         {
             "prompt_id": group.prompt.prompt_id,
             "group": group.index,
@@ -79,7 +73,7 @@ def _rows(group: ScoredGroup, mask_truncated: bool) -> list[dict[str, object]]:
             "reward": score.reward,
             "components": list(score.components.items()),
             "baseline": group.baseline,
-            "loss_mask": [bool(is_trained[sample])] * len(completion.tokens) if mask_truncated else None,
+            "loss_mask": [not group.is_truncated[sample]] * len(completion.tokens) if mask_truncated else None,
             "finish_reason": FINISH_REASONS[completion.finish_reason],
             "policy_version": group.stamp.version,
             "policy_digest": group.stamp.digest,
@@ -87,5 +81,7 @@ def _rows(group: ScoredGroup, mask_truncated: bool) -> list[dict[str, object]]:
             "seed": completion.seed,
             **{name: rows[sample] for name, rows in group.columns.items()},
         }
+        for group in sorted(groups, key=lambda g: g.index)
         for sample, (completion, score) in enumerate(zip(group.completions, group.scores, strict=True))
     ]
+    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)

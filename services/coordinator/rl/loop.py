@@ -18,7 +18,9 @@ async def train(run: Run, context: LoopContext, version: int) -> None:
 
     while version < run.num_steps and not run.stopping:
         with run.phase(Phase.GENERATING):
-            batch = await run.recorded_batch(stamp) or await collect(run, context, stamp)
+            batch = await run.recorded_batch(stamp)
+            if batch is None:
+                batch = run.record.record_batch(await collect(run, context, stamp, version))
         with run.phase(Phase.TRAINING):
             version, trained = await update(run, context, batch, stamp)
         with run.phase(Phase.PUBLISHING):

@@ -15,9 +15,10 @@ from services.coordinator.rl.advantages.controller import coef_after, kl_record
 from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.publication import Publisher
-from services.coordinator.rl.selection import Selected, select
+from services.coordinator.rl.selection import select
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.record import CollectedBatch
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Model, Trainer
 
@@ -48,8 +49,8 @@ async def warm_up(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
         for index in range(context.critic.opened.version, run.config.critic.warmup_steps):
             if run.stopping:
                 return
-            batch, _ = await sample(run, context, stamp, run.num_steps + index)
-            await context.critic.train(batch, f"{run.run_id}/warm-up/{index}", stamp, index)
+            batch = await collect(run, context, stamp, run.num_steps + index)
+            await context.critic.train(batch.samples, f"{run.run_id}/warm-up/{index}", stamp, index)
 
 
 async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyStamp) -> tuple[int, dict[str, float]]:
@@ -66,23 +67,7 @@ async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyS
     return version, metrics | (critic.result()[1] if critic else {})
 
 
-async def collect(run: Run, context: LoopContext, stamp: PolicyStamp) -> pa.Table:
-    """Samples the step's batch and records it on disk before it is trained on."""
-    batch, selected = await sample(run, context, stamp, stamp.version)
-    settings = run.config.advantage
-    kl = kl_record(batch, kl_coef(run, stamp.version), settings.kl) if settings.needs_reference else None
-    run.record.record_batch(
-        batch,
-        stamp,
-        decision=selected.decision,
-        outcomes=selected.outcomes,
-        dataset=context.data.digest,
-        kl=kl,
-    )
-    return batch
-
-
-async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) -> tuple[pa.Table, Selected]:
+async def collect(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) -> CollectedBatch:
     """Samples a batch from `stamp`: scores and selects groups, runs the other models, computes advantages."""
     config, rollout = run.config, run.config.rollout
     draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step)
@@ -96,8 +81,11 @@ async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) 
             config, prompts, lambda index, prompt: collect_one(index, prompt, draw), forwards.decide
         )
         groups = await forwards.complete(selected.groups)
-    batch = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
-    return compute_advantages(batch, config.advantage, kl_coef=kl_coef(run, stamp.version)), selected
+    coef = kl_coef(run, stamp.version)
+    samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
+    samples = compute_advantages(samples, config.advantage, kl_coef=coef)
+    kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
+    return CollectedBatch(samples, stamp, selected.decision, selected.outcomes, context.data.digest, kl)
 
 
 def kl_coef(run: Run, version: int) -> float:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +14,23 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.errors import PreconditionFailed
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import in_order
+
+
+@dataclass(frozen=True)
+class CollectedBatch:
+    """A step's samples with advantages, and what the ledger keeps of how they came about."""
+
+    samples: pa.Table
+    stamp: PolicyStamp
+    """The policy stamp that the samples were generated from."""
+    decision: Mapping[str, object]
+    """How the groups were selected, as JSON values."""
+    outcomes: Mapping[str, tuple[int, int]]
+    """(samples, samples that passed) by prompt id."""
+    dataset: str
+    """The digest of the training data."""
+    kl: Mapping[str, float] | None
+    """The KL divergence and its coefficient, if the reward has a KL penalty."""
 
 
 class RunRecord:
@@ -45,35 +63,21 @@ class RunRecord:
                 "use the same data, or another name"
             )
 
-    def record_batch(
-        self,
-        batch: pa.Table,
-        stamp: PolicyStamp,
-        *,
-        decision: Mapping[str, object],
-        outcomes: Mapping[str, tuple[int, int]],
-        **collected: object,
-    ) -> None:
-        """Writes a step's batch to disk and records how it was selected, before it is trained on.
-
-        Args:
-            batch: The step's samples.
-            stamp: The policy stamp that they were generated from.
-            decision: How the batch was selected; the ledger keeps it as JSON.
-            outcomes: (samples, samples that passed) by prompt id.
-            collected: Further values for the ledger: the dataset's digest and the KL coefficient.
-        """
-        path = self._batch_path(stamp.version)
+    def record_batch(self, batch: CollectedBatch) -> pa.Table:
+        """Writes a step's batch to disk and records how it was selected. Returns its samples, for training on them."""
+        stamp, path = batch.stamp, self._batch_path(batch.stamp.version)
         partial = path.with_suffix(".partial")  # a file with the final name is always complete
         with partial.open("wb") as file:
-            pq.write_table(batch, file, compression="zstd")
+            pq.write_table(batch.samples, file, compression="zstd")
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
         with self.ledger.transaction():
-            self.ledger.record(Kind.SELECTED, stamp.version, **decision)
-            self.ledger.keep_outcomes(stamp.version, outcomes)
-            self.ledger.record(Kind.COLLECTED, stamp.version, digest=stamp.digest, sha256=_sha256(path), **collected)
+            self.ledger.record(Kind.SELECTED, stamp.version, **batch.decision)
+            self.ledger.keep_outcomes(stamp.version, batch.outcomes)
+            collected = {"digest": stamp.digest, "sha256": _sha256(path), "dataset": batch.dataset, "kl": batch.kl}
+            self.ledger.record(Kind.COLLECTED, stamp.version, **collected)
+        return batch.samples
 
     def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
         """Returns the batch that was sampled from exactly `stamp` before a restart; None if missing or damaged."""

@@ -1,10 +1,12 @@
 """Defines the interface of scorers. Imports nothing heavy, because worker processes load this too."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
-from services.common.tasks import gather
+Result = TypeVar("Result")
 
 
 class FailureReason(StrEnum):
@@ -66,13 +68,17 @@ class Scorer:
         Raises:
             ScoringError: No item has a score.
         """
-        return await gather(self._score_or_error(item) for item in items)
+        return expected(await asyncio.gather(*(self.score(item) for item in items), return_exceptions=True))
 
     async def close(self) -> None:
         """Closes the scorer; scores in progress fail as CRASHED."""
 
-    async def _score_or_error(self, item: Item) -> float | ScoringError:
-        try:
-            return await self.score(item)
-        except ScoringError as error:
-            return error
+
+def expected(results: Sequence[Result | BaseException]) -> list[Result | ScoringError]:
+    """Returns the results if every error among them is a ScoringError; raises the first other one."""
+    checked: list[Result | ScoringError] = []
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, ScoringError):
+            raise result
+        checked.append(result)
+    return checked

@@ -32,18 +32,26 @@ class GetInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("run_id", "config_json")
+    __slots__ = ("run_id", "config_json", "environment_json")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_JSON_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     config_json: str
-    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ...) -> None: ...
+    environment_json: str
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., environment_json: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("scorer",)
+    __slots__ = ("scorer", "environment", "tools_json", "roles")
     SCORER_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     scorer: str
-    def __init__(self, scorer: _Optional[str] = ...) -> None: ...
+    environment: str
+    tools_json: str
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, scorer: _Optional[str] = ..., environment: _Optional[str] = ..., tools_json: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("run_id",)

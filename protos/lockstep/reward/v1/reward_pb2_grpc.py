@@ -69,14 +69,14 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenRun(self, request, context):
-        """Starts the scorers of the config.
+        """Starts the scorers of the config, and its environment if it has one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Closes the scorers.
+        """Closes the scorers and the environment, with all episodes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,9 +36,9 @@ class RewardServiceStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_reward_pb2.GetInfoRequest, _reward_pb2.GetInfoResponse]
     """Returns versions and state."""
     OpenRun: _grpc.UnaryUnaryMultiCallable[_reward_pb2.OpenRunRequest, _reward_pb2.OpenRunResponse]
-    """Starts the scorers of the config."""
+    """Starts the scorers of the config, and its environment if it has one."""
     CloseRun: _grpc.UnaryUnaryMultiCallable[_reward_pb2.CloseRunRequest, _reward_pb2.CloseRunResponse]
-    """Closes the scorers."""
+    """Closes the scorers and the environment, with all episodes."""
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
     """Scores one prompt group. A sample that cannot be scored is a typed failure in the response, not an RPC error."""
 
@@ -50,9 +50,9 @@ class RewardServiceAsyncStub(RewardServiceStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_reward_pb2.GetInfoRequest, _reward_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns versions and state."""
     OpenRun: _aio.UnaryUnaryMultiCallable[_reward_pb2.OpenRunRequest, _reward_pb2.OpenRunResponse]  # type: ignore[assignment]
-    """Starts the scorers of the config."""
+    """Starts the scorers of the config, and its environment if it has one."""
     CloseRun: _aio.UnaryUnaryMultiCallable[_reward_pb2.CloseRunRequest, _reward_pb2.CloseRunResponse]  # type: ignore[assignment]
-    """Closes the scorers."""
+    """Closes the scorers and the environment, with all episodes."""
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
     """Scores one prompt group. A sample that cannot be scored is a typed failure in the response, not an RPC error."""
 
@@ -73,7 +73,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.OpenRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.OpenRunResponse, _abc.Awaitable[_reward_pb2.OpenRunResponse]]:
-        """Starts the scorers of the config."""
+        """Starts the scorers of the config, and its environment if it has one."""
 
     @_abc_1.abstractmethod
     def CloseRun(
@@ -81,7 +81,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.CloseRunResponse, _abc.Awaitable[_reward_pb2.CloseRunResponse]]:
-        """Closes the scorers."""
+        """Closes the scorers and the environment, with all episodes."""
 
     @_abc_1.abstractmethod
     def Score(

@@ -1,20 +1,18 @@
 """Client of one rollout replica, with its state."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
 from enum import StrEnum
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
-from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams, WeightGroup, WeightPlan
+from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.config.run import Config, TimeoutsConfig
-from services.common.errors import InternalError, LockstepError
+from services.common.errors import LockstepError
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
-from services.coordinator.data.groups import SampledGroup
-from services.coordinator.data.prompts import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -64,25 +62,14 @@ class Replica:
             return False
         return info.num_workers > 0
 
-    async def generate(
-        self, index: int, prompt: Prompt, seeds: Sequence[int], sampling: SamplingParams, stamp: PolicyStamp
-    ) -> SampledGroup:
-        """Samples one prompt group with exactly the weights of `stamp`.
+    def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """Yields the sampled group of each prompt, as it is finished.
 
         Raises:
             Unavailable: The replica is unreachable; the group can go to another replica.
             PreconditionFailed: The replica serves other weights.
         """
-        request = pb.GenerateRequest(
-            expected_stamp=stamp,
-            prompts=[pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)],
-            sampling=sampling,
-        )
-        stream = self._client.stream(RolloutService.Generate, request, timeout_s=self._timeouts.generate_s)
-        answers = [answer async for answer in stream]
-        if len(answers) != 1 or len(answers[0].completions) != len(seeds):
-            raise InternalError(f"replica {self.address} returned an incomplete group for prompt {prompt.prompt_id}")
-        return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)
+        return self._client.stream(RolloutService.Generate, request, timeout_s=self._timeouts.generate_s)
 
     async def join(self, group: WeightGroup, base_rank: int, plan: WeightPlan) -> str:
         """Joins the weight group with all workers. Returns the digest of the plan that they built."""

@@ -52,22 +52,15 @@ class Reward:
             LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
             PreconditionFailed: SCORER_CHANGED, the scores come from other scorers than those that were opened.
         """
-        request = pb.ScoreRequest(
-            prompt_id=group.prompt.prompt_id,
-            prompt=group.prompt.text,
-            answer=group.prompt.answer,
-            extra_json=json.dumps(group.prompt.extra),
-            candidates=[
-                pb.Candidate(
-                    text=tokenizer.decode(completion.tokens),
-                    num_tokens=len(completion.tokens),
-                    finish_reason=completion.finish_reason,
-                )
-                for completion in group.completions
-            ],
-            run_id=self._run_id,
-        )
-        answer = await self._score(request)
+        request, answer = self._request(group, tokenizer), None
+        while answer is None:
+            num_opens = self._num_opens
+            try:
+                answer = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
+            except LockstepError as error:
+                if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
+                    raise
+                await self._reopen(num_opens, why=error.message)
         self._require_same(answer.scorer)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:
@@ -78,19 +71,29 @@ class Reward:
         """Closes the channel."""
         await self._client.close()
 
-    async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
-        while True:
-            num_opens = self._num_opens
-            try:
-                return await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
-            except LockstepError as error:
-                if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
-                    raise
-                why = error.message
-            async with self._opening:  # only one of the calls that failed reopens it
-                if self._num_opens == num_opens:
-                    log.warning("lost the reward service; waiting for it to come back: %s", why)
-                    await self.open(self._run_id)
+    def _request(self, group: SampledGroup, tokenizer: Tokenizer) -> pb.ScoreRequest:
+        candidates = [
+            pb.Candidate(
+                text=tokenizer.decode(completion.tokens),
+                num_tokens=len(completion.tokens),
+                finish_reason=completion.finish_reason,
+            )
+            for completion in group.completions
+        ]
+        return pb.ScoreRequest(
+            prompt_id=group.prompt.prompt_id,
+            prompt=group.prompt.text,
+            answer=group.prompt.answer,
+            extra_json=json.dumps(group.prompt.extra),
+            candidates=candidates,
+            run_id=self._run_id,
+        )
+
+    async def _reopen(self, num_opens: int, *, why: str) -> None:
+        async with self._opening:
+            if self._num_opens == num_opens:  # only the first of the calls that failed reopens it
+                log.warning("lost the reward service; waiting for it to come back: %s", why)
+                await self.open(self._run_id)
 
     def _require_same(self, scorer: str) -> None:
         self._scorer = self._scorer or scorer

@@ -6,11 +6,13 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.config.run import Config
 from services.common.errors import (
     DeadlineExceeded,
+    InternalError,
     InvalidInput,
     LockstepError,
     PermissionDenied,
@@ -65,11 +67,16 @@ class Rollout:
         Raises:
             Unavailable: NO_REPLICA, no replica serves the current weights.
         """
+        wanted = pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)
+        request = pb.GenerateRequest(expected_stamp=stamp, prompts=[wanted], sampling=sampling)
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
             async with self._least_loaded(len(seeds), cost) as replica:
                 try:
-                    return await replica.generate(index, prompt, seeds, sampling, stamp)
+                    answers = [answer async for answer in replica.generate(request)]
+                    if len(answers) != 1 or len(answers[0].completions) != len(seeds):
+                        raise InternalError(f"{replica.address}: incomplete group for prompt {prompt.prompt_id}")
+                    return SampledGroup(index, prompt, answers[0].completions, answers[0].stamp)
                 except (Unavailable, DeadlineExceeded) as error:
                     self.mark_dead(replica, error)
                 except PreconditionFailed as error:

@@ -1,0 +1,193 @@
+"""Defines the config of environments: what answers the policy in episodes of several turns."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, RootModel, model_validator
+
+from services.common.config.base import NAME, Strict
+from services.common.import_path import IMPORT_PATH
+
+
+class BaseEnvironmentConfig(Strict):
+    """Has what all kinds of environments have in common."""
+
+    max_turns: int = Field(default=8, ge=1, le=1000)
+    """Maximum number of the policy's turns in an episode. An episode that reaches it ends with the rewards that it has
+    so far."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of an episode after its first prompt, the environment's included. By default, as many as
+    rollout.max_model_len leaves. A turn is limited by rollout.sampling.max_tokens."""
+    max_message_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of one message of the environment. The rest of a longer one is cut off."""
+    turn_s: float = Field(default=30.0, gt=0, le=86400)
+    """Time limit in seconds for one reply of the environment."""
+    episode_s: float = Field(default=1800.0, gt=0, le=604800)
+    """Time limit in seconds for a whole episode, generation included."""
+    weight: float = 1.0
+    """Factor of the environment's rewards in the reward of a sample. The scorers' rewards are added."""
+    max_retries: int = Field(default=2, ge=0, le=100)
+    """How often an episode is played again, with the same seeds, after the environment failed."""
+    on_failure: Literal["drop_group", "fail"] = "drop_group"
+    """What to do if the environment still fails. drop_group: the prompt group is left out of the batch; fail: the run
+    fails. A failure of the environment never becomes a reward."""
+
+
+class PythonEnvironmentConfig(BaseEnvironmentConfig):
+    """Runs a class of yours that is importable on the reward service."""
+
+    kind: Literal["python"] = "python"
+    """Run your own class, which must be importable on the reward service. It has the methods reset(seed, row) and
+    step(text), sync or async, and optionally close(): see docs/environments.md."""
+    path: str = Field(pattern=IMPORT_PATH)
+    """Class, as package.module:Class. One object is made for each episode."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the class."""
+    num_workers: int = Field(default=2, ge=1, le=1024)
+    """Number of worker processes. Each runs many episodes."""
+    max_memory_gib: float = Field(default=4.0, gt=0.1)
+    """Maximum address space of one worker, in GiB."""
+
+
+class FunctionToolConfig(Strict):
+    """Offers a function of yours as a tool."""
+
+    kind: Literal["function"] = "function"
+    """Offer a Python function, sync or async, that is importable on the reward service. Its name, signature and
+    docstring become the tool's JSON schema."""
+    path: str = Field(pattern=IMPORT_PATH)
+    """Function, as package.module:function. It returns text, or anything that JSON can hold."""
+
+
+class PythonToolConfig(Strict):
+    """Offers a Python interpreter in the sandbox."""
+
+    kind: Literal["python"] = "python"
+    """Offer `python`, which runs a program in the sandbox and returns what it prints. Each call starts anew."""
+    timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Time limit in seconds for one program."""
+    max_output_chars: int = Field(default=4096, ge=1)
+    """Number of characters of the output to return. The middle of a longer output is cut out."""
+
+
+class SearchToolConfig(Strict):
+    """Offers a search over a corpus of documents."""
+
+    kind: Literal["search"] = "search"
+    """Offer `search`, which ranks the documents of a Parquet file for a query by BM25."""
+    corpus: str
+    """Parquet file on the reward service's host, with a column `text` and optionally `title`."""
+    top_k: int = Field(default=3, ge=1, le=100)
+    """Number of documents to return."""
+
+
+class CalculatorToolConfig(Strict):
+    """Offers arithmetic."""
+
+    kind: Literal["calculator"] = "calculator"
+    """Offer `calculator`, which computes an arithmetic expression."""
+
+
+ToolConfig = Annotated[
+    FunctionToolConfig | PythonToolConfig | SearchToolConfig | CalculatorToolConfig, Field(discriminator="kind")
+]
+
+
+class ToolSyntax(Strict):
+    """Says how the policy writes calls of tools and how results are returned."""
+
+    syntax: Literal["hermes", "llama3", "tags"] = "hermes"
+    """How the policy calls a tool. hermes: JSON between <tool_call> and </tool_call> (Qwen, Hermes); llama3: the JSON
+    object of Llama 3's templates; tags: <name>...</name> with the tool's only argument as text (Search-R1)."""
+    result_tag: str = Field(default="", pattern=r"^[A-Za-z0-9_]*$")
+    """With syntax tags: return results as raw text between <tag> and </tag> within the policy's turn, as Search-R1's
+    `information`, without the chat template. By default, and with the other syntaxes, a result is a message of role
+    tool."""
+
+    @model_validator(mode="after")
+    def _tag_is_used(self) -> Self:
+        if self.result_tag and self.syntax != "tags":
+            raise ValueError(f"result_tag {self.result_tag}: used only with syntax tags, not {self.syntax}")
+        return self
+
+
+class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
+    """Lets the policy call tools. An episode ends with the first turn that calls none."""
+
+    kind: Literal["tools"] = "tools"
+    """Let the policy call tools. An episode ends with the first turn that calls none; reward.scorers judge it."""
+    tools: tuple[ToolConfig, ...] = Field(min_length=1)
+    """List of at least one tool, each with its kind."""
+    num_workers: int = Field(default=2, ge=1, le=1024)
+    """Number of worker processes that run functions."""
+    max_memory_gib: float = Field(default=4.0, gt=0.1)
+    """Maximum address space of one worker, in GiB."""
+
+
+class TextArenaEnvironmentConfig(BaseEnvironmentConfig):
+    """Plays a single-player game of textarena."""
+
+    kind: Literal["textarena"] = "textarena"
+    """Play a single-player game of textarena (`pip install textarena` on the reward service)."""
+    game: str = Field(pattern=NAME)
+    """Name of the game, such as GuessTheNumber-v0."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for textarena.make."""
+    num_workers: int = Field(default=2, ge=1, le=1024)
+    """Number of worker processes. Each runs many episodes."""
+    max_memory_gib: float = Field(default=4.0, gt=0.1)
+    """Maximum address space of one worker, in GiB."""
+
+
+class ReasoningGymEnvironmentConfig(BaseEnvironmentConfig):
+    """Gives tasks of reasoning-gym and scores answers."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """Score answers to tasks of reasoning-gym (`pip install reasoning-gym` on the reward service). The rows come from
+    `lockstep data reasoning-gym`, or the episode's seed makes a task."""
+    task: str = Field(pattern=NAME)
+    """Name of the task, such as chain_sum."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the task."""
+    num_workers: int = Field(default=2, ge=1, le=1024)
+    """Number of worker processes. Each runs many episodes."""
+    max_memory_gib: float = Field(default=4.0, gt=0.1)
+    """Maximum address space of one worker, in GiB."""
+
+
+class OpenEnvEnvironmentConfig(BaseEnvironmentConfig):
+    """Plays an environment that an OpenEnv server runs."""
+
+    kind: Literal["openenv"] = "openenv"
+    """Play an environment of an OpenEnv server, over its WebSocket protocol. One connection is one episode."""
+    url: str = Field(pattern=r"^wss?://")
+    """Address of the server, such as ws://127.0.0.1:8000/ws."""
+    action_field: str = "message"
+    """Field of the action that gets the policy's text."""
+    observation_field: str = ""
+    """Field of the observation that is shown to the policy. By default, the whole observation as JSON."""
+    max_concurrent: int = Field(default=128, ge=1, le=65536)
+    """Maximum number of open connections. Further episodes wait."""
+
+
+class McpEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
+    """Lets the policy call the tools of a Model Context Protocol server."""
+
+    kind: Literal["mcp"] = "mcp"
+    """Let the policy call the tools of an MCP server (`pip install mcp` on the reward service)."""
+    url: str = Field(pattern=r"^https?://")
+    """Address of the server's streamable HTTP endpoint."""
+
+
+EnvironmentConfig = Annotated[
+    PythonEnvironmentConfig
+    | ToolsEnvironmentConfig
+    | TextArenaEnvironmentConfig
+    | ReasoningGymEnvironmentConfig
+    | OpenEnvEnvironmentConfig
+    | McpEnvironmentConfig,
+    Field(discriminator="kind"),
+]
+
+
+class EnvironmentSection(RootModel[EnvironmentConfig]):
+    """The environment section of the config, as the reward service receives it."""

@@ -1,0 +1,1 @@
+"""Environments, one file for each kind."""

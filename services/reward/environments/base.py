@@ -1,0 +1,103 @@
+"""Defines the interface of environments. Imports nothing heavy, because worker processes load this too."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class EnvironmentFailure(StrEnum):
+    """Says why an environment could not reply, by the names of lockstep.reward.v1.EnvironmentFailureReason."""
+
+    TIMEOUT = "TIMEOUT"
+    CRASHED = "CRASHED"
+    REFUSED = "REFUSED"
+    INVALID_REPLY = "INVALID_REPLY"
+
+
+class EpisodeError(Exception):
+    """The environment failed, not the policy. The episode is over, and nothing is rewarded."""
+
+    def __init__(self, reason: EnvironmentFailure, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class Message:
+    """Adds to the conversation. An empty role is raw text, which continues the policy's turn."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """Calls a tool by name."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Holds one turn of the policy."""
+
+    text: str
+    num_tokens: int
+    is_truncated: bool
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answers a turn: messages, the turn's reward, and whether the episode has ended."""
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+    tool_calls: Sequence[ToolCall] = field(default=())
+
+
+class Environment:
+    """Plays many episodes at the same time; the episode's id tells them apart. Calls of one episode never overlap.
+
+    The service limits each call by `turn_s`, closes every episode once, and closes the environment at the end. A call
+    that is canceled must leave the environment usable for all other episodes.
+    """
+
+    version: str
+    """Changes whenever the same turn could get another reply."""
+    roles: Sequence[str] = ("user",)
+    """Roles of the messages that replies may have."""
+    tools: Sequence[Mapping[str, object]] = ()
+    """JSON schemas of the tools, as chat templates take them."""
+
+    async def open(self) -> None:
+        """Starts what the environment needs.
+
+        Raises:
+            EpisodeError: It cannot start.
+        """
+
+    async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
+        """Begins an episode. Returns the messages after the row's own prompt.
+
+        Raises:
+            EpisodeError: The episode cannot begin.
+        """
+        raise NotImplementedError
+
+    async def step(self, episode_id: str, turn: Turn) -> Reply:
+        """Returns the reply to a turn.
+
+        Raises:
+            EpisodeError: The environment failed.
+        """
+        raise NotImplementedError
+
+    async def end(self, episode_id: str) -> None:
+        """Frees what the episode holds. It may be in any state, also after a failure."""
+
+    async def close(self) -> None:
+        """Ends the environment; calls in progress fail as CRASHED."""
