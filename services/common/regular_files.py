@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from services.common.errors import InvalidInput
 
@@ -48,4 +48,4 @@ def parse_object(content: bytes, source: Path, *, field: str) -> dict[str, Any]:
         raise InvalidInput(f"{field}: {source} is not JSON: {error}", field=field) from error
     if not isinstance(parsed, dict):
         raise InvalidInput(f"{field}: {source} is not a JSON object", field=field)
-    return parsed
+    return cast(dict[str, Any], parsed)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.record import Family, Size, Weight
@@ -159,14 +159,14 @@ def read_content(model_path: str | Path) -> dict[str, Any]:
     """
     file = Path(model_path) / "config.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotFound(f"model: {file} cannot be read: {error.strerror}", field="model") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"model: {file} is not the config of a model: {error}", field="model") from error
     if not isinstance(content, dict):
         raise InvalidInput(f"model: {file} is not the config of a model: not a JSON object", field="model")
-    return content
+    return cast(dict[str, Any], content)
 
 
 def make_architecture(content: Mapping[str, object], source: str) -> Architecture:

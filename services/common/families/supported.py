@@ -1,7 +1,7 @@
 """Says which models a strategy refuses, from config.json alone: the trainer and `lockstep plan` have the same rules."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from services.common.errors import InvalidInput
 from services.common.families.registry import FAMILIES
@@ -81,10 +81,11 @@ def _uses_window(model_type: object) -> bool:
 
 def _ropes(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the rotary settings: one, or one for each type of layer. Older configs have them in `rope_scaling`."""
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise InvalidInput(f"model: rope_parameters is {rope!r}, not an object", field="model")
-    nested = [part for part in rope.values() if isinstance(part, Mapping)]
+    given: Any = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"model: rope_parameters is {given!r}, not an object", field="model")
+    rope = cast(Mapping[str, Any], given)
+    nested = [cast(Mapping[str, Any], part) for part in rope.values() if isinstance(part, Mapping)]
     return nested or [rope]
 
 

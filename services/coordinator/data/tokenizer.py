@@ -189,7 +189,7 @@ def _compile(source: str, path: Path, special_tokens: Mapping[str, str], date: d
     try:
         return ChatTemplate(source, special_tokens, date)
     except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error.message}", **error.metadata) from error
+        raise InvalidInput(f"{path}: {error.message}", field="data.chat_template") from error
 
 
 def _read_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:

@@ -67,9 +67,7 @@ def opened(file: Path) -> Iterator[safe_open]:
         raise InvalidInput(f"model: {file} is not a whole safetensors file: {error}", field="model") from error
 
 
-def require_tensors(
-    stored: Mapping[str, Stored], expected: Mapping[str, torch.Size | tuple[int, ...]], directory: Path
-) -> None:
+def require_tensors(stored: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], directory: Path) -> None:
     """Checks the tensors that a model needs before any of them is read.
 
     Raises:

@@ -30,7 +30,8 @@ def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: b
     directory = Path(model_path)
     stored = stored_tensors(directory)
     specs = WeightStream(causal_lm, torch.float32, torch.device("cpu")).specs()
-    shapes, tied = {name: tensor.shape for name, tensor in specs}, causal_lm.all_tied_weights_keys
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in specs}
+    tied = causal_lm.all_tied_weights_keys
     if not has_head:
         shapes.pop("lm_head.weight", None)
     for copy, original in tied.items():
@@ -51,9 +52,10 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: Any) -> PreTraine
     disable_progress_bar()  # it would fill the service's log
     safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
     try:
-        loaded, loading = AutoModelForCausalLM.from_pretrained(model_path, **safe, **kwargs)
+        answer: Any = AutoModelForCausalLM.from_pretrained(model_path, **safe, **kwargs)
     except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise InvalidInput(f"model: {model_path} cannot be loaded: {error!r}", field="model") from error
+    loaded, loading = answer  # because of output_loading_info
     missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     if missing := sorted(missing if has_head else missing - {"lm_head.weight"}):
         raise InvalidInput(f"model: {model_path} has no tensor {', '.join(missing[:5])}", field="model")
