@@ -63,16 +63,6 @@ def test_nothing_is_random(
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize(("is_on", "passes"), [(False, 1), (True, 2)])
-def test_gradient_checkpointing_computes_layers_again(harness: Harness, is_on: bool, passes: int) -> None:
-    harness.open("untied", {"gradient_checkpointing": is_on})
-    calls = []
-    for layer in harness.backend._model.causal_lm.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    harness.gradients_of(samples())
-    assert len(calls) == 2 * passes
-
-
 def test_a_pad_token_in_the_text_has_a_gradient(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
