@@ -103,7 +103,7 @@ async def test_state_follows_the_run(client):
 
 async def test_bad_requests_name_the_field(client):
     with pytest.raises(InvalidInput, match="scorers") as caught:
-        await open_run(client, {"scorers": []})
+        await open_run(client, {"scorers": [{"kind": "no"}]})
     assert caught.value.reason is Reason.INVALID_CONFIG
     with pytest.raises(InvalidInput, match="run_id"):
         await open_run(client, MIXED, run_id="")

@@ -23,7 +23,7 @@ from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
 from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout, Session
+from services.coordinator.services.clients.rollout import Affinity, Rollout
 from services.coordinator.services.opening import Services
 
 log = logging.getLogger(__name__)
@@ -89,13 +89,13 @@ class EpisodeCollector(Collector):
     async def _take_turns(self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int) -> _Played:
         messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
         first = self._dialog.begin(prompt, messages)
-        stream, session = Stream(first.tokens), Session()
+        stream, affinity = Stream(first.tokens), Affinity()
         reason = FinishReason.FINISH_REASON_TURN_LIMIT
         for turn in range(self._settings.max_turns):
             context = replace(first, tokens=stream.context)
             params = self._params(draw, self._max_tokens - len(stream.tokens))
             seeds = [self._turn_seed(prompt, draw, sample, turn)]
-            group = await self._rollout.generate(0, context, seeds, params, draw.stamp, session)
+            group = await self._rollout.generate(0, context, seeds, params, draw.stamp, affinity)
             (completion,) = group.completions
             if turn:
                 self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)

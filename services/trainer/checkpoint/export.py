@@ -21,10 +21,13 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path) -> int:
-    """Writes the model into `directory`, which must exist and be empty; returns the bytes of the weights."""
+    """Writes the model into `directory`, which must exist and be empty; returns the bytes of the weights.
+
+    config.json gets the dtype that most of the weights have here, which may be another than they were loaded in.
+    """
     shards: list[dict[str, torch.Tensor]] = [{}]
     where: dict[str, int] = {}
-    num_bytes = Counter[torch.dtype]()
+    of_dtype: Counter[torch.dtype] = Counter()
     filled = 0
     for name, tensor in weights:
         if filled and filled + tensor.nbytes > _SHARD_BYTES:
@@ -36,16 +39,15 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
         shards[-1][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         where[name] = len(shards)
         filled += tensor.nbytes
-        num_bytes[tensor.dtype] += tensor.nbytes
+        of_dtype[tensor.dtype] += tensor.nbytes
     _write(directory, shards[-1], len(shards))
     index = {
-        "metadata": {"total_size": num_bytes.total()},
+        "metadata": {"total_size": of_dtype.total()},
         "weight_map": {name: _shard_name(number) for name, number in where.items()},
     }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    ((dtype, _),) = num_bytes.most_common(1)
-    write_model_card(_with_dtype(card, dtype), directory)
-    return num_bytes.total()
+    write_model_card(_with_dtype(card, of_dtype.most_common(1)[0][0]), directory)
+    return of_dtype.total()
 
 
 def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, directory: Path) -> int:
@@ -76,13 +78,14 @@ def adapter_config(lora: LoraConfig, base_path: str, names: Sequence[str]) -> di
 
 
 def _with_dtype(card: ModelCard, dtype: torch.dtype) -> ModelCard:
-    """Returns the card of the exported model, whose weights are `dtype`; the card's own may say another one."""
-    config, name = json.loads(card.files["config.json"]), str(dtype).removeprefix("torch.")
-    stated = {key: name for key in ("dtype", "torch_dtype") if key in config}
-    exported = ModelCard(files=card.files)
-    if stated != {key: config[key] for key in stated}:
-        exported.files["config.json"] = json.dumps(config | stated, indent=2).encode()
-    return exported
+    """Returns the card with this dtype in config.json. Older models name it torch_dtype, which old programs read."""
+    config = json.loads(card.files["config.json"])
+    named = str(dtype).removeprefix("torch.")
+    config |= {key: named for key in ("dtype", "torch_dtype") if key in config} or {"dtype": named}
+    changed = ModelCard()
+    changed.CopyFrom(card)
+    changed.files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False).encode()
+    return changed
 
 
 def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None:

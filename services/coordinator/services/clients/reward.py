@@ -91,24 +91,6 @@ class Reward:
         """Closes the channel."""
         await self._client.close()
 
-    async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
-        """Returns the answer. Repeats a call whose deadline passed while the service scored other groups."""
-        while True:
-            num_opens, num_answers = self._num_opens, self._num_answers
-            try:
-                answer = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
-            except DeadlineExceeded as error:
-                if self._num_answers == num_answers:
-                    raise
-                log.warning("prompt %s waits, the reward service is busy: %s", request.prompt_id, error.message)
-            except LockstepError as error:
-                if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
-                    raise
-                await self._reopen(num_opens, why=error.message)
-            else:
-                self._num_answers += 1
-                return answer
-
     def _request(self, group: SampledGroup, tokenizer: Tokenizer) -> pb.ScoreRequest:
         candidates = [
             pb.Candidate(
