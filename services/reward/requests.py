@@ -40,7 +40,7 @@ def parse_object(text: str, *, field: str) -> dict[str, object]:
     return value
 
 
-def finish_reason(reason: types_pb2.FinishReason.ValueType, *, field: str) -> str:
+def finish_reason(reason: types_pb2.FinishReason, *, field: str) -> str:
     """Returns "stop" or "length".
 
     Raises:

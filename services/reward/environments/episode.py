@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from lockstep.reward.v1 import environment_pb2 as pb
 
@@ -16,8 +16,25 @@ from services.reward.metrics import RewardMetrics
 
 log = logging.getLogger(__name__)
 
-Request = pb.ResetRequest | pb.StepRequest
-Response = pb.ResetResponse | pb.StepResponse
+Played = TypeVar("Played")
+Response = TypeVar("Response", pb.ResetResponse, pb.StepResponse)
+
+
+class Call(Generic[Response]):
+    """Holds a request and its answer, which may be in progress."""
+
+    def __init__(self, request: pb.ResetRequest | pb.StepRequest, answer: Awaitable[Response]):
+        self.request, self.answer = request, asyncio.ensure_future(answer)
+
+    async def repeat(self, request: pb.ResetRequest | pb.StepRequest) -> Response:
+        """Returns the answer. Whoever gives up leaves the call running: a repeat finds its answer.
+
+        Raises:
+            PreconditionFailed: The request is another one.
+        """
+        if request != self.request:
+            raise PreconditionFailed("this turn of the episode was played with another content")
+        return await asyncio.shield(self.answer)
 
 
 @dataclass(frozen=True)
@@ -38,9 +55,10 @@ class Episode:
 
     def __init__(self, key: str, stage: Stage):
         self._key, self._stage = key, stage
-        self._request: Request | None = None
-        self._answer: asyncio.Task[Response] | None = None
-        self._playing: asyncio.Task[Response] | None = None
+        self._reset: Call[pb.ResetResponse] | None = None
+        self._step: Call[pb.StepResponse] | None = None
+        self._last_turn = -1
+        self._playing: asyncio.Task[Any] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopped: EpisodeError | None = None
         stage.metrics.count_episodes(1)
@@ -48,7 +66,7 @@ class Episode:
     @property
     def has_stepped(self) -> bool:
         """Whether the last call is a step."""
-        return isinstance(self._request, pb.StepRequest)
+        return self._step is not None
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
         """Begins the episode, or repeats the answer if it is the request that began it.
@@ -56,9 +74,9 @@ class Episode:
         Raises:
             PreconditionFailed: It began with another seed or row.
         """
-        if self._request is None:
-            self._start(request, lambda: self._reset(request.seed, row), pb.ResetResponse)
-        return await self._repeat(request)
+        if self._reset is None:
+            self._reset = Call(request, self._play_reset(request.seed, row))
+        return await self._reset.repeat(request)
 
     async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
         """Applies the next turn, or repeats the answer if it is the turn that was applied last.
@@ -66,13 +84,12 @@ class Episode:
         Raises:
             PreconditionFailed: The turn is neither, or it is the last with another text, or the episode is over.
         """
-        last = self._request.turn if isinstance(self._request, pb.StepRequest) else -1
-        if request.turn == last + 1:
+        if request.turn == self._last_turn + 1:
             self._require_free()
-            self._start(request, lambda: self._step(turn), pb.StepResponse)
-        elif request.turn != last:
-            raise PreconditionFailed(f"turn {request.turn} of an episode whose last turn is {last}")
-        return await self._repeat(request)
+            self._step, self._last_turn = Call(request, self._play_step(turn)), request.turn
+        elif self._step is None or request.turn != self._last_turn:
+            raise PreconditionFailed(f"turn {request.turn} of an episode whose last turn is {self._last_turn}")
+        return await self._step.repeat(request)
 
     async def end(self, reason: EnvironmentFailure, detail: str) -> None:
         """Ends the episode; a call in progress fails with the reason. Returns when the environment has ended it."""
@@ -82,57 +99,52 @@ class Episode:
         await asyncio.shield(self._ending)
 
     def _require_free(self) -> None:
-        assert self._answer, "an episode begins with its reset"
-        if not self._answer.done():
+        last = self._step or self._reset
+        assert last, "an episode begins with its reset"
+        if not last.answer.done():
             raise PreconditionFailed("the episode's call before this one is still in progress")
         if self._ending:
             raise PreconditionFailed("the episode is over: its environment said so, or failed")
 
-    def _start(
-        self,
-        request: Request,
-        play: Callable[[], Awaitable[Response]],
-        response: type[pb.ResetResponse] | type[pb.StepResponse],
-    ) -> None:
-        self._request = request
-        self._answer = asyncio.create_task(self._limited(play, response))
-
-    async def _repeat(self, request: Request) -> Response:
-        if request != self._request:
-            raise PreconditionFailed("this turn of the episode was played with another content")
-        assert self._answer, "made with the request"
-        # Whoever gives up leaves the call running: a repeat finds its answer.
-        return await asyncio.shield(self._answer)
-
-    async def _limited(self, play, response) -> Response:
-        call: Literal["reset", "step"] = "reset" if response is pb.ResetResponse else "step"
-        began = time.monotonic()
-        self._playing = asyncio.ensure_future(play())
+    async def _play_reset(self, seed: int, row: dict[str, object]) -> pb.ResetResponse:
+        environment = self._stage.environment
         try:
-            answer = await self._outcome(self._playing)
-            if isinstance(answer, pb.StepResponse) and answer.done:
-                self._begin_end()
-            return answer
+            first = await self._limited("reset", environment.reset(self._key, seed, row))
+            return messages.reset_response(first, environment.roles)
         except EpisodeError as error:
-            self._stage.metrics.count_environment_failure(error.reason)
-            log.warning("episode %s: %s", self._key, error)
-            self._begin_end()
-            return response(failure=messages.failure(error))
-        finally:
-            self._stage.metrics.observe_environment(call, time.monotonic() - began)
+            return pb.ResetResponse(failure=self._fail(error))
 
-    async def _outcome(self, playing: asyncio.Task[Response]) -> Response:
-        """Returns the environment's response. Does not wait for it to react to a cancellation.
+    async def _play_step(self, turn: Turn) -> pb.StepResponse:
+        environment = self._stage.environment
+        try:
+            reply = await self._limited("step", environment.step(self._key, turn))
+            response = messages.step_response(reply, environment.roles)
+        except EpisodeError as error:
+            return pb.StepResponse(failure=self._fail(error))
+        if response.done:
+            self._begin_end()
+        return response
+
+    def _fail(self, error: EpisodeError) -> pb.EnvironmentFailure:
+        log.warning("episode %s: %s", self._key, error)
+        self._stage.metrics.count_environment_failure(error.reason)
+        self._begin_end()
+        return messages.failure(error)
+
+    async def _limited(self, call: Literal["reset", "step"], play: Coroutine[object, object, Played]) -> Played:
+        """Returns what the environment does. Does not wait for it to react to a cancellation.
 
         Raises:
             EpisodeError: It failed, exceeded its time limit, or the episode was ended.
         """
-        await asyncio.wait({playing}, timeout=self._stage.turn_s)
-        if not playing.done():
-            detail = f"no reply within {self._stage.turn_s:g} s (environment.turn_s)"
-            raise EpisodeError(EnvironmentFailure.TIMEOUT, detail)
+        began, turn_s = time.monotonic(), self._stage.turn_s
+        self._playing = playing = asyncio.create_task(play)
+        await asyncio.wait({playing}, timeout=turn_s)
+        self._stage.metrics.observe_environment(call, time.monotonic() - began)
         if self._stopped:
             raise self._stopped
+        if not playing.done():
+            raise EpisodeError(EnvironmentFailure.TIMEOUT, f"no reply within {turn_s:g} s (environment.turn_s)")
         try:
             return playing.result()
         except EpisodeError:
@@ -140,14 +152,6 @@ class Episode:
         except Exception as error:
             log.exception("episode %s: the environment failed", self._key)
             raise EpisodeError(EnvironmentFailure.CRASHED, f"{type(error).__name__}: {error}") from error
-
-    async def _reset(self, seed: int, row: dict[str, object]) -> pb.ResetResponse:
-        environment = self._stage.environment
-        return messages.reset_response(await environment.reset(self._key, seed, row), environment.roles)
-
-    async def _step(self, turn: Turn) -> pb.StepResponse:
-        environment = self._stage.environment
-        return messages.step_response(await environment.step(self._key, turn), environment.roles)
 
     def _begin_end(self) -> None:
         if self._ending is None:

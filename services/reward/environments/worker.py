@@ -128,7 +128,7 @@ class Player:
         if inspect.iscoroutinefunction(getattr(self._environment, "reset", None)):
             environment = self._environment(**self._kwargs)  # here, because it may need the event loop
         else:
-            environment = await self._run(self._environment, **self._kwargs)
+            environment: Any = await self._run(self._environment, **self._kwargs)
         self._episodes[episode] = environment
         return await self._run(environment.reset, seed=seed, row=row)
 

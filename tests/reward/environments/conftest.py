@@ -40,15 +40,17 @@ class Service:
         request = reward_pb2.CloseRunRequest(run_id=run_id)
         await self._runs.call(RewardService.CloseRun, request, timeout_s=PATIENCE_S)
 
-    async def reset(self, episode: str = "e", *, seed: int = 7, run_id: str = "r", **row: object) -> pb.ResetResponse:
-        request = pb.ResetRequest(run_id=run_id, episode_id=episode, seed=seed, row_json=json.dumps(row))
+    async def reset(
+        self, episode: str = "e", *, seed: int = 7, run_id: str = "r", row_json: str = "", **row: object
+    ) -> pb.ResetResponse:
+        row_json = row_json or json.dumps(row)
+        request = pb.ResetRequest(run_id=run_id, episode_id=episode, seed=seed, row_json=row_json)
         return await self._client.call(EnvironmentService.Reset, request, timeout_s=PATIENCE_S)
 
-    async def step(self, turn: int, text: str, episode: str = "e", *, run_id: str = "r") -> pb.StepResponse:
-        request = pb.StepRequest(
-            run_id=run_id, episode_id=episode, turn=turn, text=text,
-            num_tokens=3, finish_reason=types_pb2.FINISH_REASON_STOP,
-        )  # fmt: skip
+    async def step(self, turn: int, text: str, episode: str = "e", **fields: object) -> pb.StepResponse:
+        stop = types_pb2.FINISH_REASON_STOP
+        defaults = {"run_id": "r", "episode_id": episode, "num_tokens": 3, "finish_reason": stop}
+        request = pb.StepRequest(turn=turn, text=text, **{**defaults, **fields})
         return await self._client.call(EnvironmentService.Step, request, timeout_s=PATIENCE_S)
 
     async def close(self, episode: str = "e", *, run_id: str = "r") -> None:

@@ -186,6 +186,7 @@ async def test_closing_the_run_fails_its_calls_and_leaves_no_process(service, go
     assert service.metric("lockstep_reward_episodes_open") == 0
 
 
+@pytest.mark.slow
 async def test_a_thousand_episodes_are_open_at_once(service):
     await service.open(**user("AsyncActor", num_workers=2))
     names = [str(i) for i in range(1000)]

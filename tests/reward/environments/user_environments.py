@@ -1,6 +1,7 @@
 """Environments of a user, good and bad; workers import this file by name."""
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -149,10 +150,8 @@ class AsyncActor(Actor):
             await asyncio.Event().wait()
         if text == "will_not_be_canceled":
             while True:
-                try:
+                with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    pass
         return super().step(text)
 
 
