@@ -18,8 +18,16 @@ _EXIT_S = 10.0
 class Child:
     """Runs a module as a process, in a session of its own so that its children can be killed with it."""
 
-    def __init__(self, module: str, max_reply_bytes: int):
+    def __init__(self, module: str, max_reply_bytes: int, *, same_hashes: bool = False):
+        """Prepares a process.
+
+        Args:
+            module: What it runs.
+            max_reply_bytes: Maximum size of a line that it writes.
+            same_hashes: Whether sets of text have the same order in every process. By default, Python makes it random.
+        """
         self._module, self._max_reply_bytes = module, max_reply_bytes
+        self._variables = {"PYTHONHASHSEED": "0"} if same_hashes else {}
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -42,6 +50,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             limit=self._max_reply_bytes,
             start_new_session=True,
+            env={**os.environ, **self._variables},
         )
 
     async def write(self, message: Mapping[str, object]) -> None:

@@ -57,12 +57,12 @@ def python(config: PythonEnvironmentConfig) -> Environment:
 
 def textarena(config: TextArenaEnvironmentConfig) -> Environment:
     """Returns the environment that a game of textarena plays."""
-    return WorkerEnvironment(f"{_HOSTED}.textarena:Game", {"game": config.game, "kwargs": config.kwargs}, config)
+    return WorkerEnvironment(f"{_HOSTED}.games:Game", {"game": config.game, "kwargs": config.kwargs}, config)
 
 
 def reasoning_gym(config: ReasoningGymEnvironmentConfig) -> Environment:
     """Returns the environment that gives tasks of reasoning-gym."""
-    return WorkerEnvironment(f"{_HOSTED}.reasoning_gym:Task", {"task": config.task, "kwargs": config.kwargs}, config)
+    return WorkerEnvironment(f"{_HOSTED}.tasks:Task", {"task": config.task, "kwargs": config.kwargs}, config)
 
 
 def _messages(line: Line) -> list[Message]:

@@ -38,7 +38,8 @@ class Worker:
 
     def __init__(self, target: Target, on_death: Callable[["Worker"], None]):
         self._target, self._on_death = target, on_death
-        self._child = Child("services.reward.environments.worker", 2 * MAX_REPLY_BYTES)
+        # The samples of a prompt group play on several workers and must meet the same world.
+        self._child = Child("services.reward.environments.worker", 2 * MAX_REPLY_BYTES, same_hashes=True)
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._reading: asyncio.Task[None] | None = None
