@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -47,11 +48,13 @@ class TestTextarena:
             await service.open(kind="textarena", game=game, num_workers=2)
             seeds = {str(i): 2**63 + i % 2 for i in range(8)}
             began = await asyncio.gather(*(service.reset(name, seed=seed) for name, seed in seeds.items()))
-            seen = {name: [answer.SerializeToString(deterministic=True)] for name, answer in zip(seeds, began)}
+            seen = {
+                name: [answer.SerializeToString(deterministic=True)] for name, answer in zip(seeds, began, strict=True)
+            }
             for turn, move in enumerate(moves):
                 answers = await asyncio.gather(*(service.step(turn, move, name) for name in seeds))
                 assert not any(answer.HasField("failure") for answer in answers)
-                for name, answer in zip(seeds, answers):
+                for name, answer in zip(seeds, answers, strict=True):
                     seen[name].append(answer.SerializeToString(deterministic=True))
             even, odd = [seen[str(i)] for i in range(0, 8, 2)], [seen[str(i)] for i in range(1, 8, 2)]
             assert even == 4 * even[:1] and odd == 4 * odd[:1] and even[0] != odd[0]
@@ -81,11 +84,8 @@ class TestReasoningGym:
         assert first == again != other
         question = first.messages[0].content
         assert "<answer>" in question
-        total = sum(
-            map(
-                int, question.partition("problem: ")[2].partition(" = ")[0].replace("- ", "-").replace("+ ", "").split()
-            )
-        )
+        (a, sign, b) = re.search(r"(\d+) ([+-]) (\d+) =", question).groups()
+        total = int(a) + int(sign + b)
         right = await service.step(0, f"Hm, <answer>1</answer>. No: <answer> {total} </answer>", "a")
         assert (right.reward, right.done) == (1.0, True)
         assert (await service.step(0, str(total), "b")).reward == 1.0
