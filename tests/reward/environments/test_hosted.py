@@ -6,11 +6,16 @@ import re
 
 import pyarrow.parquet as pq
 import pytest
+from google.protobuf.message import Message
 
 from services.common.errors import InvalidInput
 
 GUESS = {"kind": "textarena", "game": "GuessTheNumber-v0", "kwargs": {"min_number": 1, "max_number": 5}}
 SUMS = {"kind": "reasoning_gym", "task": "chain_sum", "kwargs": {"min_terms": 2, "max_terms": 2}}
+
+
+def _bytes(answer: Message) -> bytes:
+    return answer.SerializeToString(deterministic=True)
 
 
 class TestTextarena:
@@ -55,7 +60,7 @@ class TestTextarena:
                 answers = await asyncio.gather(*(service.step(turn, move, name) for name in seeds))
                 assert not any(answer.HasField("failure") for answer in answers)
                 for name, answer in zip(seeds, answers, strict=True):
-                    seen[name].append(answer.SerializeToString(deterministic=True))
+                    seen[name].append(_bytes(answer))
             even, odd = [seen[str(i)] for i in range(0, 8, 2)], [seen[str(i)] for i in range(1, 8, 2)]
             assert even == 4 * even[:1] and odd == 4 * odd[:1] and even[0] != odd[0]
 
