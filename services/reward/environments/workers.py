@@ -110,13 +110,14 @@ class Worker:
 
     async def _cancel(self, number: int, reply: asyncio.Future[Reply]) -> None:
         try:
-            await self._child.write({"id": number, "call": "cancel"})
-            await asyncio.wait({reply}, timeout=_CANCEL_S)
-        except OSError:
-            return
-        if not reply.done():
+            async with asyncio.timeout(_CANCEL_S):
+                await self._child.write({"id": number, "call": "cancel"})
+                await asyncio.wait({reply})
+        except TimeoutError:
             log.warning("worker %d is killed: a call did not end within %g s", self.pid, _CANCEL_S)
             await self.kill()
+        except OSError:
+            return  # it died
 
     async def _read(self) -> None:
         """Hands replies to their calls until the process ends or writes something else."""

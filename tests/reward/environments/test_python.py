@@ -141,6 +141,21 @@ async def test_a_call_that_hangs_in_a_thread_ends_with_its_worker(service, gone,
     assert reason(await service.step(0, "", "waits")) == "CRASHED"
 
 
+async def test_a_worker_that_stalls_and_reads_no_more_is_killed(service, gone, tmp_path):
+    stalled = tmp_path / "stalled"
+    for limit_s in LIMITS_S:
+        await service.open(**user("Actor", turn_s=limit_s))
+        (pid,) = service.pids
+        if not any([reason(await service.reset(episode, file=str(stalled))) for episode in ("e", "other")]):
+            break
+    stalling = asyncio.create_task(service.step(0, "stalls"))
+    await until(stalled.exists)
+    assert reason(await service.step(0, "x" * (1 << 20), "other")) in ("TIMEOUT", "CRASHED")
+    assert reason(await stalling) == "TIMEOUT"
+    assert await gone([pid])
+    await service.close("other")
+
+
 async def test_a_call_that_waits_on_the_event_loop_is_canceled(service):
     for limit_s in LIMITS_S:
         await service.open(**user("AsyncActor", turn_s=limit_s))

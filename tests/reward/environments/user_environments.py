@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -93,6 +94,10 @@ class Actor:
         Path(self.row["file"]).touch()
         while True:
             time.sleep(1)
+
+    def stalls(self):
+        Path(self.row["file"]).touch()
+        return re.match(r"(a+)+$", "a" * 60 + "b")  # no other thread runs meanwhile
 
     def prints(self):
         for _ in range(1000):
