@@ -4,18 +4,13 @@ services/reward/worker.py describes the protocol.
 """
 
 import asyncio
-import contextlib
-import json
 import logging
 import math
-import os
-import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.reward.child import Child, Reply
 from services.reward.scorers.base import FailureReason, ScoringError
-from services.reward.worker import Reply
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +18,6 @@ START_TIMEOUT_S = 60.0
 """Time limit for a worker to import its function. sympy takes about 1 s; a user's module may import torch."""
 MAX_REPLY_BYTES = 16 << 20
 """Enough for a group of 1000 samples that all fail with the longest error text that worker.py keeps."""
-# How long a process that has closed its pipe may take to exit, which on a busy machine is more than a moment.
-_EXIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -46,18 +39,18 @@ class Worker:
 
     def __init__(self, target: Target):
         self._target = target
-        self._process: asyncio.subprocess.Process | None = None
+        self._child = Child("services.reward.worker", MAX_REPLY_BYTES)
         self.source_digest = ""
 
     @property
     def alive(self) -> bool:
         """Whether the process is running."""
-        return self._process is not None and self._process.returncode is None
+        return self._child.alive
 
     @property
     def pid(self) -> int:
         """Returns the id of the last started process; 0 if none was started."""
-        return self._process.pid if self._process else 0
+        return self._child.pid
 
     async def start(self) -> None:
         """Starts the process and waits until its function is imported.
@@ -65,16 +58,7 @@ class Worker:
         Raises:
             ScoringError: The function cannot be imported, or its source has changed since the first start.
         """
-        # JSON over pipes, so that nothing is pickled; a new session, so that its children can be killed with it.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.reward.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_REPLY_BYTES,
-            start_new_session=True,
-        )
+        await self._child.start()
         target = self._target
         start = {"target": target.path, "init": target.init, "max_memory_bytes": target.max_memory_bytes}
         reply = await self._request(start, target.start_timeout_s)
@@ -96,11 +80,7 @@ class Worker:
 
     async def kill(self) -> None:
         """Kills the process and its children, and waits until it is gone."""
-        if self._process is None:
-            return
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await self._child.kill()
 
     async def _request(self, message: Mapping[str, object], timeout_s: float) -> Reply:
         answered = False
@@ -111,7 +91,9 @@ class Worker:
         except TimeoutError:
             raise ScoringError(FailureReason.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except (EOFError, OSError):
-            raise ScoringError(FailureReason.CRASHED, f"worker died with exit code {await self._exit_code()}") from None
+            raise ScoringError(
+                FailureReason.CRASHED, f"worker died with exit code {await self._child.exit_code()}"
+            ) from None
         except ValueError as error:
             detail = f"its reply has more than {MAX_REPLY_BYTES} bytes or is not JSON: {error}"
             raise ScoringError(FailureReason.CRASHED, detail) from error
@@ -122,24 +104,9 @@ class Worker:
             raise _to_error(reply)
         return reply
 
-    async def _exit_code(self) -> int:
-        """Returns the exit code of a process that closed its pipe. Kills it if it does not exit within `_EXIT_S`."""
-        assert self._process, "start made it"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_EXIT_S):
-                await self._process.wait()
-        await self.kill()
-        return await self._process.wait()
-
     async def _exchange(self, message: Mapping[str, object]) -> Reply:
-        process = self._process
-        assert process and process.stdin and process.stdout, "start made it, with pipes"
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-        await process.stdin.drain()
-        line = await process.stdout.readline()
-        if not line.endswith(b"\n"):  # empty or incomplete: the process died
-            raise EOFError
-        return json.loads(line)
+        await self._child.write(message)
+        return await self._child.read()
 
 
 class WorkerPool:

@@ -59,7 +59,10 @@ def parse_json(model: type[Model], text: str) -> Model:
 
 
 def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel], str] | None = None) -> Iterator[Key]:
-    """Yields all keys of `model`, depth first and in field order. An optional table is expanded only the first time."""
+    """Yields all keys of `model`, depth first and in field order. An optional table is expanded only the first time.
+
+    Of a table that is one of several kinds, keys that all kinds have come first: `a.b`, and then `a[kind].c` of each.
+    """
     listed = {} if listed is None else listed
     for name, field in model.model_fields.items():
         nested = _models_of(field.annotation)
@@ -75,9 +78,28 @@ def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel],
             default="required" if default is PydanticUndefined else _shown(default),
             help=" ".join((field.description or "").split()),
         )
-        for option in nested:
+        shared = _shared(nested) if get_origin(field.annotation) not in (tuple, dict) else frozenset[str]()
+        common = [(nested[0], True)] if shared else []
+        for option, is_shared in [*common, *((option, False) for option in nested)]:
             if option not in listed:
-                yield from keys(option, prefix + _path_into(name, field.annotation, option), listed)
+                into = f"{prefix}{name}." if is_shared else prefix + _path_into(name, field.annotation, option)
+                options_keys = keys(option, into, {**listed} if is_shared else listed)
+                yield from (key for key in options_keys if (_first_name(key.path, into) in shared) is is_shared)
+
+
+def _shared(options: Sequence[type[BaseModel]]) -> frozenset[str]:
+    """Returns the names of the fields that are the same in all of several models; none if there is only one."""
+    if len(options) < 2:
+        return frozenset()
+    described = [
+        {name: (field.annotation, str(field.default), field.description) for name, field in option.model_fields.items()}
+        for option in options
+    ]
+    return frozenset(name for name, one in described[0].items() if all(other.get(name) == one for other in described))
+
+
+def _first_name(path: str, prefix: str) -> str:
+    return path.removeprefix(prefix).partition(".")[0].partition("[")[0]
 
 
 def _shown(default: object) -> str:
@@ -89,7 +111,8 @@ def _path_into(name: str, annotation: Any, option: type[BaseModel]) -> str:
     origin = get_origin(annotation)
     if origin is dict:
         return f"{name}.<name>."
-    return f"{name}[{_kind_of(option)}]." if origin is tuple else f"{name}."
+    is_one_of_several = origin is tuple or len(_models_of(annotation)) > 1
+    return f"{name}[{_kind_of(option)}]." if is_one_of_several else f"{name}."
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
