@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from services.common.config.environment import EnvironmentConfig
 from services.reward.environments.base import Environment
 from services.reward.environments.python import python, reasoning_gym, textarena
+from services.reward.environments.tools import ToolsEnvironment
 
 KINDS: Mapping[str, Callable[..., Environment]] = {
     "python": python,
+    "tools": ToolsEnvironment,
     "textarena": textarena,
     "reasoning_gym": reasoning_gym,
 }
