@@ -1,4 +1,4 @@
-"""Finds the tool calls in the policy's text, which may be anything. What cannot be read is for the policy to hear of."""
+"""Finds the tool calls in the policy's text, which may be anything. The policy is told what cannot be read."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from services.reward.environments.base import ToolCall
 
 MAX_CALLS = 8
 """Maximum number of calls in one turn. Each further one is answered with an error, up to as many again."""
+_MAX_DEPTH = 64
 _PYTHON_TAG = "<|python_tag|>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -93,11 +94,20 @@ def _json_call(body: str) -> Call:
 def _to_call(found: object) -> Call:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return BadCall("", "a call must be a JSON object with the name of a tool")
-    name = found["name"]
+    name = found["name"].encode(errors="replace").decode()  # JSON may hold half of a surrogate pair
     arguments = found.get("arguments", found.get("parameters", {}))
     if not isinstance(arguments, dict):
         return BadCall(name, "the arguments must be a JSON object")
+    if _is_deep(arguments, _MAX_DEPTH):
+        return BadCall(name, f"the arguments are nested more than {_MAX_DEPTH} deep")
     return ToolCall(name, arguments)
+
+
+def _is_deep(value: object, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(_is_deep(entry, depth - 1) for entry in entries)
 
 
 def _limited(calls: list[Call]) -> list[Call]:

@@ -65,6 +65,7 @@ def test_calls_are_found(syntax, text, expected):
         ("hermes", block('{"name": "a", "arguments": {"x": ' + "9" * 10_000 + "}}"), "not valid JSON"),
         ("hermes", block("[" * 100_000), "too deep"),
         ("hermes", block('{"a":' * 100_000), "too deep"),
+        ("hermes", block('{"name": "a", "arguments": {"x": ' + "[" * 900 + "]" * 900 + "}}"), "nested more than"),
         ("hermes", block(CALL + CALL), "not valid JSON"),
         ("llama3", '{"name": "add", "parameters": ', "not valid JSON"),
         ("llama3", '{"name": "add", "parameters": {}} and more', "text after"),

@@ -161,7 +161,7 @@ def test_a_schema_comes_from_signature_and_docstring():
 @pytest.mark.parametrize(
     ("expression", "value"),
     [(" (3 + 4) * 2 ", "14"), ("7 / 2", "3.5"), ("-7 // 2", "-4"), ("7 % 4", "3"), ("2**-1", "0.5"), ("1e3", "1000.0"),
-     ("2**4095", str(2**4095)), ("+-+1", "-1")],
+     ("2**2047", str(2**2047)), ("+-+1", "-1")],
 )  # fmt: skip
 def test_arithmetic_is_computed(expression, value):
     assert str(compute(expression)) == value

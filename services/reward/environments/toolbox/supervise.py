@@ -19,7 +19,7 @@ def main() -> None:
     job = json.load(sys.stdin)
     with open("/tmp/program.py", "w", encoding="utf-8", errors="replace") as file:
         file.write(job["program"])
-    command = [sys.executable, "-s", "-B", "-X", "utf8", "/tmp/program.py"]
+    command = [sys.executable, "-u", "-s", "-B", "-X", "utf8", "/tmp/program.py"]
     running = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/tmp"
     )
