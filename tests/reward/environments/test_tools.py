@@ -217,14 +217,14 @@ async def test_programs_run_in_the_sandbox(service):
         "import sys; print('é'); sys.stderr.write('oh'); sys.exit(3)": "é\noh\nerror: exit status 3",
         "import socket; socket.socket()": "PermissionError",
         "1/0": "ZeroDivisionError: division by zero\n\nerror: exit status 1",
-        "print('a' * 50 + 'b' * 100_000 + 'c' * 50)": "a" * 50 + "b" * 50 + "\n[... cut ...]\n" + "b" * 51 + "c" * 50,
+        "print('a' * 50 + 'b' * 100_000 + 'c' * 50)": "a" * 50 + "b" * 50 + "\n[... cut ...]\n" + "b" * 49 + "c" * 50,
         "import os, signal; os.kill(os.getppid(), signal.SIGKILL)": "error: the program was stopped",
         "input()": "EOFError",
         "\ud800": "error: exit status 1",
     }
     for turn, (program, expected) in enumerate(programs.items()):
         ((_, _, text),) = texts(await service.step(turn, hermes("python", code=program)))
-        assert expected.removesuffix("b" + "c" * 50) in text, program
+        assert expected in text, program
         assert len(text) < 300
 
 
