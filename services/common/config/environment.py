@@ -185,22 +185,12 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig):
     """Maximum number of open connections. Further episodes wait."""
 
 
-class McpEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
-    """Lets the policy call the tools of a Model Context Protocol server."""
-
-    kind: Literal["mcp"] = "mcp"
-    """Let the policy call the tools of an MCP server (`pip install mcp` on the reward service)."""
-    url: str = Field(pattern=r"^https?://")
-    """Address of the server's streamable HTTP endpoint."""
-
-
 EnvironmentConfig = Annotated[
     PythonEnvironmentConfig
     | ToolsEnvironmentConfig
     | TextArenaEnvironmentConfig
     | ReasoningGymEnvironmentConfig
-    | OpenEnvEnvironmentConfig
-    | McpEnvironmentConfig,
+    | OpenEnvEnvironmentConfig,
     Field(discriminator="kind"),
 ]
 

@@ -29,7 +29,7 @@ async def test_exact(open_run, make_item, completion, answer, ignore_case, expec
      ("<answer>the</answer>", 0), ("<answer>Beatles or Stones</answer>", 0), ("", 0)],
 )  # fmt: skip
 async def test_answer(open_run, make_item, completion, expected):
-    item = make_item(completion, "Beatles", answers=["The Beatles", "fab four"])
+    item = make_item(completion, "Beatles", extra={"answers": ["The Beatles", "fab four"]})
     assert await score(open_run, item, kind="answer", answers_key="answers") == expected
     if "four" not in completion:
         assert await score(open_run, item, kind="answer") == expected
@@ -37,7 +37,7 @@ async def test_answer(open_run, make_item, completion, expected):
 
 @pytest.mark.parametrize("answers", [None, "Beatles", [], ["the"], [1]])
 async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, answers):
-    item = make_item("<answer>the</answer>", "x", **({} if answers is None else {"answers": answers}))
+    item = make_item("<answer>the</answer>", "x", extra={} if answers is None else {"answers": answers})
     async with open_run({"kind": "answer", "answers_key": "answers"}) as run:
         (outcome,) = await run.score([item])
     assert outcome.failure and outcome.failure.reason is FailureReason.INVALID_ANSWER

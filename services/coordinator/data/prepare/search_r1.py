@@ -17,11 +17,13 @@ from services.coordinator.data.prepare.convert import ConversionReport
 from services.coordinator.data.prepare.formats import Split, text
 from services.coordinator.data.prepare.sources import read_records
 
-INSTRUCTION = """\
-Answer the question below. Whenever you learn something new, think about it first, between <think> and </think>. If you \
-need to know more, write what to look for between <search> and </search>; the documents that are found follow between \
-<information> and </information>. You may search several times. When you know the answer, write it between <answer> and \
-</answer>, in as few words as possible and without an explanation, such as <answer> Beijing </answer>."""
+INSTRUCTION = (
+    "Answer the question below. Whenever you learn something new, think about it first, between <think> and </think>. "
+    "If you need to know more, write what to look for between <search> and </search>; the documents that are found "
+    "follow between <information> and </information>. You may search several times. When you know the answer, write it "
+    "between <answer> and </answer>, in as few words as possible and without an explanation, such as "
+    "<answer> Beijing </answer>."
+)
 
 _QUESTIONS = pa.schema(
     [("prompt", pa.string()), ("answer", pa.string()), ("answers", pa.list_(pa.string())), ("source", pa.string())]
