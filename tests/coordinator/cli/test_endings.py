@@ -37,7 +37,7 @@ class Run:
     ) -> "Run":
         (directory / "run.yaml").write_text(yaml.safe_dump(run_settings(directory)))
         given = fakes.given
-        addresses = ("--trainer", given.trainer, "--reward", given.reward, "--rollout", given.rollout[0])
+        addresses = ("--trainer", given.trainer, "--reward", given.reward[0], "--rollout", given.rollout[0])
         command = (sys.executable, "-m", "services.coordinator", "run", "run.yaml", *overrides, *addresses)
         process = await asyncio.create_subprocess_exec(
             *command, cwd=directory, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.PIPE
