@@ -90,7 +90,7 @@ class OpenEnvironment(Environment):
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         if self._session is None or self._session.closed:
             raise _failed(EnvironmentFailure.CRASHED, "the run was closed")
-        timeout = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)
+        timeout = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)  # pyright: ignore[reportCallIssue] made by attrs
         try:
             return await self._session.ws_connect(self._config.url, timeout=timeout, max_msg_size=MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, OSError) as error:

@@ -38,6 +38,7 @@ def main() -> None:
 def _read(running: subprocess.Popen, half: int, deadline: float) -> tuple[bytes, bytes, bool]:
     """Returns the first and the last bytes, and whether the program has ended. What it started may still run."""
     head, tail, ended = bytearray(), bytearray(), False
+    assert running.stdout, "it is a pipe"
     pipe, process, poll = running.stdout.fileno(), os.pidfd_open(running.pid), select.poll()
     poll.register(pipe, select.POLLIN)
     poll.register(process, select.POLLIN)
