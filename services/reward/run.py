@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.reward.metrics import RewardMetrics
+from services.reward.scorers.answer import AnswerScorer
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.exact import ExactScorer
@@ -22,6 +23,7 @@ from services.reward.scorers.python import PythonScorer
 
 SCORERS: dict[str, Callable[..., Scorer]] = {
     "exact": ExactScorer,
+    "answer": AnswerScorer,
     "gsm8k": Gsm8kScorer,
     "math": MathScorer,
     "format": FormatScorer,

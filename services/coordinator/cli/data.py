@@ -19,6 +19,7 @@ from services.coordinator.data.prepare.convert import (
 )
 from services.coordinator.data.prepare.formats import Format, Split
 from services.coordinator.data.prepare.reasoning_gym import make_files, parse_settings
+from services.coordinator.data.prepare.search_r1 import make_search_files
 
 _ARITHMETIC_SCHEMA = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
 _DEFAULTS = ConversionOptions()
@@ -33,6 +34,7 @@ def app() -> typer.Typer:
         data.command(format.name, help=f"Convert {format.hub_id}.")(_converter(format))
     data.command("arithmetic")(_arithmetic)
     data.command("reasoning-gym")(_reasoning_gym)
+    data.command("search-r1")(_search_r1)
     return data
 
 
@@ -86,6 +88,20 @@ def _reasoning_gym(
     """Generate tasks of reasoning-gym for `environment: {kind: reasoning_gym}` (extra: environments)."""
     sizes: dict[Split, int] = {"train": num_rows, "test": num_test} if num_test else {"train": num_rows}
     _show(make_files(task, parse_settings(settings), num_rows=sizes, seed=seed, out=out))
+
+
+def _search_r1(
+    questions: Annotated[Path, typer.Option(help="File of questions: question and a list or text of answers.")],
+    corpus: Annotated[Path, typer.Option(help="File of documents: text and optionally title, or contents.")],
+    out: Annotated[Path, typer.Option(help="Directory to write train.parquet, corpus.parquet and the test to.")],
+    test_questions: Annotated[Path | None, typer.Option(help="File of questions for test.parquet.")] = None,
+    bad_rows: Annotated[
+        Literal["fail", "drop"], typer.Option(help="Fail on rows that cannot be converted, or drop them.")
+    ] = _DEFAULTS.bad_rows,
+) -> None:
+    """Convert questions and documents for episodes with a search (.parquet, .json or .jsonl), as Search-R1 has them."""
+    files: dict[Split, Path] = {"train": questions, **({"test": test_questions} if test_questions else {})}
+    _show(make_search_files(files, corpus, out, bad_rows))
 
 
 def _show(report: ConversionReport) -> None:

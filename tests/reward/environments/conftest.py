@@ -32,7 +32,9 @@ class Service:
         self._client = Client(f"127.0.0.1:{port}", environment_pb2_grpc.EnvironmentServiceStub)
 
     async def open(self, run_id: str = "r", **environment: object) -> reward_pb2.OpenRunResponse:
-        section = json.dumps({"num_workers": 1, "turn_s": PATIENCE_S, **environment}) if environment else ""
+        settings = {"num_workers": 1, "turn_s": PATIENCE_S, **environment}  # None for what the kind has not
+        settings = {name: value for name, value in settings.items() if value is not None}
+        section = json.dumps(settings) if environment else ""
         request = reward_pb2.OpenRunRequest(run_id=run_id, config_json=SCORERS, environment_json=section)
         return await self._runs.call(RewardService.OpenRun, request, timeout_s=PATIENCE_S)
 

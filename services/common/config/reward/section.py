@@ -22,6 +22,17 @@ class ExactConfig(BaseScorerConfig):
     """Ignore case when comparing."""
 
 
+class AnswerConfig(BaseScorerConfig):
+    """Scores 1 if the text between <answer> and </answer> is an accepted answer, else 0, as question answering does."""
+
+    kind: Literal["answer"] = "answer"
+    """Score 1 if the text between the completion's last <answer> and </answer> is an accepted answer, else 0. Case,
+    punctuation, the articles a, an, the and white space are ignored, as in SQuAD's exact match."""
+    answers_key: str | None = None
+    """Dataset column with the list of accepted answers, which must be among data.extra_columns. By default, only the
+    answer itself is accepted."""
+
+
 class Gsm8kConfig(BaseScorerConfig):
     """Scores 1 if the number after the last #### equals the answer's, else 0."""
 
@@ -100,6 +111,7 @@ class PythonConfig(BaseScorerConfig):
 
 ScorerConfig = Annotated[
     ExactConfig
+    | AnswerConfig
     | Gsm8kConfig
     | MathConfig
     | FormatConfig
