@@ -124,7 +124,7 @@ async def _measure(address: str) -> dict[str, list[float]]:
     collector = EpisodeCollector(rollout, rewards, Tokenizer.load(Path(_MODEL)), config, environments)
     samples: dict[str, list[float]] = {"coordinator CPU per turn [ms]": [], "turns [1/s]": []}
     for step in range(1 + _ROUNDS):  # one to warm up
-        draw = Draw(step, config.rollout.sampling, _STAMP, _NUM_SAMPLES)
+        draw = Draw(_NUM_SAMPLES, config.rollout.sampling, _STAMP, step)
         cpu, begin = time.process_time(), time.perf_counter()
         groups = await gather(collector.one(i, _prompt(i), draw) for i in range(_NUM_PROMPTS))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - begin

@@ -14,7 +14,7 @@ from tests.e2e.lockstep_command import LockstepRun, invoke, numbers
 MODEL = Path(__file__).parents[2] / "deploy" / "quickstart" / "model"
 NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
 MAX_TURNS, MAX_TURN_TOKENS = 3, 5
-# An answer whose digits add up to a multiple of 3 ends the episode. The model has no chat template: messages are raw text.
+# An answer whose digits add up to a multiple of 3 ends the episode. Messages are raw text, for want of a chat template.
 _ENVIRONMENT = """
 class Echo:
     def reset(self, seed, row):
