@@ -14,17 +14,17 @@ from tests.e2e.lockstep_command import LockstepRun, invoke, numbers
 MODEL = Path(__file__).parents[2] / "deploy" / "quickstart" / "model"
 NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
 MAX_TURNS, MAX_TURN_TOKENS = 3, 5
-# An answer whose digits add up to a multiple of 3 ends the episode. Messages are raw text, for want of a chat template.
+# An answer whose digits add up to 1, 4, 7, ... ends the episode. Messages are raw text: there is no chat template.
 _ENVIRONMENT = """
 class Echo:
     def reset(self, seed, row):
         self.turn = 0
-        return [{"role": "", "content": f"{seed % 10}*"}]
+        return [{"role": "", "content": str(seed % 10)}]
 
     def step(self, text):
         self.turn += 1
         digits = sum(int(c) for c in text if c.isdigit())
-        return [{"role": "", "content": f"={text}="}], self.turn + digits / 8, digits % 3 == 0
+        return [{"role": "", "content": f"={text}="}], self.turn + digits / 8, digits % 3 == 1
 """
 
 
@@ -80,7 +80,7 @@ def test_turns_masks_and_rewards_are_those_of_the_environment(workspace: Path):
     assert len(rows) == NUM_STEPS * NUM_PROMPTS * NUM_SAMPLES
     assert len({len(row["turn_begins"]) for row in rows}) > 1, "some episodes end early"
     for row in rows:
-        assert tokenizer.decode(row["prompt_tokens"])[-1] == "*", "the environment's first message"
+        assert tokenizer.decode(row["prompt_tokens"])[-2] == "=", "the environment's first message follows"
         begins, ends, tokens = row["turn_begins"], row["turn_ends"], row["tokens"]
         turns = [tokens[begin:end] for begin, end in zip(begins, ends, strict=True)]
         texts = [tokenizer.decode(turn) for turn in turns]
@@ -89,8 +89,8 @@ def test_turns_masks_and_rewards_are_those_of_the_environment(workspace: Path):
         components = dict(row["components"])
         assert components["environment"] == sum(row["turn_rewards"])
         assert row["reward"] == components["environment"] + components["exact"]
-        assert all(number % 3 for number in digits[:-1]), "the environment ends it otherwise"
-        assert digits[-1] % 3 == 0 or len(turns) == MAX_TURNS
+        assert all(number % 3 != 1 for number in digits[:-1]), "the environment ends it otherwise"
+        assert digits[-1] % 3 == 1 or len(turns) == MAX_TURNS
         for text, end, begin in zip(texts, ends, begins[1:], strict=False):
             assert tokens[end:begin] == tokenizer.encode(f"={text}=")
         sampled = set(itertools.chain(*map(range, begins, ends)))
