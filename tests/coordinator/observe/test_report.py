@@ -291,13 +291,19 @@ def test_an_episode_is_a_conversation(episodes_dir: Path) -> None:
 CHROMIUM = shutil.which("chromium")
 
 
+def drawn(page: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Returns the page as the browser has drawn it, and the browser's log."""
+    assert CHROMIUM
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]
+    command += ["--enable-logging=stderr", f"--user-data-dir={directory / 'profile'}", "--virtual-time-budget=2000"]
+    return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True)
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_draws_the_turns_of_an_episode(episodes_dir: Path, tmp_path: Path) -> None:
     page = write_report(episodes_dir, tmp_path / "report.html")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]
-    command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True)
+    done = drawn(page, tmp_path)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     table = done.stdout.partition('<table id="rows">')[2].partition("</table>")[0]
     assert table.count('class="turn policy"') == 8 and table.count('class="turn environment"') == 4
@@ -308,10 +314,7 @@ def test_a_browser_draws_the_turns_of_an_episode(episodes_dir: Path, tmp_path: P
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_draws_it_without_errors(run_dir: Path, tmp_path: Path) -> None:
     page = write_report(run_dir, tmp_path / "report.html")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]
-    command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True)
+    done = drawn(page, tmp_path)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     tags = Tags(done.stdout).tags
     assert tags.count("figure") == 6 + 1  # panels, histogram
