@@ -106,14 +106,15 @@ class Bridge:
         makes them do so.
 
         Args:
-            roles: Roles of the messages that the environment will send. Raw text (an empty role) needs no check.
+            roles: Roles of the messages that the environment may send. Raw text (an empty role) needs no check, and a
+                model without a chat template takes nothing else.
             with_system: Whether prompts begin with a system message.
 
         Raises:
             InvalidInput: The message says what the template does, and shows the first difference.
         """
         templated = sorted(role for role in set(roles) if role)
-        if templated:
+        if templated and self._tokenizer.has_chat_template:
             check_keeps_turns(self, templated, with_system=with_system)
 
     def after_turn(self, messages: Sequence[Message]) -> str:

@@ -134,7 +134,8 @@ def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config
     """Returns the dialog of the open environments, after checking that the chat template keeps earlier turns.
 
     Raises:
-        InvalidInput: The chat template changes earlier turns, or cannot render the environment's messages.
+        InvalidInput: The chat template changes earlier turns, or cannot render the environment's messages. A model
+            without a chat template is not refused: its environment may send raw text only.
     """
     dialog = Dialog(tokenizer, environments.tools, config)
     dialog.check(environments.roles)

@@ -18,8 +18,6 @@ _HOSTED = "services.reward.environments.hosted"
 class WorkerEnvironment(Environment):
     """Plays each episode with an object of `path`, a `module:Class`, made from `kwargs`."""
 
-    roles = ("user", "system", "tool")
-
     def __init__(self, path: str, kwargs: Mapping[str, object], config: Config):
         target = Target(path, kwargs, int(config.max_memory_gib * 2**30))
         self._workers = Workers(target, config.num_workers)
@@ -27,7 +25,7 @@ class WorkerEnvironment(Environment):
     async def open(self) -> None:
         """Starts the workers."""
         await self._workers.open()
-        self.version = f"1/{self._workers.version}"
+        self.version, self.roles = f"1/{self._workers.version}", self._workers.roles
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
         """Makes the object and calls its reset."""

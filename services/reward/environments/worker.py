@@ -1,7 +1,7 @@
 """Runs a worker process, which plays many episodes of a class at the same time. Both sides write lines of JSON.
 
     -> {"target": "package.module:Class", "kwargs": {}, "max_memory_bytes": 4294967296}      first line
-    <- {"version": "3f2a..."}                                                                ready
+    <- {"version": "3f2a...", "roles": ["user"]}                                             ready
     -> {"id": 1, "call": "reset", "episode": "e", "seed": 7, "row": {"prompt": "...", ...}}
     <- {"id": 1, "messages": [{"role": "user", "content": "..."}]}
     -> {"id": 2, "call": "step", "episode": "e", "text": "..."}
@@ -31,6 +31,8 @@ from services.reward.environments.replies import read_messages, read_step
 
 MAX_REPLY_BYTES = 4 << 20
 """Maximum size of one reply. The parent kills a worker that writes a longer line."""
+ROLES = ("user", "system", "tool")
+"""Roles of the messages that a class may send, beside raw text."""
 _NUM_THREADS = 32
 _M_ARENA_MAX, _NUM_ARENAS = -8, 2
 
@@ -47,10 +49,11 @@ def main() -> None:
     child_setup.limit(start["max_memory_bytes"])
     try:
         environment, version = _load(start["target"], start["kwargs"])
+        roles = _roles(environment)
     except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
         _write(replies, {"reason": EnvironmentFailure.CRASHED, "detail": child_setup.explain(error)})
         return
-    _write(replies, {"version": version})
+    _write(replies, {"version": version, "roles": roles})
     asyncio.run(_serve(Player(environment, start["kwargs"], replies), requests))
 
 
@@ -65,6 +68,14 @@ def _load(target: str, kwargs: Mapping[str, object]) -> tuple[Callable[..., Any]
         prepare(**kwargs)
     version = getattr(environment, "version", None)
     return environment, version if isinstance(version, str) else child_setup.source_digest(module)
+
+
+def _roles(environment: object) -> list[str]:
+    """Returns the roles of the messages that a class may send: its `roles`, or all."""
+    roles = getattr(environment, "roles", ROLES)
+    if isinstance(roles, str) or not set(roles) <= set(ROLES):
+        raise TypeError(f"roles must be some of {', '.join(ROLES)}, not {roles!r}")
+    return list(roles)
 
 
 async def _serve(player: "Player", requests: TextIO) -> None:

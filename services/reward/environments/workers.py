@@ -6,7 +6,7 @@ services/reward/environments/worker.py describes the protocol.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.reward.child import Child, Reply
@@ -44,6 +44,7 @@ class Worker:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.version = ""
+        self.roles: Sequence[str] = ()
         self.alive = False
         self.num_starts = 0
         self.num_episodes = 0
@@ -69,7 +70,7 @@ class Worker:
                 raise _crashed(reply["detail"])
             if self.version not in ("", reply["version"]):
                 raise _crashed("its source changed since OpenRun; close and reopen the run")
-            self.version, started = reply["version"], True
+            self.version, self.roles, started = reply["version"], reply["roles"], True
         except TimeoutError:
             raise _crashed(f"a worker did not start within {START_TIMEOUT_S:g} s") from None
         except (EOFError, OSError, ValueError, KeyError, TypeError) as error:
@@ -155,6 +156,11 @@ class Workers:
     def version(self) -> str:
         """Returns the version of the class that the workers loaded."""
         return self._workers[0].version
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """Returns the roles of the messages that the class may send."""
+        return self._workers[0].roles
 
     async def open(self) -> None:
         """Starts all workers concurrently. After a failure or cancellation, call `close` to end those that started.

@@ -179,7 +179,7 @@ def test_a_given_call_id_is_kept():
 def test_raw_text_is_appended_as_it_is(kind: str):
     tokenizer = make_tokenizer(None, kind=kind)
     bridge = Bridge(tokenizer)
-    bridge.check([""])
+    bridge.check(["", "user", "tool"])  # which it may send, and then fails, but need not
     raw = {"role": "", "content": "\n\n<information>Zoë 漢 </information>\n\n"}
     stream = bridge.prompt([{"role": "", "content": "What?"}])
     assert stream == tokenizer.encode("What?")

@@ -56,6 +56,13 @@ async def test_ten_lines_make_an_environment(service):
     ]
 
 
+async def test_a_class_says_which_roles_it_sends(service):
+    opened = await service.open(**user("OnlyTools"))
+    assert opened.roles == ["tool"]
+    refused = await service.reset()  # it says something as the user
+    assert reason(refused) == "INVALID_REPLY" and "must be one of tool" in refused.failure.message
+
+
 @pytest.mark.parametrize("name", ["Journal", "AsyncJournal"])
 async def test_an_episode_is_reset_stepped_and_closed_once(service, tmp_path, name):
     journal = tmp_path / "journal"
@@ -222,6 +229,7 @@ async def test_a_thousand_episodes_are_open_at_once(service):
         (user("NoStep"), "has no method step"),
         (user("Guess", kwargs={"bottom": 1}), "bottom"),
         (user("Unprepared"), "no corpus"),
+        (user("WrongRoles"), "roles must be some of user, system, tool"),
         ({"kind": "python", "path": "no_such:Class"}, "No module"),
     ],
 )

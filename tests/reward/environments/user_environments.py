@@ -160,6 +160,18 @@ class AsyncActor(Actor):
         return super().step(text)
 
 
+class OnlyTools(Actor):
+    """Sends results of tools only."""
+
+    roles = ("tool",)
+
+
+class WrongRoles(OnlyTools):
+    """Names a role that no environment may send."""
+
+    roles = ("assistant",)
+
+
 class Unprepared:
     """Cannot be set up."""
 

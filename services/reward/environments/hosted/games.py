@@ -22,6 +22,7 @@ class Game:
     """
 
     version = f"textarena-{version_of('textarena')}"
+    roles = ("user",)
 
     @classmethod
     def prepare(cls, game: str, kwargs: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ class Task:
     """Scores one answer: the text after the last <answer>, up to </answer>, or all of it if there is none."""
 
     version = f"reasoning-gym-{version_of('reasoning-gym')}"
+    roles = ("user",)
 
     @classmethod
     def prepare(cls, task: str, kwargs: Mapping[str, Any]) -> None:
