@@ -7,6 +7,9 @@ are digits, so that the environment's messages are raw text for the tokenizer of
 """
 
 import argparse
+# pyright: reportAbstractUsage=false
+# The toy services implement only the methods that an episode calls.
+
 import asyncio
 import subprocess
 import sys
@@ -108,13 +111,15 @@ async def _serve() -> None:
 
 
 async def _measure(address: str) -> dict[str, list[float]]:
-    config = Config(
-        model=_MODEL,
-        data={"train": "-", "prompts_per_step": _NUM_PROMPTS, "max_prompt_tokens": _PROMPT_TOKENS},
-        rollout={"max_model_len": 512, "sampling": {"max_tokens": _TURN_TOKENS}},
-        environment={"kind": "python", "path": "toy:Toy", "max_turns": _NUM_TURNS, "on_failure": "fail"},
-        reward={"scorers": [{"kind": "exact"}]},
-        timeouts={"generate_s": 600, "score_s": 600},
+    config = Config.model_validate(
+        {
+            "model": _MODEL,
+            "data": {"train": "-", "prompts_per_step": _NUM_PROMPTS, "max_prompt_tokens": _PROMPT_TOKENS},
+            "rollout": {"max_model_len": 512, "sampling": {"max_tokens": _TURN_TOKENS}},
+            "environment": {"kind": "python", "path": "toy:Toy", "max_turns": _NUM_TURNS, "on_failure": "fail"},
+            "reward": {"scorers": [{"kind": "exact"}]},
+            "timeouts": {"generate_s": 600, "score_s": 600},
+        }
     )
     rollout, rewards = Rollout([address], config), Rewards([address], config)
     await rollout.open("run", ModelCard())
