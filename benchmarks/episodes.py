@@ -7,9 +7,9 @@ are digits, so that the environment's messages are raw text for the tokenizer of
 """
 
 import argparse
+
 # pyright: reportAbstractUsage=false
 # The toy services implement only the methods that an episode calls.
-
 import asyncio
 import subprocess
 import sys
