@@ -14,7 +14,6 @@ from services.common.errors import PreconditionFailed, Reason
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.covariance import covariance, covariance_sums
-from services.trainer.losses.kl import kl_k3
 from services.trainer.updates.optim import learning_rate, weight_decay
 from services.trainer.updates.packing import Pack
 
@@ -126,8 +125,11 @@ def _logprob_gap(
     is_trained_N = torch.cat([pack.columns["loss_mask"] for pack in packs]) > 0
     behavior_N = torch.cat([pack.columns["behavior_logprobs"] for pack in packs])[is_trained_N].double()
     trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
-    gap_N, weight_N = (behavior_N - trainer_N).abs(), (trainer_N - behavior_N).exp()
-    sums = torch.stack([x.sum() for x in (gap_N, kl_k3(behavior_N, trainer_N), weight_N, weight_N.square())])
+    log_weight_N = trainer_N - behavior_N
+    weight_N = log_weight_N.exp()
+    kl_N = torch.expm1(log_weight_N) - log_weight_N  # unlike the loss's k3 without a bound: it measures
+    gap_N = log_weight_N.abs()
+    sums = torch.stack([x.sum() for x in (gap_N, kl_N, weight_N, weight_N.square())])
     gap, kl, weight, weight_square = backend.reduce(sums, dist.ReduceOp.SUM) / num_tokens
     largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()  # all of a rank's tokens may be masked
     return {
