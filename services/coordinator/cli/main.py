@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +20,27 @@ from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
 
 app = typer.Typer(
-    help="Train language models with reinforcement learning, exactly on-policy.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"lockstep {version('lockstep-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def lockstep(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train language models with reinforcement learning, exactly on-policy."""
+
+
 app.add_typer(data_app(), name="data")
 app.add_typer(certs_app(), name="certs")
 app.add_typer(remote_app())
