@@ -41,9 +41,9 @@ class EpisodeCollector(Collector):
     """Collects groups whose samples are episodes. Each episode advances on its own."""
 
     def __init__(
-        self, rollout: Rollout, reward: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
+        self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
     ):
-        super().__init__(rollout, reward, tokenizer, config.seed)
+        super().__init__(rollout, rewards, tokenizer, config.seed)
         assert config.environment, "without an environment, Collector samples single completions"
         self._settings, self._environments = config.environment, environments
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
@@ -61,7 +61,8 @@ class EpisodeCollector(Collector):
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
             group = SampledGroup(index, _shared_prompt(played), completions, draw.stamp, episodes=episodes)
-            scored = await self._reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
+            with self._rewards.least_loaded() as reward:
+                scored = await reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
         if scored is None:
             return None
         return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
