@@ -75,6 +75,9 @@ class _Clock:
         self.finished_s: list[float] = []
         self.num_tokens = 0
 
+    def least_loaded(self) -> contextlib.AbstractContextManager["_Clock"]:
+        return contextlib.nullcontext(self)
+
     async def score(self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool) -> ScoredGroup:
         self.finished_s.append(time.perf_counter())
         self.num_tokens += sum(len(completion.tokens) for completion in group.completions)
