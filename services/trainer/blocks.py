@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
@@ -99,7 +100,8 @@ class BlockTraining:
         Raises:
             DataLoss: CORRUPT_TRANSFER, it is not.
         """
-        counts = self.samples.num_rows, int(trained_tokens(self.samples).sum())
+        trained = self._trained()
+        counts = len(trained), int(trained.sum())
         if counts != (commit.num_samples, commit.num_tokens):
             raise _corrupt(
                 f"the commit is for {commit.num_samples} samples and {commit.num_tokens} trained tokens, and "
@@ -115,7 +117,7 @@ class BlockTraining:
             InvalidInput: There are no trained tokens.
         """
         begin = time.perf_counter()
-        trained = trained_tokens(self.samples)
+        trained = self._trained()
         totals = Totals(int(trained.sum()), int((trained > 0).sum()))
         if not totals.num_tokens:
             raise InvalidInput("loss_mask: masks every token of the batch", field="loss_mask")
@@ -146,6 +148,10 @@ class BlockTraining:
     def samples(self) -> pa.Table:
         """Returns the samples of all blocks so far."""
         return pa.concat_tables(self._blocks) if self._blocks else batches.SAMPLE_SCHEMA.empty_table()
+
+    def _trained(self) -> np.ndarray:
+        """Returns the number of trained tokens of each sample, int64 [samples]."""
+        return np.concatenate([np.zeros(0, np.int64), *map(trained_tokens, self._blocks)])
 
     def _require_next(self, block: pa.Table) -> None:
         groups = block["group"].to_numpy()

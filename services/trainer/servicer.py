@@ -121,8 +121,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             held = self._require_open(role)  # only now: another run may have been opened while this waited for the lock
             if header.batch_id and header.batch_id == held.state.last_batch_id:
                 return replay(header, held)
-            await self._stream.end()
             check_contract(header, samples, role, held)
+            await self._stream.end()
             metrics = await self._train(header, samples, role, held)
             if role is Role.POLICY:
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
