@@ -23,7 +23,8 @@ from services.coordinator.services.clients.blocks import BlockStream
 
 log = logging.getLogger(__name__)
 
-_LOST = {Reason.UNREACHABLE, Reason.DEADLINE, Reason.STREAM_ENDED, Reason.CORRUPT_TRANSFER}
+# What says nothing against the batch: the connection, the deadline, or another call that needed the trainer.
+_LOST = {Reason.UNREACHABLE, Reason.DEADLINE, Reason.STREAM_ENDED}
 Updated = tuple[int, dict[str, float]]
 
 
