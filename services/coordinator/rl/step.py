@@ -7,6 +7,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block
 from services.common.tasks import task_group
 from services.coordinator.data.curriculum import prompts_to_try
 from services.coordinator.data.groups import ScoredGroup, to_table
@@ -95,9 +96,14 @@ async def collect(
 
 
 def to_samples(config: Config, groups: Sequence[ScoredGroup], coef: float) -> pa.Table:
-    """Returns the samples of `groups` with their advantages; `coef` is that of the KL penalty in the reward."""
-    samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
-    return compute_advantages(samples, config.advantage, kl_coef=coef)
+    """Returns the samples of `groups` with their advantages; `coef` is that of the KL penalty in the reward.
+
+    Computes each block by itself, as a streamed step must, so that the numbers are the same to the last bit.
+    """
+    size = groups_per_block(config) or len(groups)
+    blocks = [groups[begin : begin + size] for begin in range(0, len(groups), size)]
+    tables = [to_table(block, mask_truncated=config.selection.overlong.mask_truncated) for block in blocks]
+    return pa.concat_tables(compute_advantages(table, config.advantage, kl_coef=coef) for table in tables)
 
 
 def kl_coef(run: Run, version: int) -> float:

@@ -1,7 +1,7 @@
 """Sends a batch to the trainer in blocks, in one call that lasts until the batch is complete."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,7 +19,8 @@ class BlockStream:
 
     def __init__(self, header: pb.TrainHeader, call: Call):
         self._header, self._call = header, call
-        self._blocks: asyncio.Queue[pa.Table | pb.TrainCommit] = asyncio.Queue()
+        # Made before they are sent: gRPC takes an error in the iterator of requests for a canceled call.
+        self._parts: asyncio.Queue[Sequence[pb.TrainBlocksRequest]] = asyncio.Queue()
 
     async def run(self) -> tuple[int, dict[str, float]]:
         """Makes the call, which waits for blocks. Returns the new version and metrics, after the commit.
@@ -32,7 +33,9 @@ class BlockStream:
 
     def send(self, block: pa.Table) -> None:
         """Sends the next block."""
-        self._blocks.put_nowait(block)
+        frames = [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block)]
+        end = pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block)))
+        self._parts.put_nowait([*frames, end])
 
     def commit(self, batch: pa.Table) -> None:
         """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
@@ -40,15 +43,14 @@ class BlockStream:
         commit = pb.TrainCommit(
             sha256=batch_sha256(self._header, hashes), num_samples=batch.num_rows, num_tokens=_trained_tokens(batch)
         )
-        self._blocks.put_nowait(commit)
+        self._parts.put_nowait([pb.TrainBlocksRequest(commit=commit)])
+        self._parts.put_nowait([])
 
     async def _requests(self) -> AsyncGenerator[pb.TrainBlocksRequest, None]:
         yield pb.TrainBlocksRequest(header=self._header)
-        while isinstance(block := await self._blocks.get(), pa.Table):
-            for frame in batches.encode(block):
-                yield pb.TrainBlocksRequest(frame=frame)
-            yield pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block)))
-        yield pb.TrainBlocksRequest(commit=block)
+        while part := await self._parts.get():
+            for message in part:
+                yield message
 
 
 def _trained_tokens(batch: pa.Table) -> int:
