@@ -5,6 +5,7 @@ disk. A stream that is lost costs only time: the batch is then sent as a whole, 
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -42,7 +43,7 @@ class Update(Protocol):
 
 def update_of(run: Run, context: LoopContext, stamp: PolicyStamp) -> AbstractAsyncContextManager[Update]:
     """Returns the update of one step from `stamp`; when the block is left, nothing of it is left unapplied."""
-    whole = _Whole(lambda batch: update(run, context, batch, stamp))
+    whole = _Whole(functools.partial(update, run, context, stamp=stamp))
     return _streamed(run, context, stamp, whole) if streams(run.config) else nullcontext(whole)
 
 
