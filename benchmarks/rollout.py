@@ -86,6 +86,7 @@ class Comparison:
                 tuple(random.integers(0, self._vocab_size, random.integers(most // 2, most + 1)).tolist()),
                 "",
                 {},
+                (),
             )
             for group in range(num_samples // settings.completions_per_prompt)
         ]

@@ -24,6 +24,7 @@ from services.common.config.run import Config
 from services.common.tasks import gather
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.data.seeds import seed_of
 from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Collector
 from services.coordinator.services.clients.rollout import Rollout
@@ -88,9 +89,8 @@ class Service:
 
     def batch(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Batch:
         """Returns a batch with the seeds that the collector will use."""
-        collector, samples = self._collector(_Clock()), range(self._config.rollout.completions_per_prompt)
-        version = self._stamp.version
-        seeds = [[collector._seed_of(version, prompt.prompt_id, sample) for sample in samples] for prompt in prompts]
+        samples, place = range(self._config.rollout.completions_per_prompt), (self._config.seed, self._stamp.version)
+        seeds = [[seed_of(*place, prompt.prompt_id, sample) for sample in samples] for prompt in prompts]
         return Batch(prompts, seeds, sampling)
 
     async def draw(self, batch: Batch) -> Drawn:
@@ -115,7 +115,7 @@ class Service:
 @asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[Service]:
     """Starts a trainer and `rollout.num_replicas` replicas, and publishes the trainer's weights to them."""
-    async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
+    async with launch(config, Addresses(reward=("127.0.0.1:1",))) as fleet:
         trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
         try:
             async with unless_one_dies(fleet):

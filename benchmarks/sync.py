@@ -42,7 +42,7 @@ _LINK_GB_PER_S = 450  # NVLink of an H100 or H200, per direction
 async def measure(config: Config, idle_s: float) -> dict[str, list[float]]:
     """Publishes repeatedly, pausing `idle_s` before each time; returns the raw seconds of each phase."""
     samples: dict[str, list[float]] = defaultdict(list)
-    async with launch(config, Addresses(reward="127.0.0.1:1")) as fleet:
+    async with launch(config, Addresses(reward=("127.0.0.1:1",))) as fleet:
         trainer, rollout = Trainer(fleet.addresses.trainer, config), Rollout(fleet.addresses.rollout, config)
         publisher, version = await open_publisher(trainer, rollout, config, "sync")
         begin = time.perf_counter()

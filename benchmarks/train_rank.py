@@ -182,7 +182,8 @@ def _prepare(strategy: str) -> None:
     """Makes backends create random weights on the GPU instead of loading files, and report where their time goes."""
     if strategy == "fsdp":
         patch.object(AutoModelForCausalLM, "from_pretrained", _random_model).start()
-        patch.object(import_module("services.trainer.fsdp.model"), "tensor_files", lambda directory: {}).start()
+        module = import_module("services.trainer.fsdp.model")
+        patch.object(module, "require_loadable", lambda *args, **kwargs: None).start()
         kind = import_module("services.trainer.fsdp.backend").FsdpBackend
     else:
         module = import_module("services.trainer.megatron.backend")
@@ -192,9 +193,12 @@ def _prepare(strategy: str) -> None:
         setattr(kind, name, _timed(getattr(kind, name), name))
 
 
-def _random_model(path: str, *, use_safetensors: bool, trust_remote_code: bool, **kwargs: Any) -> torch.nn.Module:
+def _random_model(
+    path: str, *, use_safetensors: bool, trust_remote_code: bool, output_loading_info: bool, **kwargs: Any
+) -> tuple[torch.nn.Module, dict[str, list[str]]]:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **kwargs)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **kwargs)
+    return model, {"missing_keys": [], "mismatched_keys": []}
 
 
 def _timed(method: Callable[..., Any], name: str) -> Callable[..., Any]:

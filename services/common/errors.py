@@ -60,6 +60,7 @@ class Reason(StrEnum):
     UNREACHABLE = "UNREACHABLE"
     DEADLINE = "DEADLINE"
     OVERLOADED = "OVERLOADED"
+    STORAGE_FAILED = "STORAGE_FAILED"
     CORRUPT_CHECKPOINT = "CORRUPT_CHECKPOINT"
     CORRUPT_TRANSFER = "CORRUPT_TRANSFER"
     INTERNAL = "INTERNAL"
@@ -166,6 +167,13 @@ ERROR_CLASSES: tuple[type[LockstepError], ...] = (
     InternalError,
 )
 _CLASS_OF_CODE = {cls.code: cls for cls in ERROR_CLASSES}
+
+
+def described(error: BaseException) -> tuple[str, str]:
+    """Returns the word of an error's reason and its message; an untyped error is INTERNAL."""
+    if isinstance(error, LockstepError):
+        return error.reason.value, error.message
+    return Reason.INTERNAL.value, f"{type(error).__name__}: {error}"
 
 
 def to_status(error: LockstepError) -> grpc.Status:

@@ -24,6 +24,11 @@ def configure_logging(service: str, kind: LogFormat = "text") -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
+def keep_files_private() -> None:
+    """Makes files of this process and its children accessible to their owner only: batches have prompts and answers."""
+    os.umask(os.umask(0o077) | 0o077)
+
+
 def import_before_fork(*modules: str) -> None:
     """Imports modules for processes that will be forked from this one.
 

@@ -6,8 +6,9 @@ from services.common.rpc.server import Server
 
 async def run(options: ServeOptions) -> int:
     """Serves until a signal arrives."""
-    from lockstep.reward.v1 import reward_pb2_grpc
+    from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2_grpc
 
+    from services.reward.environments import servicer as environments
     from services.reward.metrics import RewardMetrics
     from services.reward.servicer import NAME, RewardServicer
 
@@ -15,8 +16,9 @@ async def run(options: ServeOptions) -> int:
     server = Server(options.trace, options.tls, registry)
     servicer = RewardServicer(RewardMetrics(registry))
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
+    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(servicer.environments, server.grpc)
     options.metrics.serve()
-    await server.start(options.listen, [NAME], insecure=options.insecure)
+    await server.start(options.listen, [NAME, environments.NAME], insecure=options.insecure)
     try:
         return await server.serve()
     finally:

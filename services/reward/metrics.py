@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class RewardMetrics:
@@ -19,6 +20,21 @@ class RewardMetrics:
         self._queue = Gauge(
             "lockstep_reward_queue_samples", "Samples that were received and are not scored yet.", registry=registry
         )
+        self._episodes = Gauge(
+            "lockstep_reward_episodes_open", "Episodes that hold something of the environment.", registry=registry
+        )
+        self._environment_seconds = Histogram(
+            "lockstep_reward_environment_seconds",
+            "Seconds that the environment took for a reset or a step.",
+            ["call"],
+            registry=registry,
+        )
+        self._environment_failures = Counter(
+            "lockstep_reward_environment_failures_total",
+            "Episodes that the environment failed to begin or to continue, by reason.",
+            ["reason"],
+            registry=registry,
+        )
 
     def count(self, scorer: str, outcome: str) -> None:
         """Counts one sample that one scorer has finished, with its outcome."""
@@ -32,3 +48,15 @@ class RewardMetrics:
             yield
         finally:
             self._queue.dec(num_samples)
+
+    def count_episodes(self, change: Literal[1, -1]) -> None:
+        """Counts an episode that begins (1) or has ended (-1)."""
+        self._episodes.inc(change)
+
+    def count_environment_failure(self, reason: str) -> None:
+        """Counts one failure of the environment."""
+        self._environment_failures.labels(reason.lower()).inc()
+
+    def observe_environment(self, call: Literal["reset", "step"], seconds: float) -> None:
+        """Records how long the environment took for one call."""
+        self._environment_seconds.labels(call).observe(seconds)

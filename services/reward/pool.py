@@ -4,17 +4,13 @@ services/reward/worker.py describes the protocol.
 """
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
-import signal
-import sys
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.reward.child import Child, Reply
 from services.reward.scorers.base import FailureReason, ScoringError
-from services.reward.worker import Reply
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +18,6 @@ START_TIMEOUT_S = 60.0
 """Time limit for a worker to import its function. sympy takes about 1 s; a user's module may import torch."""
 MAX_REPLY_BYTES = 16 << 20
 """Enough for a group of 1000 samples that all fail with the longest error text that worker.py keeps."""
-# How long a process that has closed its pipe may take to exit, which on a busy machine is more than a moment.
-_EXIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -45,18 +39,18 @@ class Worker:
 
     def __init__(self, target: Target):
         self._target = target
-        self._process: asyncio.subprocess.Process | None = None
+        self._child = Child("services.reward.worker", MAX_REPLY_BYTES)
         self.source_digest = ""
 
     @property
     def alive(self) -> bool:
         """Whether the process is running."""
-        return self._process is not None and self._process.returncode is None
+        return self._child.alive
 
     @property
     def pid(self) -> int:
         """Returns the id of the last started process; 0 if none was started."""
-        return self._process.pid if self._process else 0
+        return self._child.pid
 
     async def start(self) -> None:
         """Starts the process and waits until its function is imported.
@@ -64,16 +58,7 @@ class Worker:
         Raises:
             ScoringError: The function cannot be imported, or its source has changed since the first start.
         """
-        # JSON over pipes, so that nothing is pickled; a new session, so that its children can be killed with it.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.reward.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_REPLY_BYTES,
-            start_new_session=True,
-        )
+        await self._child.start()
         target = self._target
         start = {"target": target.path, "init": target.init, "max_memory_bytes": target.max_memory_bytes}
         reply = await self._request(start, target.start_timeout_s)
@@ -95,11 +80,7 @@ class Worker:
 
     async def kill(self) -> None:
         """Kills the process and its children, and waits until it is gone."""
-        if self._process is None:
-            return
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await self._child.kill()
 
     async def _request(self, message: Mapping[str, object], timeout_s: float) -> Reply:
         answered = False
@@ -110,7 +91,9 @@ class Worker:
         except TimeoutError:
             raise ScoringError(FailureReason.TIMEOUT, f"no answer within {timeout_s:g} s") from None
         except (EOFError, OSError):
-            raise ScoringError(FailureReason.CRASHED, f"worker died with exit code {await self._exit_code()}") from None
+            raise ScoringError(
+                FailureReason.CRASHED, f"worker died with exit code {await self._child.exit_code()}"
+            ) from None
         except ValueError as error:
             detail = f"its reply has more than {MAX_REPLY_BYTES} bytes or is not JSON: {error}"
             raise ScoringError(FailureReason.CRASHED, detail) from error
@@ -121,31 +104,20 @@ class Worker:
             raise _to_error(reply)
         return reply
 
-    async def _exit_code(self) -> int:
-        """Returns the exit code of a process that closed its pipe. Kills it if it does not exit within `_EXIT_S`."""
-        assert self._process, "start made it"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_EXIT_S):
-                await self._process.wait()
-        await self.kill()
-        return await self._process.wait()
-
     async def _exchange(self, message: Mapping[str, object]) -> Reply:
-        process = self._process
-        assert process and process.stdin and process.stdout, "start made it, with pipes"
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-        await process.stdin.drain()
-        line = await process.stdout.readline()
-        if not line.endswith(b"\n"):  # empty or incomplete: the process died
-            raise EOFError
-        return json.loads(line)
+        await self._child.write(message)
+        return await self._child.read()
 
 
 class WorkerPool:
-    """Runs `num_workers` processes that call `target`. A dead one is restarted while the others continue."""
+    """Runs processes that call `target`, `num_workers` at once. A dead one is restarted while the others continue.
 
-    def __init__(self, target: Target, *, num_workers: int, timeout_s: float):
-        self._workers = [Worker(target) for _ in range(num_workers)]
+    `num_spares` more processes wait, so that the next call need not wait for the restart.
+    """
+
+    def __init__(self, target: Target, *, num_workers: int, timeout_s: float, num_spares: int = 0):
+        self._workers = [Worker(target) for _ in range(num_workers + num_spares)]
+        self._slots = asyncio.Semaphore(num_workers)
         self._timeout_s = timeout_s
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
         self._restarts: set[asyncio.Task[None]] = set()
@@ -174,13 +146,20 @@ class WorkerPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def call(self, fields: Mapping[str, object]) -> float:
-        """Returns the function's score for `fields`. Waiting for an idle worker does not count against the time limit.
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
+        """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
+
+        Waiting for an idle worker does not count against the time limit.
 
         Raises:
             ScoringError: As in Worker.call; CRASHED if the pool is closed.
         """
-        return (await self._call({"fields": fields}))["score"]
+        return (await self._call({"fields": fields}, limit_s))["score"]
 
     async def call_group(self, fields: Mapping[str, object], num_samples: int) -> list[float | ScoringError]:
         """Returns the function's scores for the `fields` of a group, from one call: a number or failure per sample.
@@ -191,14 +170,15 @@ class WorkerPool:
         reply = await self._call({"fields": fields, "num_samples": num_samples})
         return [_to_error(score) if isinstance(score, dict) else score for score in reply["scores"]]
 
-    async def _call(self, message: Mapping[str, object]) -> Reply:
-        worker = await self._idle.get()
-        try:
-            if self._closed:
-                raise ScoringError(FailureReason.CRASHED, "the run was closed")
-            return await worker.call(message, self._timeout_s)
-        finally:
-            self._give_back(worker)
+    async def _call(self, message: Mapping[str, object], limit_s: float = math.inf) -> Reply:
+        async with self._slots:
+            worker = await self._idle.get()
+            try:
+                if self._closed:
+                    raise ScoringError(FailureReason.CRASHED, "the run was closed")
+                return await worker.call(message, min(limit_s, self._timeout_s))
+            finally:
+                self._give_back(worker)
 
     async def close(self) -> None:
         """Kills all workers; calls in progress and waiting calls fail as CRASHED."""
@@ -226,4 +206,4 @@ class WorkerPool:
 
 
 def _to_error(reply: Reply) -> ScoringError:
-    return ScoringError(FailureReason(reply["reason"]), reply["detail"])
+    return ScoringError(FailureReason(reply["reason"]), reply["detail"], reply.get("traceback", ""))

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from services.common.config.reward.remote import RemoteConfig
+from services.common.plain_file import open_plain_file
 from services.common.tasks import backoff_s
 from services.reward.scorers.base import FailureReason, ScoringError
 
@@ -172,7 +173,7 @@ async def _read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 def _read_key(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_plain_file(path) as file:
             key = file.read(_MAX_KEY_BYTES).decode("ascii").strip()
     except (OSError, ValueError) as error:
         # Do not show a decoding error, because it quotes the key.

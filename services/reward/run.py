@@ -1,12 +1,14 @@
 """Runs the scorers of one run and combines their scores into rewards."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.reward.metrics import RewardMetrics
+from services.reward.scorers.answer import AnswerScorer
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.exact import ExactScorer
@@ -21,6 +23,7 @@ from services.reward.scorers.python import PythonScorer
 
 SCORERS: dict[str, Callable[..., Scorer]] = {
     "exact": ExactScorer,
+    "answer": AnswerScorer,
     "gsm8k": Gsm8kScorer,
     "math": MathScorer,
     "format": FormatScorer,
@@ -40,6 +43,7 @@ class Failure:
     reason: FailureReason
     scorer: str
     detail: str
+    traceback: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,11 @@ class ScoringRun:
             outcome = result.reason.lower() if isinstance(result, ScoringError) else "scored"
             self._metrics.count(config.component, outcome)
             if isinstance(result, ScoringError):
-                failure = failure or Failure(result.reason, config.component, result.detail)
+                failure = failure or Failure(result.reason, config.component, result.detail, result.traceback)
                 continue
             components[config.component] = result
             reward += config.weight * result
+        if not failure and not math.isfinite(reward):  # each score is finite, but not their weighted sum
+            detail = f"the weighted sum of {components} is {reward}: lower the weights or the scale of the scores"
+            failure = Failure(FailureReason.ERROR, " + ".join(components), detail)
         return Outcome(0.0 if failure else reward, components, failure)

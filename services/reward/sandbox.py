@@ -33,7 +33,10 @@ _NOBODY = 65534
 _CHILD = re.compile(rb'"child-pid": (\d+)')
 PYTHON = str(Path(sys._base_executable).resolve())  # pyright: ignore[reportAttributeAccessIssue] not in typeshed
 """Interpreter that the virtual environment is based on."""
-_HARNESS = Path(__file__).with_name("harness.py")
+_INSIDE = Path(__file__).with_name("inside")
+_CODE = "/code"
+"""Where the modules of `services/reward/inside` are in the sandbox."""
+_MAIN = f"import sys; sys.path.insert(0, {_CODE!r}); from services.reward.inside.harness import main; del sys.path[0]; "
 _NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "tkinter", "ensurepip", "config-*")
 _PROBE = "import socket\ntry: socket.socket()\nexcept PermissionError: print('closed')"
 
@@ -54,7 +57,7 @@ class Limits:
         return {
             "RLIMIT_CPU": math.ceil(self.timeout_s) + 1,
             "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_NPROC": self.max_processes + 1,  # 1 more for the harness
+            "RLIMIT_NPROC": self.max_processes + 2,  # 2 more for the harness and the process of a script
             "RLIMIT_FSIZE": self.disk_bytes,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
@@ -83,10 +86,10 @@ class Sandbox:
             raise ScoringError(FailureReason.ERROR, "bwrap not found: install bubblewrap (apt-get install bubblewrap)")
         folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-sandbox-")))
         folder.chmod(0o755)
-        py_compile.compile(str(_HARNESS), cfile=str(folder / "harness.pyc"), doraise=True)
+        _compile(folder / "code")
         source = await asyncio.to_thread(self._readable, prefix := Path(sys.base_prefix), folder)
         self._arguments = [*self._as_nobody(), bwrap, *_bwrap_arguments(source, prefix, self._limits.disk_bytes)]
-        self._arguments += ["--ro-bind", str(folder / "harness.pyc"), "/harness.pyc", "--remount-ro", "/"]
+        self._arguments += ["--ro-bind", str(folder / "code"), _CODE, "--remount-ro", "/"]
         async with self.run(_PROBE, [{"kind": "stdin", "input": ""}]) as replies:
             outputs = [output async for output in replies]
         if outputs != ["closed\n"]:
@@ -109,7 +112,8 @@ class Sandbox:
         """
         limits = self._limits
         lines = [json.dumps(test).encode() for test in tests]
-        job = {"program": program, "setup": setup, "test_sizes": [len(line) for line in lines]}
+        job: dict[str, object] = {"program": program, "setup": setup, "test_sizes": [len(line) for line in lines]}
+        job["scripts"] = [test["kind"] == "script" for test in tests]
         job |= {"timeout_s": limits.timeout_s, "max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
         process, info = await self._start_whole(json.dumps(job).encode(), b"".join(lines))
         pidfd = None
@@ -137,7 +141,7 @@ class Sandbox:
         with contextlib.ExitStack() as files:
             files.callback(os.close, info_write)
             job_file, tests_file, filter_file = (_memory_file(data, files) for data in (job, tests, filter_program()))
-            harness = [PYTHON, "-S", "-s", "-P", "-B", "-X", "utf8", "/harness.pyc", str(job_file), str(tests_file)]
+            harness = [PYTHON, "-S", "-s", "-P", "-B", "-X", "utf8", "-c", f"{_MAIN}main({job_file}, {tests_file})"]
             try:
                 process = await asyncio.create_subprocess_exec(
                     *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--", *harness],
@@ -179,6 +183,16 @@ class Sandbox:
             _link(file, folder / file.relative_to(prefix))
         shutil.copytree(standard, folder / standard.relative_to(prefix), ignore=_NOT_NEEDED, copy_function=_link)
         return folder
+
+
+def _compile(folder: Path) -> None:
+    """Compiles the modules that run inside, below their names, into `folder`."""
+    package = folder / "services" / "reward" / "inside"
+    package.mkdir(parents=True)
+    for module in _INSIDE.glob("*.py"):
+        py_compile.compile(str(module), cfile=str(package / f"{module.stem}.pyc"), doraise=True)
+    for parent in (package.parent, package.parent.parent):
+        shutil.copy(package / "__init__.pyc", parent)
 
 
 def _link(source: str | Path, target: str | Path) -> None:

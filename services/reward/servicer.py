@@ -2,32 +2,29 @@
 
 import asyncio
 import hashlib
-import json
 import logging
 
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
-from lockstep.types.v1 import types_pb2
 
 from services.common.config.load import parse_json
 from services.common.config.reward.section import RewardConfig
-from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.errors import InvalidInput
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
 from services.common.transfer import seal
+from services.reward.environments.servicer import EnvironmentServicer, parse_environment
 from services.reward.metrics import RewardMetrics
+from services.reward.requests import finish_reason, parse_object, require_run
 from services.reward.run import Outcome, ScoringRun
 from services.reward.scorers.base import Item
 
 log = logging.getLogger(__name__)
 
 NAME = "lockstep.reward.v1.RewardService"
-_FINISH_REASONS = {
-    types_pb2.FINISH_REASON_STOP: "stop",
-    types_pb2.FINISH_REASON_LENGTH: "length",
-    types_pb2.FINISH_REASON_TURN_LIMIT: "turn_limit",
-}
+_MAX_TRACEBACKS = 100
+"""How many different tracebacks are written per run; one for each sample could fill the disk."""
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
@@ -35,9 +32,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, metrics: RewardMetrics | None = None) -> None:
         self._metrics = metrics or RewardMetrics()
+        self._fence = Fence()
+        self.environments = EnvironmentServicer(self._metrics, self._fence)
         self._run: ScoringRun | None = None
-        self._opened, self._fence = NO_RUN, Fence()
+        self._answer = pb.OpenRunResponse()
+        self._opened = NO_RUN
         self._changing = asyncio.Lock()
+        self._tracebacks: set[bytes] = set()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         """Returns state and versions."""
@@ -46,28 +47,37 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return pb.GetInfoResponse(info=info)
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
-        """Starts the scorers.
+        """Starts the scorers, and the environment if the run has one.
 
-        Repeating the call changes nothing; a call with another run or config closes the open scorers first.
+        Repeating the call changes nothing; a call with another run or config closes what is open first.
 
         Raises:
-            InvalidInput: The config is invalid or a scorer cannot start.
+            InvalidInput: The config is invalid, or a scorer or the environment cannot start.
         """
         if not request.run_id:
             raise InvalidInput("run_id: must not be empty", field="run_id")
         config = parse_json(RewardConfig, request.config_json)
-        opened = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
+        environment = parse_environment(request.environment_json)
+        sections = request.config_json + request.environment_json
+        opened = OpenedRun(request.run_id, hashlib.sha256(sections.encode()).hexdigest())
         async with self._changing:
             self._fence.take_over(request.run_id)
             if self._run is None or opened != self._opened:
                 await self._close()
-                self._run, self._opened = await _open(config, self._metrics), opened
-                log.info("run %s opened: %s", request.run_id, self._run.scorer)
-            return pb.OpenRunResponse(scorer=self._run.scorer)
+                run = await _open(config, self._metrics)
+                try:
+                    self._answer = await self.environments.open(request.run_id, environment)
+                except BaseException:  # cancellation too: no process may be left running
+                    await run.close()
+                    raise
+                self._answer.scorer = run.scorer
+                self._run, self._opened = run, opened
+                log.info("run %s opened: %s %s", request.run_id, run.scorer, self._answer.environment)
+            return self._answer
 
     @shielded
     async def CloseRun(self, request: pb.CloseRunRequest, context: Context) -> pb.CloseRunResponse:
-        """Closes the scorers of the run; does nothing if it is not the open run."""
+        """Closes the scorers and the environment of the run; does nothing if it is not the open run."""
         async with self._changing:
             if request.run_id == self._opened.run_id and self._fence.is_open:
                 await self._close()
@@ -82,22 +92,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             InvalidInput: There is no candidate, or a field cannot be parsed.
         """
         self._fence.require()
-        if self._run is None:
-            raise PreconditionFailed("no run is open: call OpenRun first", reason=Reason.RUN_NOT_OPEN)
-        if request.run_id != (opened := self._opened.run_id):
-            message = (
-                f"run {opened} opened its scorers on this service after run {request.run_id}: give each run its own "
-                "reward service and start the earlier run again; it resumes"
-            )
-            raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
+        require_run(request.run_id, self._opened.run_id)
+        assert self._run, "a run is open"
         scorer = self._run.scorer
         items = _items(request)
         with self._metrics.scoring(len(items)), self._fence.guarding():  # another run would close the scorers
             outcomes = await self._run.score(items)
-        for sample, outcome in enumerate(outcomes):
-            if outcome.failure:
-                with within(group=request.prompt_id, sample=sample):
-                    log.warning("prompt %s sample %d: %s", request.prompt_id, sample, outcome.failure)
+        self._log_failures(request.prompt_id, outcomes)
         answer = pb.ScoreResponse(scores=[_to_message(outcome) for outcome in outcomes], scorer=scorer)
         return seal(request, answer)
 
@@ -106,8 +107,22 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async with self._changing:
             await self._close()
 
+    def _log_failures(self, prompt_id: str, outcomes: list[Outcome]) -> None:
+        """Writes a line for each sample without a reward, and each traceback of a run once."""
+        for sample, outcome in enumerate(outcomes):
+            if failure := outcome.failure:
+                text = f"scorer {failure.scorer}: {failure.reason}: {failure.detail}"
+                if failure.traceback and len(self._tracebacks) < _MAX_TRACEBACKS:
+                    digest = hashlib.sha256(failure.traceback.encode(errors="replace")).digest()
+                    text += "" if digest in self._tracebacks else f"\n{failure.traceback}"
+                    self._tracebacks.add(digest)
+                with within(group=prompt_id, sample=sample):
+                    log.warning("prompt %s sample %d: %s", prompt_id, sample, text)
+
     async def _close(self) -> None:
+        self._tracebacks.clear()
         run, self._run, self._opened = self._run, None, NO_RUN
+        await self.environments.end()
         if run:
             await run.close()
 
@@ -125,7 +140,7 @@ async def _open(config: RewardConfig, metrics: RewardMetrics) -> ScoringRun:
 def _items(request: pb.ScoreRequest) -> list[Item]:
     if not request.candidates:
         raise InvalidInput("candidates: a prompt group has at least one sample", field="candidates")
-    extra = _parse_extra(request.extra_json)
+    extra = parse_object(request.extra_json, field="extra_json")
     return [
         Item(
             prompt=request.prompt,
@@ -133,27 +148,10 @@ def _items(request: pb.ScoreRequest) -> list[Item]:
             extra=extra,
             completion=candidate.text,
             num_tokens=candidate.num_tokens,
-            finish_reason=_finish_reason(candidate, index),
+            finish_reason=finish_reason(candidate.finish_reason, field=f"candidates[{index}].finish_reason"),
         )
         for index, candidate in enumerate(request.candidates)
     ]
-
-
-def _parse_extra(text: str) -> dict[str, object]:
-    try:
-        extra = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"extra_json: not JSON: {error}", field="extra_json") from error
-    if not isinstance(extra, dict):
-        raise InvalidInput(f"extra_json: must be an object, not a {type(extra).__name__}", field="extra_json")
-    return extra
-
-
-def _finish_reason(candidate: pb.Candidate, index: int) -> str:
-    if candidate.finish_reason not in _FINISH_REASONS:
-        field = f"candidates[{index}].finish_reason"
-        raise InvalidInput(f"{field}: {candidate.finish_reason} is not STOP, LENGTH or TURN_LIMIT", field=field)
-    return _FINISH_REASONS[candidate.finish_reason]
 
 
 def _to_message(outcome: Outcome) -> pb.Score:

@@ -1,6 +1,8 @@
 """Runs one replica of the policy in vLLM: `lockstep-rollout --listen HOST:PORT`, or `python -m services.rollout`."""
 
+import functools
 import os
+import tempfile
 
 from services.common.process import import_before_fork
 from services.common.rpc.command import ServeOptions, serve_from_command_line
@@ -30,7 +32,9 @@ def _configure_vllm() -> None:
         os.environ.setdefault(name, value)
 
 
-def _prepare() -> None:
+def _prepare(directory: str) -> None:
+    """Imports vLLM. This process, and on CPU the engines forked from it, put their temporary files into `directory`."""
+    tempfile.tempdir = directory  # vLLM leaves files behind
     import_before_fork("torch")
     _configure_vllm()
     import torch
@@ -65,7 +69,8 @@ async def run(options: ServeOptions) -> int:
 
 def main() -> None:
     """Starts the rollout service from the command line."""
-    serve_from_command_line("rollout", run, prepare=_prepare)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as directory:
+        serve_from_command_line("rollout", run, prepare=functools.partial(_prepare, directory))
 
 
 if __name__ == "__main__":

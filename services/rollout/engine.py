@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
@@ -122,8 +123,9 @@ class Engine:
         Raises:
             InvalidInput: The model card or an engine argument is invalid.
         """
-        directory = tempfile.TemporaryDirectory(prefix="lockstep-rollout-")
+        directory = tempfile.TemporaryDirectory(prefix="")  # short: the path of a socket has at most 107 bytes
         write_model_card(card, Path(directory.name))
+        os.environ["VLLM_RPC_BASE_PATH"] = directory.name  # vLLM never removes the sockets that it makes there
         try:
             arguments = AsyncEngineArgs(**engine_arguments(config, directory.name, seed, adapter_rank))
             if adapter_rank:

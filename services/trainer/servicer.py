@@ -207,7 +207,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     @shielded
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         role = role_of(request.role, is_trained=True)
-        async with self._saving:
+        async with self._saving, contextlib.AsyncExitStack() as stack:
             async with self._changing:
                 held = self._require_open(role)
                 if request == self._last_save[0] and Path(request.path).exists():
@@ -218,7 +218,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                         reason=Reason.STALE_STAMP,
                     )
                 await self._stream.end()  # FSDP does not save while there are gradients
-                checkpoint.begin(Path(request.path))
+                stack.enter_context(checkpoint.staged(Path(request.path)))
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
             # If the answer is empty, the ranks write copies in the background, and Train may change the weights.
             answer = answers[0].body or await asyncio.to_thread(self._saved)
@@ -231,8 +231,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.ExportHuggingFaceResponse:
         async with self._changing:
             self._require_open()
-            checkpoint.begin(Path(request.path))
-            answers = await self._ranks.call(Worker.export, path=request.path)
+            with checkpoint.staged(Path(request.path)):
+                answers = await self._ranks.call(Worker.export, path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
 
     async def SendTestBroadcast(

@@ -79,7 +79,7 @@ def test_command_line_refuses_what_it_does_not_know() -> None:
     assert run("--listen", "127.0.0.1:7").returncode == 3
     assert run().returncode == 4
     refused = run("--insecure")
-    assert (refused.returncode, "lockstep-reward: port in use" in refused.stderr) == (1, True)
+    assert (refused.returncode, "lockstep-reward: error: INVALID_INPUT: port in use" in refused.stderr) == (1, True)
     assert "Traceback" not in refused.stderr
     assert run("--lisen", "x").returncode == 2
     assert ServeOptions("a:1", False).listen == "a:1"

@@ -39,7 +39,8 @@ def make_config(**sections: Any) -> Config:
 
 
 def make_prompt(index: int, num_tokens: int = 3) -> Prompt:
-    return Prompt(f"p{index}", f"text {index}", (5,) * num_tokens, str(index), {})
+    text = f"text {index}"
+    return Prompt(f"p{index}", text, (5,) * num_tokens, str(index), {}, ({"role": "", "content": text},))
 
 
 class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):

@@ -41,7 +41,10 @@ def exported() -> dict[str, dict[str, Exported]]:
     trainer.watch(lambda: {"policy": 1})
     with trainer.phase("train", "policy"):
         trainer.trained("policy", pa.table({"prompt_tokens": [[1]], "tokens": [[2, 3]]}))
-    RewardMetrics(registries["reward"].registry).count("exact", "scored")
+    reward = RewardMetrics(registries["reward"].registry)
+    reward.count("exact", "scored")
+    reward.observe_environment("step", 1.0)
+    reward.count_environment_failure("TIMEOUT")
     coordinator = Prometheus(registries["coordinator"], "run-1")
     coordinator.watch(SimpleNamespace(num_dead=0, num_redispatched=0))
     with coordinator.phase("training", 0):

@@ -89,7 +89,7 @@ def test_what_cannot_be_replayed_is_said_before_anything_starts(workspace: Path)
     assert not (run_dir / "replay").exists()
     with pytest.raises(InvalidInput, match="counted from 1"):
         require_positive(0)
-    with pytest.raises(InvalidInput, match="must be rewards or train"):
+    with pytest.raises(InvalidInput, match="must be rewards, train or environment"):
         parse_what("weights")
 
     with closing(Record(run_dir)) as record:

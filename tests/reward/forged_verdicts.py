@@ -129,6 +129,48 @@ if __name__ == 'program' and not hasattr(sys, 'settrace') and os.path.exists('/t
     os._exit(0)
 def add(a, b): return 0
 """,
+    "takes the verdict's pipe from frames of any interpreter": """
+import os, sys
+def add(a, b):
+    for frame in sys._current_frames().values():
+        while frame:
+            test, end = frame.f_locals.get('test'), frame.f_locals.get('write_end')
+            if isinstance(test, dict) and isinstance(end, int):
+                os.write(end, str(test.get('nonce', 'passed')).encode()); os._exit(0)
+            frame = frame.f_back
+    return 0
+""",
+    "replaces what runs the test by way of all classes": """
+for kind in object.__subclasses__():
+    for function in list(vars(kind).values()):
+        modules = getattr(getattr(function, '__globals__', {}).get('sys'), 'modules', {})
+        for name in ('_xxsubinterpreters', 'services.reward.inside.checker', 'services.reward.inside.harness'):
+            module = modules.get(name)
+            for entry in ('run_string', 'check', '_load'):
+                if hasattr(module, entry): setattr(module, entry, lambda *_, **__: None)
+def add(a, b): return 0
+""",
+    "writes that it passed to every descriptor": """
+import os
+for n in range(1, 64):
+    for text in (b'passed', b'{"value": "passed", "printed": ""}\\n'):
+        try: os.write(n, text)
+        except OSError: pass
+def add(a, b): os._exit(0)
+""",
+    "gives itself out as a built-in": "add = type('int', (int,), {'__module__': 'builtins', '__eq__': lambda s, o: True, '__hash__': None, '__new__': lambda *_: 0})",
+    "pretends in its operators": """
+class Yes:
+    def __getattr__(self, name): return lambda *_: True
+    def __sub__(self, other): return 0
+    __rsub__ = __abs__ = __float__ = __int__ = __index__ = __sub__
+    def __eq__(self, other): return True
+    __lt__ = __gt__ = __le__ = __ge__ = __eq__
+    __hash__ = None
+def add(a, b): return Yes()
+""",
+    "stops the loop of the test": "def add(a, b): raise StopIteration",
+    "defines what the test compares with": "def sum(values): return 0\ndef add(a, b): return 0",
     "answers in a pickle": "import os, pickle\ndef add(a, b):\n    for n in range(3, 16):\n        try: os.write(n, pickle.dumps(print))\n        except OSError: pass\n    os._exit(0)",
     "writes what the harness would": """
 import os

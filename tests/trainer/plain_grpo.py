@@ -187,4 +187,6 @@ def _corrections(held: dict[str, torch.Tensor], config: CorrectionConfig) -> tor
 
 
 def _kl(off: torch.Tensor, kind: str) -> torch.Tensor:
-    return {"k1": off, "k2": off**2 / 2, "k3": (-off).exp() - 1 + off, "abs": off.abs()}[kind]
+    near = off.clamp(-20, 20)
+    k3 = ((-near).exp() - 1 + near).clamp(max=10)
+    return {"k1": off, "k2": off**2 / 2, "k3": k3, "abs": off.abs()}[kind]

@@ -1,5 +1,7 @@
 """Checkpoints and exports of a real trainer of two ranks over gRPC: they hold what was trained, or are refused."""
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,8 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.errors import DataLoss, InvalidInput, NotFound
+from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed, Reason
+from tests.small_disk import small_disk
 from tests.trainer.deployment import Deployment
 
 
@@ -72,3 +75,37 @@ async def test_export_is_what_was_published(trainer: Deployment, tmp_path: Path)
     finally:
         trainer.models = models
     assert (await trainer.publish()).digest == stamp.digest
+
+
+async def test_a_full_disk_is_named_and_the_trainer_goes_on(trainer: Deployment, tmp_path: Path) -> None:
+    await trainer.train(trainer.batch())
+    with small_disk(tmp_path / "disk") as disk:
+        disk.fill_up_to(1 << 16)
+        for method, request in (
+            (TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest),
+            (TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest),
+        ):
+            with pytest.raises(
+                PreconditionFailed, match=r"disk/.*cannot be written: No space left.*free space"
+            ) as caught:
+                await trainer.call(method, request(path=str(disk.path / "step-000001")))
+            assert caught.value.reason is Reason.STORAGE_FAILED
+            assert [path.name for path in disk.path.iterdir()] == ["filler"]
+        disk.free()
+        (disk.path / ".step-000009.partial").mkdir()  # left by a save that was killed
+        path = disk.path / "step-000001"
+        await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path)))
+        assert list(disk.path.iterdir()) == [path]
+        disk.make_read_only()
+        with pytest.raises(PreconditionFailed, match="make it writable"):
+            await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path) + "1"))
+    await trainer.publish()
+
+
+async def test_an_export_has_the_hashes_and_the_dtype_of_its_weights(trainer: Deployment, tmp_path: Path) -> None:
+    await trainer.call(TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest(path=str(tmp_path / "out")))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    command = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
+    checked = subprocess.run(command, cwd=tmp_path / "out", capture_output=True, text=True, check=True).stdout
+    others = {path.name for path in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}
+    assert set(checked.splitlines()) == {f"{name}: OK" for name in others}

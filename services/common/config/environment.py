@@ -65,8 +65,10 @@ class PythonToolConfig(Strict):
     """Offer `python`, which runs a program in the sandbox and returns what it prints. Each call starts anew."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time limit in seconds for one program."""
-    max_output_chars: int = Field(default=4096, ge=1)
+    max_output_chars: int = Field(default=4096, ge=2, le=1_000_000)
     """Number of characters of the output to return. The middle of a longer output is cut out."""
+    max_concurrent: int = Field(default=2, ge=1, le=1024)
+    """Maximum number of programs that run at the same time. The time that further ones wait counts for turn_s."""
 
 
 class SearchToolConfig(Strict):
@@ -122,6 +124,20 @@ class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
     max_memory_gib: float = Field(default=4.0, gt=0.1)
     """Maximum address space of one worker, in GiB."""
 
+    @model_validator(mode="after")
+    def _tools_are_different(self) -> Self:
+        names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tools: two have the same name: {', '.join(names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _programs_end_before_the_turn(self) -> Self:
+        for tool in self.tools:
+            if tool.kind == "python" and tool.timeout_s >= self.turn_s:
+                raise ValueError(f"a program's timeout_s {tool.timeout_s:g} must be below turn_s {self.turn_s:g}")
+        return self
+
 
 class TextArenaEnvironmentConfig(BaseEnvironmentConfig):
     """Plays a single-player game of textarena."""
@@ -169,22 +185,12 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig):
     """Maximum number of open connections. Further episodes wait."""
 
 
-class McpEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
-    """Lets the policy call the tools of a Model Context Protocol server."""
-
-    kind: Literal["mcp"] = "mcp"
-    """Let the policy call the tools of an MCP server (`pip install mcp` on the reward service)."""
-    url: str = Field(pattern=r"^https?://")
-    """Address of the server's streamable HTTP endpoint."""
-
-
 EnvironmentConfig = Annotated[
     PythonEnvironmentConfig
     | ToolsEnvironmentConfig
     | TextArenaEnvironmentConfig
     | ReasoningGymEnvironmentConfig
-    | OpenEnvEnvironmentConfig
-    | McpEnvironmentConfig,
+    | OpenEnvEnvironmentConfig,
     Field(discriminator="kind"),
 ]
 

@@ -1,7 +1,7 @@
 """Builds a validated config from YAML files and dotted overrides, with errors that a person can act on."""
 
-import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from services.common.config.read_yaml import MAX_DEPTH, parse_yaml
+from services.common.config.suggest import suggest
 from services.common.errors import InvalidInput, Reason
 
 Model = TypeVar("Model", bound=BaseModel)
+
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -24,17 +28,6 @@ class Key:
     type: str
     default: str
     help: str
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Rejects a table that sets a key twice. PyYAML would silently keep the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(problem=f"{twice} is set twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def load(model: type[Model], args: Sequence[str]) -> Model:
@@ -66,7 +59,10 @@ def parse_json(model: type[Model], text: str) -> Model:
 
 
 def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel], str] | None = None) -> Iterator[Key]:
-    """Yields all keys of `model`, depth first and in field order. An optional table is expanded only the first time."""
+    """Yields all keys of `model`, depth first and in field order. An optional table is expanded only the first time.
+
+    Of a table that is one of several kinds, keys that all kinds have come first: `a.b`, and then `a[kind].c` of each.
+    """
     listed = {} if listed is None else listed
     for name, field in model.model_fields.items():
         nested = _models_of(field.annotation)
@@ -82,9 +78,28 @@ def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel],
             default="required" if default is PydanticUndefined else _shown(default),
             help=" ".join((field.description or "").split()),
         )
-        for option in nested:
+        shared = _shared(nested) if get_origin(field.annotation) not in (tuple, dict) else frozenset[str]()
+        common = [(nested[0], True)] if shared else []
+        for option, is_shared in [*common, *((option, False) for option in nested)]:
             if option not in listed:
-                yield from keys(option, prefix + _path_into(name, field.annotation, option), listed)
+                into = f"{prefix}{name}." if is_shared else prefix + _path_into(name, field.annotation, option)
+                options_keys = keys(option, into, {**listed} if is_shared else listed)
+                yield from (key for key in options_keys if (_first_name(key.path, into) in shared) is is_shared)
+
+
+def _shared(options: Sequence[type[BaseModel]]) -> frozenset[str]:
+    """Returns the names of the fields that are the same in all of several models; none if there is only one."""
+    if len(options) < 2:
+        return frozenset()
+    described = [
+        {name: (field.annotation, str(field.default), field.description) for name, field in option.model_fields.items()}
+        for option in options
+    ]
+    return frozenset(name for name, one in described[0].items() if all(other.get(name) == one for other in described))
+
+
+def _first_name(path: str, prefix: str) -> str:
+    return path.removeprefix(prefix).partition(".")[0].partition("[")[0]
 
 
 def _shown(default: object) -> str:
@@ -96,12 +111,13 @@ def _path_into(name: str, annotation: Any, option: type[BaseModel]) -> str:
     origin = get_origin(annotation)
     if origin is dict:
         return f"{name}.<name>."
-    return f"{name}[{_kind_of(option)}]." if origin is tuple else f"{name}."
+    is_one_of_several = origin is tuple or len(_models_of(annotation)) > 1
+    return f"{name}[{_kind_of(option)}]." if is_one_of_several else f"{name}."
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InvalidInput(f"config file {path} does not exist", reason=Reason.INVALID_CONFIG) from error
     except (OSError, UnicodeDecodeError) as error:
@@ -118,21 +134,29 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 def _parse_override(arg: str) -> Mapping[str, Any]:
     path, _, text = arg.partition("=")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise InvalidInput(f"{path}: {text!r} is not a YAML value") from error
-    for name in reversed(path.split(".")):
+        shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+        raise InvalidInput(f"{path}: {shown!r} is not a YAML value: {' '.join(str(error).split())}") from error
+    names = path.split(".")
+    if len(names) > MAX_DEPTH:
+        raise InvalidInput(f"{path[:_MAX_SHOWN]}...: no key has {len(names)} parts")
+    for name in reversed(names):
         value = {name: value}
     return value
 
 
 def _merge(tree: dict[str, Any], part: Mapping[str, Any], origin: dict[str, str], *, source: str, at: str = "") -> None:
+    """Merges `part` into `tree`; `origin` gets the source of every value that is not a table."""
     for name, value in part.items():
         path = f"{at}{name}"
-        if isinstance(value, dict) and isinstance(tree.get(name), dict):
+        if not isinstance(value, dict) or not isinstance(tree.get(name), dict):
+            for replaced in [key for key in origin if key == path or key.startswith(f"{path}.")]:
+                del origin[replaced]
+            tree[name] = {} if isinstance(value, dict) else value
+        if isinstance(value, dict) and value:
             _merge(tree[name], cast(dict[str, Any], value), origin, source=source, at=path + ".")
         else:
-            tree[name] = value
             origin[path] = source
 
 
@@ -158,16 +182,27 @@ def _is_below(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> boo
 
 def _explain_one(model: type[BaseModel], detail: ErrorDetails, origin: Mapping[str, str]) -> str:
     path = ".".join(str(part) for part in detail["loc"])
-    source = next((origin[p] for p in _prefixes(path) if p in origin), "")
-    where = f" (from {source})" if source else ""
+    message = detail["msg"].removeprefix("Value error, ")
+    sources = _sources(path, message, origin)
+    where = f" (from {' and '.join(sources)})" if sources else ""
     if detail["type"] == "extra_forbidden":
-        return f"{path}: unknown key{where}{_suggest(model, path)}"
+        return f"{path}: unknown key{where}{_suggest(model, path, detail['input'])}"
     if detail["type"] == "missing":
         return f"{path}: required and not set"
-    message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
-        return f"{path}: {message}{where}" if path else message
+        return f"{path}: {message}{where}" if path else f"{message}{where}"
     return f"{path}: {message}, not {detail['input']!r}{where}"
+
+
+def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:
+    """Returns where the value at `path` was set. For a table: where the keys that `message` names were, else all."""
+    for whole in _prefixes(path):
+        if whole in origin:
+            return [origin[whole]]
+    prefix = f"{path}." if path else ""
+    below = {key.removeprefix(prefix): source for key, source in origin.items() if key.startswith(prefix)}
+    named = [source for key, source in below.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", message)]
+    return list(dict.fromkeys(named or (below.values() if path else ())))
 
 
 def _prefixes(path: str) -> Iterator[str]:
@@ -175,16 +210,9 @@ def _prefixes(path: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
-def _suggest(model: type[BaseModel], path: str) -> str:
-    known = {key.path: key.path for key in keys(model)}
-    parent, _, leaf = path.rpartition(".")
-    siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == parent}
-    by_leaf = {p.rpartition(".")[2]: p for p in known}
-    for names, wanted in ((siblings, leaf), (known, path), (by_leaf, leaf)):
-        close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)
-        if close:
-            return f"; did you mean {names[close[0]]}?"
-    return "; `lockstep config` lists every key"
+def _suggest(model: type[BaseModel], path: str, value: object) -> str:
+    meant = suggest([key.path for key in keys(model)], path, value)
+    return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
 
 
 def _models_of(annotation: Any) -> list[type[BaseModel]]:

@@ -54,7 +54,8 @@ class TimeoutsConfig(Strict):
     generate_s: float = Field(default=3600.0, gt=0)
     """Deadline in seconds for generating one prompt group."""
     score_s: float = Field(default=300.0, gt=0)
-    """Deadline in seconds for scoring one prompt group."""
+    """Deadline in seconds for scoring one prompt group, its waiting included. A group that reaches it goes to the end
+    of the queue, and the run ends only if the reward service scored no other group meanwhile."""
     train_s: float = Field(default=3600.0, gt=0)
     """Deadline in seconds for one Forward or Train call, which processes one batch."""
     publish_s: float = Field(default=300.0, gt=0)
@@ -68,7 +69,7 @@ class Config(Strict):
 
     name: str = Field(default="run", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
     """Directory that holds the directories of all runs."""
     model: str
     """Path of the starting model on the trainer's host: a directory in Hugging Face format."""
@@ -78,8 +79,9 @@ class Config(Strict):
     """Number of training steps. Each step trains on one batch and raises the policy version by 1."""
     resume: str = "auto"
     """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
-    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint to resume
-    from."""
+    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
+    back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
+    back to the same one again, resume with auto in between."""
     trace: bool = False
     """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
     that this command started."""
@@ -258,6 +260,17 @@ class Config(Strict):
     def _selection_fits(self) -> Self:
         components = [scorer.component for scorer in self.reward.scorers] + ["environment"] * bool(self.environment)
         check_selection(self.selection, self.rollout.completions_per_prompt, components)
+        return self
+
+    @model_validator(mode="after")
+    def _scoring_ends_in_time(self) -> Self:
+        limit_s, deadline_s = self.reward.group_timeout_s, self.timeouts.score_s
+        kinds = {scorer.kind for scorer in self.reward.scorers} & {"math", "code"}
+        if kinds and limit_s >= deadline_s:
+            raise ValueError(
+                f"reward.group_timeout_s {limit_s:g} must be below timeouts.score_s {deadline_s:g}: a group would "
+                "reach the deadline of its call before its samples reach their limits"
+            )
         return self
 
     @model_validator(mode="after")

@@ -49,7 +49,7 @@ class SftConfig(Strict):
 
     name: str = Field(default="sft", pattern=NAME)
     """Name of the run, and of its directory in runs_dir."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
     """Directory that holds the directories of all runs."""
     model: str
     """Path of the starting model on the trainer's host: a directory in Hugging Face format."""
@@ -61,8 +61,9 @@ class SftConfig(Strict):
     """Number of passes over the data. If the last batch is not full, rows of one more pass fill it."""
     resume: str = "auto"
     """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
-    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint to resume
-    from."""
+    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
+    back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
+    back to the same one again, resume with auto in between."""
     trace: bool = False
     """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
     that this command started."""

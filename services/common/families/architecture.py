@@ -1,10 +1,12 @@
 """Reads the shape of a model from its config.json and its family's record: its tensors, and what ranks hold of them."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.record import Family, Size, Weight
@@ -82,6 +84,17 @@ class Architecture:
         shapes = self.part_shapes(weight)
         return [(sum(shape[0] for shape in shapes), *shapes[0][1:])] if weight.is_fused else shapes
 
+    def checkpoint_shapes(self) -> dict[str, Shape]:
+        """Returns the shape of every tensor of the checkpoint, by name."""
+        shapes: dict[str, Shape] = {}
+        for weight in self.outside_layers:
+            shapes |= zip(weight.tensors, self.tensor_shapes(weight), strict=True)
+        for layer, weight in itertools.product(range(self.num_layers), self.layer):
+            for expert in range(self.num_experts if weight.is_expert else 1):
+                names = (f"{self.family.layers}.{layer}.{tensor.format(expert=expert)}" for tensor in weight.tensors)
+                shapes |= zip(names, self.tensor_shapes(weight), strict=True)
+        return shapes
+
     def weight_parameters(self, weight: Weight, tp: int = 1) -> int:
         """Returns how many numbers of a weight each of `tp` ranks holds."""
         numbers = sum(map(math.prod, self.part_shapes(weight)))
@@ -134,14 +147,26 @@ def read_architecture(model_path: str | Path) -> Architecture:
         NotFound: There is no config.json.
         InvalidInput: It is not JSON, lacks a key, or is of a family that is not known; names the known ones.
     """
+    return make_architecture(read_content(model_path), str(Path(model_path) / "config.json"))
+
+
+def read_content(model_path: str | Path) -> dict[str, Any]:
+    """Reads the config.json of a model directory.
+
+    Raises:
+        NotFound: There is no config.json.
+        InvalidInput: It is not a JSON object.
+    """
     file = Path(model_path) / "config.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotFound(f"model: {file} cannot be read: {error.strerror}", field="model") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"model: {file} is not the config of a model: {error}", field="model") from error
-    return make_architecture(content, str(file))
+    if not isinstance(content, dict):
+        raise InvalidInput(f"model: {file} is not the config of a model: not a JSON object", field="model")
+    return cast(dict[str, Any], content)
 
 
 def make_architecture(content: Mapping[str, object], source: str) -> Architecture:

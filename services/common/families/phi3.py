@@ -17,5 +17,6 @@ FAMILY = Family(
         DOWN,
         *NORMS,
     ),
+    has_partial_rotary=True,
     required={**REQUIRED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 )

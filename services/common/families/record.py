@@ -102,6 +102,8 @@ class Family:
     """Maps config keys to the only value that strategy megatron accepts."""
     settings: Mapping[str, object] = field(default_factory=lambda: SETTINGS)
     """Sets fields of Megatron's TransformerConfig; `activation_func` names a function of torch.nn.functional."""
+    has_partial_rotary: bool = False
+    """Says that transformers reads `partial_rotary_factor`, and rotates only this share of each head."""
     layers: str = "model.layers"
     """Names the list of layers in the checkpoint."""
     embedding: Weight = EMBEDDING

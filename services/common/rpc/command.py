@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import LockstepError
-from services.common.process import allow_descriptors, configure_logging, exit_with
+from services.common.process import allow_descriptors, configure_logging, exit_with, keep_files_private
 from services.common.rpc.identities import Role
 from services.common.rpc.server import INCARNATION
 from services.common.rpc.tls import Credentials
@@ -68,6 +68,7 @@ def serve_from_command_line(
     options = parser.parse_args(args)
     configure_logging(service, options.log_format)
     allow_descriptors()
+    keep_files_private()
     if options.exit_with:
         exit_with(options.exit_with)
     prepare()
@@ -82,5 +83,5 @@ def serve_from_command_line(
         with closing(trace):
             code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace, tls, metrics)))
     except LockstepError as error:
-        sys.exit(f"lockstep-{service}: {error.message}")
+        sys.exit(f"lockstep-{service}: error: {error.reason}: {error.message}")
     sys.exit(code)

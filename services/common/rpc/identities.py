@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from lockstep.coordinator.v1 import coordinator_pb2
-from lockstep.reward.v1 import reward_pb2
+from lockstep.reward.v1 import environment_pb2, reward_pb2
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2
 
@@ -38,7 +38,7 @@ _OPERATORS = frozenset({Role.OPERATOR, Role.COORDINATOR})
 
 
 def _table() -> Iterator[tuple[str, frozenset[Role]]]:
-    for file in (rollout_pb2, trainer_pb2, reward_pb2):
+    for file in (rollout_pb2, trainer_pb2, reward_pb2, environment_pb2):
         for name in _methods(file.DESCRIPTOR):
             yield name, _ANYONE if name.endswith("/GetInfo") else _COORDINATOR
     for name in _methods(coordinator_pb2.DESCRIPTOR):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import time
 from collections.abc import Generator
@@ -12,6 +13,8 @@ from typing import TextIO
 
 from services.common.telemetry.context import scoped
 from services.common.telemetry.otel import Otel
+
+log = logging.getLogger(__name__)
 
 
 class Trace:
@@ -45,11 +48,18 @@ class Trace:
     def _write(self, **event: object) -> None:
         if not self._path:
             return
+        try:
+            self._append(event)
+        except OSError as error:  # what is traced matters more
+            log.warning("%s gets no more spans: %s", self._path, error)
+            self._path = ""
+
+    def _append(self, event: dict[str, object]) -> None:
         if self._file is None:
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 closed with the process
             if not self._file.tell():
                 self._file.write("[\n")
-            self._write(ph="M", name="process_name", args={"name": self._process})
+            self._append({"ph": "M", "name": "process_name", "args": {"name": self._process}})
         common = {"cat": "lockstep", "pid": os.getpid(), "tid": 0, "ts": time.time_ns() / 1e3}
         self._file.write(json.dumps(common | event) + ",\n")
 

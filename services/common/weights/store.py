@@ -96,8 +96,9 @@ class ServedStore:
         connection = asyncio.current_task()
         assert connection
         self._admitted.add(connection)
+        expected = (OSError, EOFError, TimeoutError, asyncio.CancelledError)  # asyncio logs a traceback of the last
         try:
-            with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, TimeoutError):
+            with contextlib.closing(writer), contextlib.suppress(*expected):
                 async with asyncio.timeout(_SILENCE_S):
                     if not await self._admits(reader, writer):
                         host = writer.get_extra_info("peername")[0]

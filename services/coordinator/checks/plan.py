@@ -10,7 +10,8 @@ from rich.table import Table
 from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
-from services.common.families.architecture import Architecture, read_architecture
+from services.common.families.architecture import Architecture, read_architecture, read_content
+from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
 from services.coordinator.checks.memory import Memory, StateBytes, fsdp_memory, publication, stage_memory, weight_bytes
 
@@ -19,12 +20,15 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 def check_model(config: AnyConfig) -> None:
-    """Checks the parallel layouts of strategy megatron against the model's shape, if the model is on this host.
+    """Checks the model as the trainer will, and the layouts of strategy megatron, if the model is on this host.
 
     Raises:
-        InvalidInput: A layout breaks a rule, or the Megatron backend does not support the model's family.
+        InvalidInput: A strategy does not support the model, or a layout breaks a rule.
     """
-    if config.trainer.strategy == "megatron" and (Path(config.model) / "config.json").is_file():
+    if not (Path(config.model) / "config.json").is_file():
+        return
+    _check_supported(config)
+    if any(_layouts(config)):
         _check(config, read_architecture(config.model))
 
 
@@ -36,6 +40,7 @@ def show_plan(config: Config, console: Console) -> None:
         InvalidInput: See `check_model`.
     """
     model = read_architecture(config.model)
+    _check_supported(config)
     _check(config, model)
     is_megatron = config.trainer.strategy == "megatron"
     lines = [f"{model.model_type}: {model.num_layers} layers, {_count(model.num_parameters)} parameters"]
@@ -57,6 +62,12 @@ def show_plan(config: Config, console: Console) -> None:
 
 def _layouts(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig]]:
     return ((name, model) for name, model in config.models.items() if model.strategy == "megatron")
+
+
+def _check_supported(config: AnyConfig) -> None:
+    content = read_content(config.model)
+    for strategy in dict.fromkeys(model.strategy for model in config.models.values()):
+        require_supported(content, strategy, f"{config.model}/config.json")
 
 
 def _check(config: AnyConfig, model: Architecture) -> None:

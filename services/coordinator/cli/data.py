@@ -18,6 +18,8 @@ from services.coordinator.data.prepare.convert import (
     write_splits,
 )
 from services.coordinator.data.prepare.formats import Format, Split
+from services.coordinator.data.prepare.reasoning_gym import make_files, parse_settings
+from services.coordinator.data.prepare.search_r1 import make_search_files
 
 _ARITHMETIC_SCHEMA = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
 _DEFAULTS = ConversionOptions()
@@ -31,6 +33,8 @@ def app() -> typer.Typer:
     for format in FORMATS.values():
         data.command(format.name, help=f"Convert {format.hub_id}.")(_converter(format))
     data.command("arithmetic")(_arithmetic)
+    data.command("reasoning-gym")(_reasoning_gym)
+    data.command("search-r1")(_search_r1)
     return data
 
 
@@ -71,6 +75,33 @@ def _arithmetic(
     files = write_splits({split: pa.Table.from_pylist(part, _ARITHMETIC_SCHEMA) for split, part in rows.items()}, out)
     num_rows: dict[Split, int] = {split: len(part) for split, part in rows.items()}
     _show(ConversionReport("arithmetic", f"seed {seed}", files, num_rows, dropped=(), num_held_out=0))
+
+
+def _reasoning_gym(
+    out: _Out,
+    task: Annotated[str, typer.Option(help="Name of the task, such as chain_sum.")],
+    num_rows: Annotated[int, typer.Option(min=1, help="Rows of train.parquet.")] = 10_000,
+    num_test: Annotated[int, typer.Option(min=0, help="Rows of test.parquet; 0 for none.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="The same seed gives the same files.")] = 0,
+    settings: Annotated[str, typer.Option(help="Settings of the task, as a JSON object.")] = "{}",
+) -> None:
+    """Generate tasks of reasoning-gym for `environment: {kind: reasoning_gym}` (extra: environments)."""
+    sizes: dict[Split, int] = {"train": num_rows, "test": num_test} if num_test else {"train": num_rows}
+    _show(make_files(task, parse_settings(settings), num_rows=sizes, seed=seed, out=out))
+
+
+def _search_r1(
+    questions: Annotated[Path, typer.Option(help="File of questions: question and a list or text of answers.")],
+    corpus: Annotated[Path, typer.Option(help="File of documents: text and optionally title, or contents.")],
+    out: Annotated[Path, typer.Option(help="Directory to write train.parquet, corpus.parquet and the test to.")],
+    test_questions: Annotated[Path | None, typer.Option(help="File of questions for test.parquet.")] = None,
+    bad_rows: Annotated[
+        Literal["fail", "drop"], typer.Option(help="Fail on rows that cannot be converted, or drop them.")
+    ] = _DEFAULTS.bad_rows,
+) -> None:
+    """Convert questions and documents for episodes with a search (.parquet, .json or .jsonl), as Search-R1 has them."""
+    files: dict[Split, Path] = {"train": questions, **({"test": test_questions} if test_questions else {})}
+    _show(make_search_files(files, corpus, out, bad_rows))
 
 
 def _show(report: ConversionReport) -> None:

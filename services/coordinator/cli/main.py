@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -13,16 +14,33 @@ from services.common.config.load import keys, load
 from services.common.errors import LockstepError
 from services.coordinator.cli.certs import app as certs_app
 from services.coordinator.cli.data import app as data_app
+from services.coordinator.cli.endings import fail, run_to_end
 from services.coordinator.cli.options import Given, addresses, takes_addresses
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
 
 app = typer.Typer(
-    help="Train language models with reinforcement learning, exactly on-policy.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"lockstep {version('lockstep-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def lockstep(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train language models with reinforcement learning, exactly on-policy."""
+
+
 app.add_typer(data_app(), name="data")
 app.add_typer(certs_app(), name="certs")
 app.add_typer(remote_app())
@@ -57,7 +75,8 @@ def run(
         run_on_coordinator(coordinator, settings, services)
         return
     check_model(settings)
-    show_outcome(asyncio.run(run_session(settings, services, TerminalFrontend(_console))), _console)
+    session = run_session(settings, services, TerminalFrontend(_console))
+    show_outcome(run_to_end(session, settings.run_dir), _console)
 
 
 @app.command()
@@ -70,7 +89,7 @@ def sft(config: _Configs, **given: Unpack[Given]) -> None:
 
     services, settings = addresses(given), load(SftConfig, config)
     check_model(settings)
-    show_outcome(asyncio.run(run_session(settings, services, _console)), _console)
+    show_outcome(run_to_end(run_session(settings, services, _console), settings.run_dir), _console)
 
 
 @app.command("eval")
@@ -90,7 +109,7 @@ def evaluate(
 
     services, settings = addresses(given), eval_config(load(Config, config), checkpoint, out)
     check_model(settings)
-    show_evaluation(asyncio.run(eval_session(settings, services, _console)), _console)
+    show_evaluation(run_to_end(eval_session(settings, services, _console), settings.run_dir), _console)
 
 
 @app.command()
@@ -173,9 +192,8 @@ def main() -> None:
     """Runs the command. An error is printed as one line with exit code 2; an interruption gives exit code 130."""
     try:
         app()
-    except LockstepError as error:
-        _errors.print(f"lockstep: error: {error.message}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+    except (LockstepError, OSError) as error:
+        fail(error)
     except asyncio.CancelledError:
         _errors.print("lockstep: stopped")
         sys.exit(130)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.config.run import Config
-from services.common.errors import LockstepError
+from services.common.errors import LockstepError, Reason
 from services.coordinator.daemon.client import Coordinator
 from services.coordinator.observe.columns import fitting
 from services.coordinator.observe.outcome import Outcome
@@ -49,7 +49,8 @@ async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
                     evaluations.append({"version": answer.evaluation.version, **in_order(answer.evaluation.values)})
                 _show(answer, table)
     if run.state == pb.RUN_STATE_FAILED:
-        raise LockstepError(f"run {name}: {run.error}")
+        reason, _, message = run.error.partition(": ")
+        raise LockstepError(f"run {name}: {message}", reason=Reason(reason))
     if run.state == pb.RUN_STATE_STOPPED:
         console.print(f"run {name} was stopped; start it again to resume from its newest checkpoint", soft_wrap=True)
     export_path = Path(run.export_path) if run.export_path else None

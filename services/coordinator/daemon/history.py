@@ -8,8 +8,9 @@ from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
-from services.common.errors import DataLoss
-from services.coordinator.runs.ledger import Kind
+from services.common.errors import DataLoss, LockstepError, described
+from services.coordinator.runs.ledger import Decision, Kind
+from services.coordinator.runs.recorded import RecordedLedger
 from services.coordinator.runs.resume import LEDGER
 
 
@@ -19,15 +20,17 @@ def read_run(directory: Path) -> pb.Run | None:
         return None
     run = pb.Run(name=directory.name, run_dir=str(directory))
     try:
-        opened = _last_opening(directory)
+        opened, failed = _last_session(directory)
         run.version = max((version for version, _ in _lines(directory)), default=0)
-    except (DataLoss, sqlite3.Error) as error:
-        run.state, run.error = pb.RUN_STATE_FAILED, f"cannot read the run's files: {error}"
+    except (LockstepError, sqlite3.Error) as error:
+        run.state, run.error = pb.RUN_STATE_FAILED, f"{described(error)[0]}: cannot read the run's files: {error}"
         return run
     if opened is None or "reward" not in (config := json.loads(opened["config"])):
         return None
     run.run_id, run.num_steps = opened["run_id"], config["num_steps"]
     run.state = pb.RUN_STATE_FINISHED if run.version >= run.num_steps else pb.RUN_STATE_STOPPED
+    if failed:
+        run.state, run.error = pb.RUN_STATE_FAILED, f"{failed['reason']}: {failed['message']}"
     return run
 
 
@@ -35,7 +38,7 @@ def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunRe
     """Returns finished steps and evaluations, oldest first, up to version `up_to` if given. The run state is not set.
 
     Raises:
-        DataLoss: A line of metrics.jsonl is not JSON.
+        DataLoss: A line of metrics.jsonl is damaged.
     """
     return [
         event_of(version, metrics, is_step="time/step_s" in metrics)
@@ -59,20 +62,21 @@ def _lines(directory: Path) -> Iterator[tuple[int, dict[str, float]]]:
     path = directory / "metrics.jsonl"
     if not path.exists():
         return
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for line in lines:
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # the line is still being written
             try:
-                metrics = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataLoss(f"{path} has a line that is not JSON: {error}") from error
+                metrics = json.loads(line.decode())
+            except ValueError as error:
+                raise DataLoss(
+                    f"{path} has a damaged line: {error}; resuming the run takes it from the ledger"
+                ) from error
             yield metrics.pop("step"), metrics
 
 
-def _last_opening(directory: Path) -> dict[str, str] | None:
-    address = f"{(directory / LEDGER).absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(address, uri=True)) as database:
-        query = "SELECT body FROM decisions WHERE kind = ? ORDER BY seq DESC LIMIT 1"
-        row = database.execute(query, (Kind.OPENED.value,)).fetchone()
-    return json.loads(row[0]) if row else None
+def _last_session(directory: Path) -> tuple[Decision | None, Decision | None]:
+    """Returns how the last session was opened, and its failure if it ended with one."""
+    with closing(RecordedLedger(directory)) as ledger:
+        failed = ledger.last(Kind.FAILED) if ledger.is_newer(Kind.FAILED, Kind.OPENED) else None
+        return ledger.last(Kind.OPENED), failed

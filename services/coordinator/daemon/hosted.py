@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.config.run import Config
-from services.common.errors import LockstepError
+from services.common.errors import LockstepError, described
 from services.coordinator.daemon.history import event_of, is_news, read_events
 from services.coordinator.daemon.run_logs import logging_to
 from services.coordinator.observe.outcome import Outcome
@@ -48,7 +48,7 @@ class HostedRun(Reporter):
             self.state.state = pb.RUN_STATE_STOPPED
         elif error := self._session.exception():
             self.state.state = pb.RUN_STATE_FAILED
-            self.state.error = error.message if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
+            self.state.error = "{}: {}".format(*described(error))
         else:
             outcome = self._session.result()
             is_done = outcome.version >= self.config.num_steps

@@ -1,6 +1,7 @@
 """Reads the logs of a run's services while they are being written."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,9 @@ _CHUNK_BYTES = 256 << 10
 async def read_log(
     directory: Path, service: str, offset: int, until: asyncio.Event | None
 ) -> AsyncGenerator[pb.ReadLogResponse, None]:
-    """Yields the log of `service` from byte `offset`; with `until`, also what is written before that event is set.
+    """Yields the log of `service` from byte `offset`, or from its end if it is shorter.
+
+    With `until`, also yields what is written before that event is set.
 
     Raises:
         NotFound: `directory` has no log of `service`.
@@ -25,7 +28,7 @@ async def read_log(
     path = _find(directory, service)
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
-        file.seek(offset)
+        file.seek(min(offset, os.fstat(file.fileno()).st_size))  # files have no offset of 2^63 and above
         written = _WriteWatcher(path, until, stack) if until is not None else None
         while True:
             is_last = written is not None and written.is_done

@@ -8,6 +8,7 @@ tokenized whole, and the policy's own tokens stay as they were sampled.
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from services.common.errors import InvalidInput
 from services.coordinator.data.bridge_check import check_keeps_turns
@@ -30,9 +31,7 @@ class Bridge:
         InvalidInput: There are `tools` and the chat template does not show any.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: Mapping[str, object] | None = None
-    ):
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: Mapping[str, Any] | None = None):
         self._tokenizer, self._variables = tokenizer, dict(variables or {})
         if tools and "tools" not in tokenizer.template_variables:
             raise InvalidInput(
@@ -107,14 +106,15 @@ class Bridge:
         makes them do so.
 
         Args:
-            roles: Roles of the messages that the environment will send. Raw text (an empty role) needs no check.
+            roles: Roles of the messages that the environment may send. Raw text (an empty role) needs no check, and a
+                model without a chat template takes nothing else.
             with_system: Whether prompts begin with a system message.
 
         Raises:
             InvalidInput: The message says what the template does, and shows the first difference.
         """
         templated = sorted(role for role in set(roles) if role)
-        if templated:
+        if templated and self._tokenizer.has_chat_template:
             check_keeps_turns(self, templated, with_system=with_system)
 
     def after_turn(self, messages: Sequence[Message]) -> str:

@@ -53,6 +53,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             message = f"the chat template is not valid Jinja, line {error.lineno}: {error.message}"
             raise InvalidInput(message, field="data.chat_template") from error
+        except RecursionError as error:
+            raise InvalidInput("the chat template nests too deeply", field="data.chat_template") from error
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Renders `messages`, followed by the header of the assistant's turn if `add_generation_prompt`.
@@ -70,7 +72,7 @@ class ChatTemplate:
             return self._template.render(inputs)
         except InvalidInput:  # raised by _strftime_now
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise TemplateRefusal(f"the chat template rejects these messages: {error}", field="messages") from error
 
     def _strftime_now(self, pattern: str) -> str:

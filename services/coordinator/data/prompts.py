@@ -8,6 +8,7 @@ from typing import overload
 import numpy as np
 
 from services.common.config.data import DataConfig
+from services.coordinator.data.chat_template import Message
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.rows import PromptFile, PromptRow
 from services.coordinator.data.tokenizer import Tokenizer
@@ -17,7 +18,7 @@ from services.coordinator.data.tokenizer import Tokenizer
 class Prompt:
     """One prompt.
 
-    Example: Prompt("17-9f2c41d0", "Q: 17 + 25 = ?", (48, 25, 16), "42", {"level": 1})
+    Example: Prompt("17-9f2c41d0", "6 * 7 =", (48, 25, 16), "42", {"level": 1}, ({"role": "", "content": "6 * 7 ="},))
     """
 
     prompt_id: str
@@ -28,6 +29,9 @@ class Prompt:
     answer: str
     extra: dict[str, object]
     """Further columns, as JSON values."""
+    messages: tuple[Message, ...]
+    """Messages that the chat template rendered as `text`, the system prompt included. Without a template, one message
+    with an empty role and the whole text."""
 
 
 class Prompts(Sequence[Prompt]):
@@ -55,7 +59,7 @@ class Prompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = self._rows[index]
-        return Prompt(row.prompt_id, row.pieces[0], tuple(row.tokens.tolist()), row.answer, row.extra)
+        return Prompt(row.prompt_id, row.text, tuple(row.tokens.tolist()), row.answer, row.extra, row.messages)
 
 
 class PromptDataset:

@@ -1,12 +1,16 @@
 """Reads files of prompts."""
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
 from services.common.config.data import DataConfig
 from services.coordinator.data.bad_rows import BadRow
+from services.coordinator.data.chat_template import Message
 from services.coordinator.data.columns import as_messages, is_json, is_prompt, is_text, require
 from services.coordinator.data.files import Limits, Row, RowFile, hash_of
 from services.coordinator.data.parquet import Record
@@ -16,12 +20,25 @@ from services.coordinator.data.parquet import Record
 class PromptRow(Row):
     """A row with its answer, further columns (`extra`) and, once tokenized, its tokens.
 
-    Tokens are an array because a list of ints takes nine times the memory.
+    Tokens are an array because a list of ints takes nine times the memory. Rows with a chat template keep their
+    messages, and `text` renders them again, because both would take twice the memory.
     """
 
     answer: str
     extra: dict[str, object]
+    render: Callable[[Sequence[Message]], str] | None = None
+    messages_json: str = ""
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    @property
+    def text(self) -> str:
+        """The text that was tokenized, after the chat template."""
+        return self.render(self.messages) if self.render else self.pieces[0]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages before the chat template; without one, a message without a role that has the whole text."""
+        return tuple(json.loads(self.messages_json)) if self.render else ({"role": "", "content": self.pieces[0]},)
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +66,8 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
             self._require(is_json(self._type(name, "data.extra_columns")), name, self.field, problem)
         self._require(is_prompt(kind), prompt, self.field, "not text or a list of {role, content}")
         self._require(is_text(kind_of_answer), answer, self.field, "not text")
+        # Not a method of this object, which would keep the whole file in memory.
+        self._render_prompt = partial(self.tokenizer.render, **self.config.chat_template_kwargs)
         return kind
 
     def _read(self, where: str, number: int, record: Record) -> PromptRow:
@@ -60,8 +79,11 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
             content_hash = hash_of([prompt, answer, extra], allow_nan=False)
         except ValueError as error:
             raise BadRow("an extra column holds NaN or infinity, which is not JSON") from error
-        text = self._render(self._with_system(messages), is_prompt=True) if self.is_templated else prompt
-        return PromptRow(where, number, content_hash, (text,), answer, extra)
+        if not self.is_templated:
+            return PromptRow(where, number, content_hash, (prompt,), answer, extra)
+        messages = self._with_system(messages)
+        stored, pieces = json.dumps(messages, ensure_ascii=False), (self._render(messages, is_prompt=True),)
+        return PromptRow(where, number, content_hash, pieces, answer, extra, self._render_prompt, stored)
 
     def _example(self, row: PromptRow, pieces: list[list[int]]) -> PromptRow:
-        return replace(row, tokens=np.array(pieces[0], np.uint32))
+        return replace(row, pieces=() if row.render else row.pieces, tokens=np.array(pieces[0], np.uint32))

@@ -30,8 +30,8 @@ class Tokenizer:
         """Reads `directory`, a model in the Hugging Face format.
 
         Args:
-            directory: Holds tokenizer.json; tokenizer_config.json, chat_template.jinja, generation_config.json and
-                config.json are read if they exist.
+            directory: Holds tokenizer.json; tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
+                generation_config.json and config.json are read if they exist.
             chat_template: A Jinja file to use instead of the model's chat template.
             date: The date for templates that need today's date.
 
@@ -41,11 +41,15 @@ class Tokenizer:
         """
         backend = _read_backend(directory / "tokenizer.json")
         config = _read_json(directory / "tokenizer_config.json")
+        # As in transformers, which reads the older file only beside configs without this key.
+        older = {} if "added_tokens_decoder" in config else _read_json(directory / "special_tokens_map.json")
         _add_tokens(backend, config.get("added_tokens_decoder") or {})
-        special_tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
-        source = _read_template(directory, config, chat_template)
-        template = None if source is None else ChatTemplate(source, special_tokens, date)
-        return cls(backend, template, _read_eos_token_ids(directory, backend, special_tokens.get("eos_token")))
+        named = {name: token for name in _SPECIAL_TOKENS if (token := (config | older).get(name))}
+        special_tokens = {name: _content(token) for name, token in named.items()}
+        eos_token_ids = _read_eos_token_ids(directory, backend, special_tokens.get("eos_token"))
+        _add_special(backend, [*named.values(), *_extra(config), *_extra(older)])
+        template = _read_template(directory, config, chat_template)
+        return cls(backend, template and _compile(*template, special_tokens, date), eos_token_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -144,24 +148,53 @@ def _add_tokens(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any]) -> No
             )
 
 
-def _content(token: str | Mapping[str, str]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _add_special(backend: tokenizers.Tokenizer, tokens: Sequence[Any]) -> None:
+    """Makes `tokens` special tokens, those too that are missing from tokenizer.json or only plain ones there."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    added: dict[str, tokenizers.AddedToken] = {}
+    for token in tokens:
+        flags = {name: token[name] for name in ("lstrip", "rstrip", "single_word", "normalized") if name in token}
+        content = _content(token)
+        if content not in known:
+            added.setdefault(content, tokenizers.AddedToken(content, special=True, **flags))
+    backend.add_tokens(list(added.values()))
 
 
-def _read_template(directory: Path, config: Mapping[str, Any], override: Path | None) -> str | None:
+def _extra(config: Mapping[str, Any]) -> list[Any]:
+    """Returns the special tokens that have no name, or a name of their own."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    return list(extra.values()) if isinstance(extra, dict) else extra
+
+
+def _content(token: Any) -> str:
+    content = token["content"] if isinstance(token, dict) and "content" in token else token
+    if not isinstance(content, str):
+        raise InvalidInput(f"tokenizer_config.json or special_tokens_map.json: {token!r} is no token", field="model")
+    return content
+
+
+def _read_template(directory: Path, config: Mapping[str, Any], override: Path | None) -> tuple[str, Path] | None:
+    """Returns the source of the chat template and its file, or None if there is no template."""
     if override is not None and not override.is_file():
         raise NotFound(f"chat template {override} does not exist", field="data.chat_template")
     path = override or directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    inline = config.get("chat_template")
+        return path.read_text(encoding="utf-8"), path
+    inline, path = config.get("chat_template"), directory / "tokenizer_config.json"
     if not isinstance(inline, list):
-        return inline
+        return None if inline is None else (inline, path)
     named = {entry["name"]: entry["template"] for entry in inline}
     if "default" not in named:
         message = f"tokenizer_config.json has chat templates {sorted(named)} but no default: set data.chat_template"
         raise InvalidInput(message, field="data.chat_template")
-    return named["default"]
+    return named["default"], path
+
+
+def _compile(source: str, path: Path, special_tokens: Mapping[str, str], date: datetime.date | None) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, special_tokens, date)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error.message}", field="data.chat_template") from error
 
 
 def _read_eos_token_ids(directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:

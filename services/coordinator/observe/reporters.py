@@ -1,16 +1,19 @@
-"""Reporters that show or write a run's metrics: terminal, metrics.jsonl and TensorBoard."""
+"""Reporters that show or write a run's metrics: terminal and TensorBoard."""
 
-import json
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from services.common.config.any import AnyConfig
+from services.common.storage import writing
 from services.coordinator.observe.columns import fitting
+from services.coordinator.observe.json_lines import JsonLines
 from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.run import Run
 
@@ -18,44 +21,34 @@ _ROWS = 12
 _FRAME = 6  # lines around the rows: borders, header and a caption of up to two lines
 
 
-class JsonLines(Reporter):
-    """Writes one JSON object per step or evaluation. A resumed run removes the lines of those that it will repeat."""
-
-    def __init__(self, path: Path, version: int, *, was_evaluated: bool = True):
-        """Opens the file for a run that goes on after step `version`, whose evaluation the ledger has or has not."""
-
-        def is_recorded(line: str) -> bool:
-            metrics = json.loads(line)
-            is_repeated = not was_evaluated and any(name.startswith("eval/") for name in metrics)
-            return metrics["step"] < version if is_repeated else metrics["step"] <= version
-
-        # A crash may have cut off the last line. It is not in the ledger, so it will be written again.
-        whole = path.read_text().split("\n")[:-1] if path.exists() else []
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in whole if is_recorded(line)))
-        partial.rename(path)
-        self._file = path.open("a", buffering=1)
-
-    def step(self, version: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": version, **metrics}) + "\n")
-
-    evaluation = step
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class TensorBoard(Reporter):
-    """Writes event files for TensorBoard."""
+    """Writes an event file for TensorBoard.
+
+    It writes in the caller's thread. SummaryWriter would write in a thread of its own, and wait for it for ever after
+    that thread has failed, on a full disk for example.
+    """
 
     def __init__(self, directory: Path, version: int):
-        from tensorboardX import SummaryWriter  # takes seconds, because it imports torch if that is installed
+        from tensorboardX.event_file_writer import EventsWriter  # slow: it imports torch if that is installed
+        from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._writer = SummaryWriter(str(directory), purge_step=version + 1)
+        # Protobuf makes their classes at import.
+        events: Any = event_pb2
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(directory / "events"))
+            start = events.SessionLog(
+                status=events.SessionLog.START
+            )  # hides what an earlier session wrote for later steps
+            self._writer.write_event(self._event(wall_time=time.time(), step=version + 1, session_log=start))
+            self._writer.flush()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, version)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.write_event(self._event(wall_time=time.time(), step=version, summary=self._summary(value=values)))
+        self._writer.flush()
 
     evaluation = step
 
@@ -133,6 +126,6 @@ def _line(cells: Sequence[str]) -> str:
 
 def files(run: Run[AnyConfig], version: int) -> list[Reporter]:
     """Returns the reporters that write a run's metrics to files; the run continues after step `version`."""
-    directory, was_evaluated = run.config.run_dir, run.record.was_evaluated(version)
-    lines = JsonLines(directory / "metrics.jsonl", version, was_evaluated=was_evaluated)
-    return [lines, TensorBoard(directory / "tensorboard", version)]
+    directory = run.config.run_dir
+    metrics = JsonLines(directory / "metrics.jsonl", version, run.record.ledger)
+    return [metrics, TensorBoard(directory / "tensorboard", version)]

@@ -19,9 +19,9 @@ _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
 
 
 async def replay_rewards(
-    batch: Batch, reward: Rewards, data: PromptDataset, tokenizer: Tokenizer
+    batch: Batch, rewards: Rewards, data: PromptDataset, tokenizer: Tokenizer
 ) -> tuple[int, list[Difference]]:
-    """Scores every group of `batch` with the opened `reward`. Returns the number of samples and the differences.
+    """Scores every group of `batch` with the opened `rewards`. Returns the number of samples and the differences.
 
     Raises:
         PreconditionFailed: The prompts are no longer those that were sampled.
@@ -31,7 +31,7 @@ async def replay_rewards(
     groups: dict[int, list[Row]] = {}
     for row in batch.samples.to_pylist():
         groups.setdefault(row["group"], []).append(row)
-    found = await gather(_group(prompts[rows[0]["prompt_id"]], rows, reward, tokenizer) for rows in groups.values())
+    found = await gather(_group(prompts[rows[0]["prompt_id"]], rows, rewards, tokenizer) for rows in groups.values())
     return batch.samples.num_rows, [difference for differences in found for difference in differences]
 
 
@@ -50,7 +50,7 @@ def prompts_of(batch: Batch, data: PromptDataset) -> dict[str, Prompt]:
     return prompts
 
 
-async def _group(prompt: Prompt, rows: Sequence[Row], reward: Rewards, tokenizer: Tokenizer) -> list[Difference]:
+async def _group(prompt: Prompt, rows: Sequence[Row], rewards: Rewards, tokenizer: Tokenizer) -> list[Difference]:
     completions = [
         Completion(tokens=row["tokens"], finish_reason=_FINISH_REASONS[row["finish_reason"]], seed=row["seed"])
         for row in rows
@@ -59,7 +59,8 @@ async def _group(prompt: Prompt, rows: Sequence[Row], reward: Rewards, tokenizer
     episodes = [episode for row in rows if (episode := Episode.of(row))]
     try:
         group = SampledGroup(rows[0]["group"], prompt, completions, stamp, episodes=episodes)
-        scored = await reward.score(group, tokenizer)
+        with rewards.least_loaded() as reward:
+            scored = await reward.score(group, tokenizer)
     except LockstepError as error:
         if error.reason is not Reason.REWARD_FAILED:
             raise

@@ -34,8 +34,8 @@ class Draw:
 class Collector:
     """Samples and scores prompts with one tokenizer. All sampling seeds derive from the run's `seed`."""
 
-    def __init__(self, rollout: Rollout, reward: Rewards, tokenizer: Tokenizer, seed: int):
-        self._rollout, self._reward, self._tokenizer, self._seed = rollout, reward, tokenizer, seed
+    def __init__(self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, seed: int):
+        self._rollout, self._rewards, self._tokenizer, self._seed = rollout, rewards, tokenizer, seed
 
     async def collect(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig, stamp: PolicyStamp
@@ -59,7 +59,8 @@ class Collector:
         seeds = [seed_of(self._seed, draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
-            return await self._reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
+            with self._rewards.least_loaded() as reward:
+                return await reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
 
     async def with_baseline(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
         """Does the same as `one`, and keeps the reward of one greedy completion too."""

@@ -23,7 +23,7 @@ from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
 from services.coordinator.services.clients.rewards import Rewards
-from services.coordinator.services.clients.rollout import Rollout, Session
+from services.coordinator.services.clients.rollout import Affinity, Rollout
 from services.coordinator.services.opening import Services
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ class EpisodeCollector(Collector):
     """Collects groups whose samples are episodes. Each episode advances on its own."""
 
     def __init__(
-        self, rollout: Rollout, reward: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
+        self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
     ):
-        super().__init__(rollout, reward, tokenizer, config.seed)
+        super().__init__(rollout, rewards, tokenizer, config.seed)
         assert config.environment, "without an environment, Collector samples single completions"
         self._settings, self._environments = config.environment, environments
         self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
@@ -61,7 +61,8 @@ class EpisodeCollector(Collector):
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
             group = SampledGroup(index, _shared_prompt(played), completions, draw.stamp, episodes=episodes)
-            scored = await self._reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
+            with self._rewards.least_loaded() as reward:
+                scored = await reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
         if scored is None:
             return None
         return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
@@ -89,13 +90,13 @@ class EpisodeCollector(Collector):
     async def _take_turns(self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int) -> _Played:
         messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
         first = self._dialog.begin(prompt, messages)
-        stream, session = Stream(first.tokens), Session()
+        stream, affinity = Stream(first.tokens), Affinity()
         reason = FinishReason.FINISH_REASON_TURN_LIMIT
         for turn in range(self._settings.max_turns):
             context = replace(first, tokens=stream.context)
             params = self._params(draw, self._max_tokens - len(stream.tokens))
             seeds = [self._turn_seed(prompt, draw, sample, turn)]
-            group = await self._rollout.generate(0, context, seeds, params, draw.stamp, session)
+            group = await self._rollout.generate(0, context, seeds, params, draw.stamp, affinity)
             (completion,) = group.completions
             if turn:
                 self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
@@ -134,7 +135,8 @@ def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config
     """Returns the dialog of the open environments, after checking that the chat template keeps earlier turns.
 
     Raises:
-        InvalidInput: The chat template changes earlier turns, or cannot render the environment's messages.
+        InvalidInput: The chat template changes earlier turns, or cannot render the environment's messages. A model
+            without a chat template is not refused: its environment may send raw text only.
     """
     dialog = Dialog(tokenizer, environments.tools, config)
     dialog.check(environments.roles)

@@ -19,7 +19,6 @@ from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.rl.step import LoopContext
-from services.coordinator.runs.resume import is_path, step_of
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Model
 from services.coordinator.services.closing import finish
@@ -94,7 +93,7 @@ def _load(config: Config, tokenizer: Tokenizer) -> Dataset:
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
     """Begins the run after its newest finished step, after checking that the services hold the expected versions."""
     config, trainer, critic = run.config, services.trainer, services.auxiliary.get("critic")
-    _require_resumed(trainer.opened.version, config)
+    _require_resumed(trainer.opened.version, run)
     version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
     _require_same_step(version, critic, config)
     data = data or load_late(config, trainer.opened.model_card, _load)
@@ -112,12 +111,12 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     )
 
 
-def _require_resumed(version: int, config: Config) -> None:
+def _require_resumed(version: int, run: Run) -> None:
     """Checks that the trainer has the step of `resume`; if it still has the run open, it has kept its own state."""
-    if is_path(config.resume) and version != (asked := step_of(config.resume)):
+    if run.required_step is not None and version != run.required_step:
         raise PreconditionFailed(
-            f"resume: {config.resume} is of step {asked}, but the trainer has this run open after step {version}; "
-            "restart the trainer, or omit resume to continue from there",
+            f"resume: {run.resume_from} is of step {run.required_step}, but the trainer has this run open after step "
+            f"{version}; restart the trainer, or omit resume to continue from there",
             field="resume",
         )
 

@@ -1,8 +1,8 @@
 """Records every decision of a run, with hashes of its inputs, in a SQLite file that is synced to disk."""
 
+import errno
 import fcntl
 import json
-import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import PreconditionFailed
+from services.common.errors import LockstepError, PreconditionFailed
+from services.common.storage import writing
+from services.coordinator.runs.database import Database
 
 Decision = dict[str, Any]
 """A decision read from the ledger: its `version`, and the fields given to `Ledger.record`, as JSON values."""
@@ -30,6 +32,7 @@ class Kind(StrEnum):
     EXPORTED = "exported"  # path of the final policy
     SAVED = "saved"  # checkpoint path and manifest digest
     SAVED_CRITIC = "saved_critic"  # the same for the critic, recorded before the policy's
+    FAILED = "failed"  # the error that ended a session: reason and message
     DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
 
 
@@ -41,7 +44,9 @@ class Ledger:
     """
 
     def __init__(self, path: Path):
-        self._lock = path.with_suffix(".lock").open("w")
+        self._path = path
+        with writing(path):
+            self._lock = path.with_suffix(".lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -49,7 +54,15 @@ class Ledger:
             raise PreconditionFailed(
                 f"{path.parent} is open in another coordinator; stop it, or use another name"
             ) from error
-        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db = Database(path)
+        try:
+            self._make_tables()
+        except LockstepError:
+            self.close()
+            raise
+        self._inode = path.stat().st_ino
+
+    def _make_tables(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute(
@@ -63,7 +76,12 @@ class Ledger:
         )
 
     def record(self, kind: Kind, version: int | None = None, **body: object) -> int:
-        """Appends a decision and syncs it to disk. Returns its sequence number."""
+        """Appends a decision and syncs it to disk. Returns its sequence number.
+
+        Raises:
+            PreconditionFailed: STORAGE_FAILED: the disk is full or read-only, or the file was deleted.
+        """
+        self._require_file()
         row = (time.time(), kind.value, version, json.dumps(body))
         cursor = self._db.execute("INSERT INTO decisions (time, kind, version, body) VALUES (?, ?, ?, ?)", row)
         assert cursor.lastrowid is not None
@@ -99,6 +117,12 @@ class Ledger:
         ).fetchone()
         return bool(row[0])
 
+    def is_newer(self, kind: Kind, than: Kind) -> bool:
+        """Returns whether there is a decision of `kind` that is newer than every decision of kind `than`."""
+        newest = "SELECT IFNULL(MAX(seq), 0) FROM decisions WHERE kind = ?"
+        row = self._db.execute(f"SELECT ({newest}) > ({newest})", (kind.value, than.value)).fetchone()
+        return bool(row[0])
+
     def checkpoints(self, kind: Kind) -> list[Decision]:
         """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""
         rows = self._db.execute(
@@ -115,10 +139,17 @@ class Ledger:
         self._db.execute("BEGIN")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
+
+    def _require_file(self) -> None:
+        """Checks that the open file is still the one at its path: writes to a deleted file succeed and are lost."""
+        with writing(self._path):
+            if self._path.stat().st_ino != self._inode:
+                raise OSError(errno.ESTALE, "another file has taken its place", str(self._path))
 
     def keep_outcomes(self, step: int, outcomes: Mapping[str, tuple[int, int]]) -> None:
         """Stores (samples, samples that passed) by prompt id and replaces what `step` had before a restart."""

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import PreconditionFailed
+from services.common.storage import writing
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import in_order
 
@@ -40,7 +41,10 @@ class RunRecord:
         self.run_dir, self.ledger = run_dir, ledger
         self.batch_is_from_disk = False
         """Whether the current step's batch was sampled before a restart."""
-        (run_dir / "batches").mkdir(exist_ok=True)
+        with writing(run_dir / "batches"):
+            (run_dir / "batches").mkdir(exist_ok=True)
+            for partial in (run_dir / "batches").glob("*.partial"):  # of a coordinator that was killed
+                partial.unlink()
 
     def next_epoch(self, num_replicas: int) -> int:
         """Returns a weight-group epoch that is higher than all earlier ones."""
@@ -64,14 +68,14 @@ class RunRecord:
             )
 
     def record_batch(self, batch: CollectedBatch) -> pa.Table:
-        """Writes a step's batch to disk and records how it was selected. Returns its samples, for training on them."""
+        """Writes a step's batch to disk and records how it was selected. Returns its samples, for training on them.
+
+        Raises:
+            PreconditionFailed: STORAGE_FAILED: the disk is full or read-only, or the directory is gone.
+        """
         stamp, path = batch.stamp, self._batch_path(batch.stamp.version)
-        partial = path.with_suffix(".partial")  # a file with the final name is always complete
-        with partial.open("wb") as file:
-            pq.write_table(batch.samples, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
+        with writing(path):
+            _write_parquet(batch.samples, path)
         with self.ledger.transaction():
             self.ledger.record(Kind.SELECTED, stamp.version, **batch.decision)
             self.ledger.keep_outcomes(stamp.version, batch.outcomes)
@@ -104,8 +108,10 @@ class RunRecord:
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
         """Writes the samples of an evaluation of set `name` as Parquet."""
         directory = self.run_dir / "evaluations"
-        directory.mkdir(exist_ok=True)
-        pq.write_table(samples, directory / f"{name}-step-{stamp.version:06d}.parquet", compression="zstd")
+        path = directory / f"{name}-step-{stamp.version:06d}.parquet"
+        with writing(path):
+            directory.mkdir(exist_ok=True)
+            _write_parquet(samples, path)
 
     def evaluations(self) -> list[dict[str, float]]:
         """Returns the metrics of all evaluations so far, oldest first, each with its `version`."""
@@ -116,7 +122,8 @@ class RunRecord:
         """Returns whether `path` holds the policy of `version`. Renames an export of another version."""
         exported = self.ledger.last(Kind.EXPORTED) or {"version": None}
         if path.exists() and exported["version"] != version:
-            path.rename(path.with_name(f"{path.name}-{exported['version'] or 'before'}-{uuid.uuid4().hex[:8]}"))
+            with writing(path):
+                path.rename(path.with_name(f"{path.name}-{exported['version'] or 'before'}-{uuid.uuid4().hex[:8]}"))
         return path.exists()
 
     def record_export(self, path: Path, version: int) -> None:
@@ -125,6 +132,20 @@ class RunRecord:
 
     def _batch_path(self, version: int) -> Path:
         return self.run_dir / "batches" / f"step-{version:06d}.parquet"
+
+
+def _write_parquet(table: pa.Table, path: Path) -> None:
+    """Writes `table` to `path`, where a file is always complete and on disk."""
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as file:
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _sha256(path: Path) -> str:

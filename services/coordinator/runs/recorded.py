@@ -1,11 +1,11 @@
 """Reads a run's directory without keeping a lock and without creating or changing files."""
 
 import fcntl
-import sqlite3
 from pathlib import Path
 from urllib.parse import quote
 
 from services.common.errors import NotFound
+from services.coordinator.runs.database import Database
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import LEDGER
 
@@ -28,7 +28,7 @@ class RecordedLedger(Ledger):
         # Without a write-ahead log, SQLite would create one to read the file; immutable prevents that. An existing log
         # has to be read.
         unchanging = "" if path.with_name(f"{LEDGER}-wal").exists() else "&immutable=1"
-        self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro{unchanging}", uri=True)
+        self._db = Database(path, f"file:{quote(str(path.absolute()))}?mode=ro{unchanging}")
 
     def times(self) -> list[tuple[float, Kind]]:
         """Returns (seconds since 1970, kind) of each decision, oldest first."""

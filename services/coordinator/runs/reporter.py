@@ -1,8 +1,11 @@
 """Interface for everything that follows a run: terminal, files, Prometheus, trackers and the daemon."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 
 class ReplicaCounts(Protocol):
@@ -34,6 +37,43 @@ class Reporter:
 
     def close(self) -> None:
         """Releases the reporter's resources at the end of the run."""
+
+
+class Tolerant(Reporter):
+    """Passes everything on to `reporter`. A disk or a terminal that fails it is logged once and does not end the run.
+
+    The ledger has everything that a reporter of a file did not write.
+    """
+
+    def __init__(self, reporter: Reporter):
+        self._reporter, self._has_failed = reporter, False
+
+    def watch(self, rollout: ReplicaCounts) -> None:
+        self._reporter.watch(rollout)
+
+    def phase(self, name: str, version: int) -> AbstractContextManager[None]:
+        return self._reporter.phase(name, version)
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        with self._tolerating():
+            self._reporter.step(version, metrics)
+
+    def evaluation(self, version: int, metrics: dict[str, float]) -> None:
+        with self._tolerating():
+            self._reporter.evaluation(version, metrics)
+
+    def close(self) -> None:
+        with self._tolerating():
+            self._reporter.close()
+
+    @contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                log.warning("%s misses steps: %s; the run goes on", type(self._reporter).__name__, error)
+            self._has_failed = True
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from services.common.config.any import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
+from services.common.storage import writing
 from services.common.versions import installed
-from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.ledger import Decision, Kind, Ledger
 
 LEDGER = "ledger.sqlite"
 CHECKPOINTS = "checkpoints"
@@ -41,6 +42,8 @@ class Start:
     ledger: Ledger
     checkpoint: str
     critic_checkpoint: str = ""
+    required_step: int | None = None
+    """Step that the trainer must hold; None if it may have kept a newer one of this run."""
 
 
 def open_run(config: AnyConfig) -> Start:
@@ -61,10 +64,13 @@ def open_run(config: AnyConfig) -> Start:
         )
     checkpoint = ""
     if is_path(config.resume):
-        checkpoint = _given(config.resume)
+        checkpoint = str(Path(config.resume).absolute())
+        if not exists:
+            _require_checkpoint(checkpoint)
     elif not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with writing(config.run_dir):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(ledger_path)
     try:
         return _open(config, ledger, checkpoint)
@@ -85,14 +91,49 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
     if opened and ledger.last(Kind.PUBLISHED):  # before the first publication no service had used the config
         _require_same(config, json.loads(opened["config"]), ledger)
-    if checkpoint:
-        _abandon_later(ledger, checkpoint)
+    asked, step = checkpoint, None
+    before = _same_resume(ledger, checkpoint) if checkpoint else None
+    if before:
+        checkpoint = _newest_after(ledger, config, before)
+    elif checkpoint:
+        step = _require_checkpoint(checkpoint)
+        _abandon_later(ledger, step)
     elif config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
     written = config.model_dump_json()
-    ledger.record(Kind.OPENED, run_id=run_id, config=written, checkpoint=checkpoint, versions=installed())
-    return Start(run_id, ledger, checkpoint, critic)
+    asked_step = before["resume_step"] if before else step
+    ledger.record(
+        Kind.OPENED,
+        run_id=run_id,
+        config=written,
+        checkpoint=checkpoint,
+        resume=asked,
+        resume_step=asked_step,
+        has_gone_on=before is not None,
+        versions=installed(),
+    )
+    return Start(run_id, ledger, checkpoint, critic, step)
+
+
+def _same_resume(ledger: Ledger, asked: str) -> Decision | None:
+    """Returns the last opening if it had the same checkpoint as `resume` and the run has gone on since; else None.
+
+    The same command then resumes the run's own newest state instead of going back again.
+    """
+    opened = ledger.last(Kind.OPENED)
+    if not opened or opened.get("resume") != asked:
+        return None
+    has_worked = any(ledger.is_newer(kind, Kind.OPENED) for kind in (Kind.PUBLISHED, Kind.FINISHED))
+    return opened if opened["has_gone_on"] or has_worked else None
+
+
+def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
+    """Returns the newest checkpoint saved since the run went back to that of `before`; that one if there is none."""
+    if any(row["version"] > before["resume_step"] for row in ledger.checkpoints(Kind.SAVED)):
+        return _newest(ledger, config)
+    _require_checkpoint(before["resume"])
+    return before["resume"]
 
 
 def _require_unused(run_dir: Path) -> None:
@@ -117,21 +158,19 @@ def _critic_checkpoint(checkpoint: str) -> str:
     return str(critic)
 
 
-def _given(path: str) -> str:
-    directory = Path(path)
-    if not (directory / "manifest.json").is_file():
+def _require_checkpoint(path: str) -> int:
+    """Returns the number of policy updates in the checkpoint at `path`, or raises NotFound or DataLoss."""
+    if not (Path(path) / "manifest.json").is_file():
         raise NotFound(
             f"resume: {path} is not a checkpoint (no manifest.json); give auto, never, must or a checkpoint's path",
             field="resume",
         )
-    return str(directory.absolute())
+    return step_of(path)
 
 
-def _abandon_later(ledger: Ledger, checkpoint: str) -> None:
-    """Renames later checkpoints than `checkpoint` and records them as deleted, because the run abandons that branch."""
-    rows = [row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)]
-    step = step_of(checkpoint) if rows else 0
-    for row in rows:
+def _abandon_later(ledger: Ledger, step: int) -> None:
+    """Renames checkpoints of steps after `step` and records them as deleted, because the run abandons that branch."""
+    for row in (row for kind in (Kind.SAVED, Kind.SAVED_CRITIC) for row in ledger.checkpoints(kind)):
         path = Path(row["path"])
         if row["version"] > step:
             ledger.record(Kind.DELETED, path=row["path"])

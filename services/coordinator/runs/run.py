@@ -1,5 +1,6 @@
 """A run in progress: its config, its version, its record, its clock and its checkpoints."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Generic
@@ -10,14 +11,17 @@ from typing_extensions import TypeVar
 
 from services.common.config.any import AnyConfig
 from services.common.config.run import Config
-from services.common.errors import DataLoss
+from services.common.errors import DataLoss, LockstepError, described
+from services.common.storage import writing
 from services.common.telemetry.context import within
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
 from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord
-from services.coordinator.runs.reporter import Reporter
+from services.coordinator.runs.reporter import Reporter, Tolerant
 from services.coordinator.runs.resume import Start
+
+log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig, covariant=True, default=Config)
 
@@ -29,6 +33,7 @@ class Run(Generic[ConfigT]):
         self.config, self.run_id = config, start.run_id
         self.num_steps = config.num_steps or 0  # a supervised run may count epochs: sft.loop.use_rows
         self.resume_from, self.resume_critic_from = start.checkpoint, start.critic_checkpoint
+        self.required_step = start.required_step
         self.stopping = False
         self.version = 0
         self.watchers: Sequence[Reporter] = ()
@@ -36,7 +41,8 @@ class Run(Generic[ConfigT]):
         self.record, self.clock = RunRecord(config.run_dir, start.ledger), StepClock()
         warmup_steps = config.critic.warmup_steps if config.critic else 0
         self.checkpoints = Checkpoints(config.run_dir, start.ledger, config.checkpoint, warmup_steps)
-        (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+        with writing(config.run_dir / "config.json"):
+            (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1))
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -59,7 +65,7 @@ class Run(Generic[ConfigT]):
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """Starts the loop after step `version`. Later steps in the record will be repeated."""
         self.record.ledger.record(Kind.BEGUN, version)
-        self.version, self.reporters = version, (*self.watchers, *reporters)
+        self.version, self.reporters = version, [Tolerant(one) for one in (*self.watchers, *reporters)]
         self.clock.restart()
 
     def describe_start(self, version: int, held: int) -> str:
@@ -148,6 +154,14 @@ class Run(Generic[ConfigT]):
         self.record.record_step(version, metrics)
         self.version = version
         self.clock.restart()
+
+    def record_failure(self, error: Exception) -> None:
+        """Records the error that ends this session. If the ledger cannot take it either, only the log has it."""
+        reason, message = described(error)
+        try:
+            self.record.ledger.record(Kind.FAILED, self.version, reason=reason, message=message)
+        except LockstepError as failure:
+            log.warning("the failure of the run is not recorded: %s", failure.message)
 
     def close(self) -> None:
         """Closes the reporters and the ledger. A save in progress is not recorded."""

@@ -164,7 +164,7 @@ async def launch(
             command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
             command += flags.of(name)
             log_path = config.run_dir / "logs" / f"{name}.log"
-            checkpoints = config.run_dir / CHECKPOINTS if config.resume in ("auto", "must") else None
+            checkpoints = config.run_dir / CHECKPOINTS if config.resume != "never" else None
             children.append(Child(name, command, log_path, restarts, gpus.get(name), checkpoints))
             started.add(address)
             return address

@@ -33,11 +33,21 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
     Raises:
         LockstepError: See `open_run` and `watchers`.
     """
-    with closing(Run(config, start or open_run(config))) as run, within(run=run.run_id), new_token():
+    start = start or open_run(config)
+    try:
+        opened = Run(config, start)
+    except BaseException:
+        start.ledger.close()
+        raise
+    with closing(opened) as run, within(run=run.run_id), new_token():
         if console is not None:
             log_to(config, console)
         run.watchers = watchers(run)
-        yield run
+        try:
+            yield run
+        except Exception as error:
+            run.record_failure(error)
+            raise
 
 
 @asynccontextmanager

@@ -15,21 +15,31 @@ A row's tests have one of these forms, as a JSON object or as the text of one:
         Tests with any code that raises if the program is wrong, as in HumanEval. The code is one test; its TestCase
         classes are run too.
 
-Inputs, calls and asserts of the form `assert EXPRESSION == LITERAL` run in the sandbox without the expected value, and
-their results are compared here. Whatever a program prints, returns as exit status, patches or overloads, it cannot turn
-a wrong result into a right one.
+Inputs, calls and asserts of the form `assert FUNCTION(LITERALS) == LITERAL` run in the sandbox without the expected
+value, and their results are compared here. Whatever a program prints, returns as exit status, patches or overloads, it
+cannot turn a wrong result into a right one.
 
-Other asserts and scripts are weaker, because their expected values are part of code that runs in the same process as
-the program. Such a test passes only by a nonce that Python code there cannot reach and that no process of another test
-has (see harness.py). So exits, output, files, frames, the garbage collector and descriptors cannot forge a pass;
-builtins, imports and unittest are restored after the program is loaded; and comparing with plain data by == does not
-call the program's code (see asserts.py). What remains possible:
+The expected values of other asserts and of scripts are part of code that calls the program. That code runs in a process
+of its own, into which the program is never loaded, and the program in another, which never sees the code. They exchange
+data over pipes (services/reward/inside/wire.py), so nothing that a program patches, overloads, reads or writes in its
+own process changes how the test compares. What the test gets:
 
-- an object that overloads < or is always true passes `assert f(x)`;
-- two objects of the program's own classes are as equal as the program says;
-- a patched module of the standard library stays patched;
-- a program can read the test that calls it from its caller's frame;
-- native code can search the memory of the process.
+- Plain data (None, numbers, text, bytes, lists, tuples, sets, dicts; of the standard library Decimal, Fraction,
+  complex, range, slice, Counter, OrderedDict, deque, date, timedelta) is copied. What a program does to an argument
+  reaches the test only if the function returns None.
+- Any other object, such as a function, a class, its instances or a generator, is a proxy: attributes, items, calls,
+  iteration, len, str, `with` and operators work, and exceptions are raised as the same built-in class or one derived
+  from it. Compared with data it is equal only by a plain value of its own.
+- A function of the test can be an argument. An instance of a class of the test or of `setup` cannot: the sample then
+  fails with INVALID_ANSWER, because no program could pass.
+- Not available, so that a program fails: coroutines, deriving from a class of the program, seeing its changes of
+  modules, and replacing the program's stdin or globals. What it prints reaches the sys.stdout of the test.
+- Names that neither the test nor `setup` defines are the program's, except built-in names and modules of the standard
+  library of which the test takes attributes (`math.isclose`).
+
+What remains possible: any object that is true passes `assert f(x)`; an object of the program's own class answers its
+own methods, and two of them are as equal as the program says; a test that calls the program on both sides compares
+what the program says with what it says.
 
 Use inputs and outputs wherever a dataset has them.
 """
@@ -38,12 +48,12 @@ import functools
 import json
 import math
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.reward.graders.asserts import split_assert, with_strict_equality
+from services.reward.graders.asserts import split_assert, used_names
+from services.reward.inside.checker import CANNOT_PASS, PASSED
 from services.reward.scorers.base import FailureReason, ScoringError
 
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
@@ -53,7 +63,7 @@ _INTEGER = re.compile(r"[-+]?[0-9]+")
 
 @dataclass(frozen=True)
 class Test:
-    """Holds one test: `request` enters the sandbox (see harness.py), and `accepts` judges the output that comes back.
+    """Holds one test: `request` enters the sandbox (see inside/harness.py), and `accepts` judges what comes back.
 
     The sizes are those of the text that the program must read and print. If a limit is below them, the dataset or the
     config is wrong, not the program.
@@ -153,9 +163,16 @@ def _read_assert(code: str) -> Test:
 
 
 def _script(code: str) -> Test:
-    nonce = secrets.token_hex(32)
-    request = {"kind": "script", "code": with_strict_equality(code), "nonce": nonce}
-    return Test(request, functools.partial(str.__eq__, nonce))
+    names, modules = used_names(code)
+    return Test({"kind": "script", "code": code, "names": names, "modules": modules}, _has_passed)
+
+
+def _has_passed(output: str) -> bool:
+    if output.startswith(CANNOT_PASS):
+        kind = output.removeprefix(CANNOT_PASS)
+        detail = f"tests: the script passes a {kind} to the program, which is in another process and only takes data"
+        raise ScoringError(FailureReason.INVALID_ANSWER, detail)
+    return output == PASSED
 
 
 _FORMS: dict[tuple[str, ...], Callable[..., list[Test]]] = {

@@ -12,6 +12,7 @@ import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from services.reward.compat.math_verify import refuse_eval
+from services.reward.graders.notation import compare_texts, plain_number, unify
 from services.reward.scorers.base import FailureReason, ScoringError
 
 refuse_eval()
@@ -22,10 +23,10 @@ MAX_ANSWER_CHARS = 2048
 """Maximum length of an answer, because the parser and the search patterns take quadratic time or more. A longer boxed
 answer is wrong; without a box, only this much of the end of a completion is searched."""
 
+_SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]{1,20}(?:\.[0-9]{1,20})?[eE][-+]?[0-9]{1,2}(?!\w)")
 _BOXED = (LatexExtractionConfig(boxed_match_priority=0),)
 _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-_INTEGER = re.compile(r"-?[0-9]{1,1000}")
 
 
 def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> float:
@@ -42,8 +43,11 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
     boxed = last_boxed(completion)
     if boxed is None:
         predicted = () if require_boxed else _parse_end(completion)
-        return float(_equal(gold, predicted))
-    same = _compare_texts(text, boxed.strip())
+        texts = [value for value in predicted if isinstance(value, str)]
+        same = compare_texts(text, texts[-1]) if texts else None
+        return float(_equal(gold, predicted) if same is None else same)
+    boxed = plain_number(boxed.strip())
+    same = compare_texts(text, boxed)
     return float(_equal(gold, _parse_answer(boxed)) if same is None else same)
 
 
@@ -62,7 +66,7 @@ def last_boxed(text: str) -> str | None:
 @lru_cache(maxsize=1024)
 def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
     boxed = last_boxed(answer)
-    text = (answer if boxed is None else boxed).strip()
+    text = plain_number((answer if boxed is None else boxed).strip())
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if last_boxed(f"\\boxed{{{text}}}") == text else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
@@ -75,7 +79,8 @@ def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
 
 
 def _parse_end(completion: str) -> tuple[Expression, ...]:
-    return tuple(parse(completion[-MAX_ANSWER_CHARS:], _ANYWHERE, parsing_timeout=0))
+    end = _SCIENTIFIC.sub(lambda match: plain_number(match[0]), completion[-MAX_ANSWER_CHARS:])
+    return tuple(parse(end[-MAX_ANSWER_CHARS:], _ANYWHERE, parsing_timeout=0))
 
 
 def _parse_answer(text: str) -> tuple[Expression, ...]:
@@ -85,18 +90,16 @@ def _parse_answer(text: str) -> tuple[Expression, ...]:
     return tuple(parse(f"\\boxed{{{text}}}", _BOXED, parsing_timeout=0))
 
 
-def _compare_texts(gold: str, predicted: str) -> bool | None:
-    """Compares equal texts and two integers without a parser; returns None for all others."""
-    if gold == predicted:
-        return True
-    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(predicted):
-        return int(gold) == int(predicted)
-    return None
-
-
 def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
-    # parse() returns texts last. Compare them first, because sympy has nothing to do if they are equal.
-    return verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True)
+    """Returns whether any of `gold` equals any of `predicted`. What takes too much stack or is too large is unequal."""
+    try:
+        # parse() returns texts last. Compare them first, because sympy has nothing to do if they are equal.
+        if verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True):
+            return True
+        pairs = [unify(mine, theirs) for mine in gold for theirs in predicted]
+        return any(verify(*pair, timeout_seconds=None, raise_on_error=True) for pair in pairs if pair)
+    except (RecursionError, OverflowError):
+        return False
 
 
 _parse_gold(r"\frac{1}{2}")  # the first parse builds the tables of the grammar

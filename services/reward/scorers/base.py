@@ -1,6 +1,7 @@
 """Defines the interface of scorers. Imports nothing heavy, because worker processes load this too."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,12 +20,16 @@ class FailureReason(StrEnum):
 
 
 class ScoringError(Exception):
-    """A sample has no score. It never becomes a number here; `reward.on_failure` says how the run treats it."""
+    """A sample has no score. It never becomes a number here; `reward.on_failure` says how the run treats it.
 
-    def __init__(self, reason: FailureReason, detail: str):
+    `traceback` is that of the exception that a scorer's function raised in its worker process; empty without one.
+    """
+
+    def __init__(self, reason: FailureReason, detail: str, traceback: str = ""):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.traceback = traceback
 
 
 @dataclass(frozen=True)
@@ -82,3 +87,8 @@ def expected(results: Sequence[Result | BaseException]) -> list[Result | Scoring
             raise result
         checked.append(result)
     return checked
+
+
+def share_s(group_timeout_s: float, *, num_samples: int, num_slots: int) -> float:
+    """Returns how long each of `num_samples` may take, `num_slots` at once, so that a group ends in its time limit."""
+    return group_timeout_s / math.ceil(num_samples / num_slots)

@@ -2,12 +2,13 @@
 
 import asyncio
 import platform
+from collections.abc import Sequence
 
 from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.section import RewardConfig
 from services.reward.graders.code import Tests, find_program, read_tests
 from services.reward.sandbox import Limits, Sandbox
-from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
+from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError, expected, share_s
 
 
 class CodeScorer(Scorer):
@@ -16,10 +17,10 @@ class CodeScorer(Scorer):
     Every fault of the program counts as a failed test: no program, an exception, a timeout, or an exceeded limit.
     """
 
-    version = f"1/python-{platform.python_version()}"
+    version = f"2/python-{platform.python_version()}"
 
     def __init__(self, config: CodeConfig, run: RewardConfig):
-        self._config = config
+        self._config, self._group_timeout_s = config, run.group_timeout_s
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._running: set[asyncio.Task[float]] = set()
         self._closed = False
@@ -36,8 +37,16 @@ class CodeScorer(Scorer):
         """Creates one sandbox, to check that this host can."""
         await self._sandbox.open()
 
-    async def score(self, item: Item) -> float:
-        """Returns a score from 0.0 to 1.0.
+    async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
+        """Scores each item. The time that one waits for others does not count for it."""
+        slots = self._config.max_concurrent
+        limit_s = share_s(self._group_timeout_s, num_samples=len(items), num_slots=slots)
+        limit_s = min(limit_s, self._config.program_timeout_s)
+        scores = (self._score(item, limit_s) for item in items)
+        return expected(await asyncio.gather(*scores, return_exceptions=True))
+
+    async def _score(self, item: Item, limit_s: float) -> float:
+        """Returns a score from 0.0 to 1.0. Tests that have not ended `limit_s` after the start have failed.
 
         Raises:
             ScoringError: INVALID_ANSWER if no program could pass the row's tests, ERROR if the sandbox does not start,
@@ -51,7 +60,7 @@ class CodeScorer(Scorer):
         async with self._slots:
             if self._closed:
                 raise ScoringError(FailureReason.CRASHED, "the run was closed")
-            running = asyncio.ensure_future(self._fraction_passed(program, tests))
+            running = asyncio.ensure_future(self._fraction_passed(program, tests, limit_s))
             self._running.add(running)
             try:
                 return await running
@@ -88,11 +97,16 @@ class CodeScorer(Scorer):
                 detail = f"a test of {size} bytes is above the scorer's {name}, so no program could pass it"
                 raise ScoringError(FailureReason.INVALID_ANSWER, detail)
 
-    async def _fraction_passed(self, program: str, tests: Tests) -> float:
+    async def _fraction_passed(self, program: str, tests: Tests, limit_s: float) -> float:
         num_passed, requests = 0, [test.request for test in tests.tests]
         async with self._sandbox.run(program, requests, tests.setup) as outputs:
+            deadline = asyncio.get_running_loop().time() + limit_s
             for test in tests.tests:
-                output = await anext(outputs)
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        output = await anext(outputs)
+                except TimeoutError:
+                    return num_passed / len(tests.tests) if self._config.partial else 0.0
                 if output is not None and test.accepts(output):
                     num_passed += 1
                 elif not self._config.partial:

@@ -12,12 +12,16 @@ from services.reward.scorers.base import Item, Scorer
 class WorkerScorer(Scorer):
     """Calls `target`, a `module:function`, in a worker process with the item's fields and `kwargs`."""
 
+    num_spares = 0
+    """Number of processes that wait for another one to be killed."""
+
     def __init__(self, target: str, kwargs: Mapping[str, object], run: RewardConfig):
         self._kwargs = kwargs
         self._pool = WorkerPool(
             Target(target, max_memory_bytes=int(run.max_memory_gib * 2**30)),
             num_workers=run.num_workers,
             timeout_s=run.timeout_s,
+            num_spares=self.num_spares,
         )
 
     async def open(self) -> None:

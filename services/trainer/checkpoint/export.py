@@ -1,11 +1,15 @@
 """Writes the policy in formats that other programs read: a Hugging Face model, or a PEFT adapter."""
 
 import json
+import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from lockstep.types.v1.types_pb2 import ModelCard
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from services.common.config.trainer.section import LoraConfig
@@ -17,10 +21,14 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path) -> int:
-    """Writes the model into `directory`, which must exist and be empty; returns the bytes of the weights."""
+    """Writes the model into `directory`, which must exist and be empty; returns the bytes of the weights.
+
+    config.json gets the dtype that most of the weights have here, which may be another than they were loaded in.
+    """
     shards: list[dict[str, torch.Tensor]] = [{}]
     where: dict[str, int] = {}
-    filled = total = 0
+    of_dtype: Counter[torch.dtype] = Counter()
+    filled = 0
     for name, tensor in weights:
         if filled and filled + tensor.nbytes > _SHARD_BYTES:
             _write(directory, shards[-1], len(shards))
@@ -30,15 +38,16 @@ def export_hugging_face(weights: NamedTensors, card: ModelCard, directory: Path)
         # The tensor may be a view that is valid only until the next iteration.
         shards[-1][name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         where[name] = len(shards)
-        filled, total = filled + tensor.nbytes, total + tensor.nbytes
+        filled += tensor.nbytes
+        of_dtype[tensor.dtype] += tensor.nbytes
     _write(directory, shards[-1], len(shards))
     index = {
-        "metadata": {"total_size": total},
+        "metadata": {"total_size": of_dtype.total()},
         "weight_map": {name: _shard_name(number) for name, number in where.items()},
     }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    write_model_card(card, directory)
-    return total
+    write_model_card(_with_dtype(card, of_dtype.most_common(1)[0][0]), directory)
+    return of_dtype.total()
 
 
 def export_adapter(adapter: NamedTensors, lora: LoraConfig, base_path: str, directory: Path) -> int:
@@ -68,8 +77,26 @@ def adapter_config(lora: LoraConfig, base_path: str, names: Sequence[str]) -> di
     }
 
 
+def _with_dtype(card: ModelCard, dtype: torch.dtype) -> ModelCard:
+    """Returns the card with this dtype in config.json. Older models name it torch_dtype, which old programs read."""
+    config = json.loads(card.files["config.json"])
+    named = str(dtype).removeprefix("torch.")
+    config |= {key: named for key in ("dtype", "torch_dtype") if key in config} or {"dtype": named}
+    changed = ModelCard()
+    changed.CopyFrom(card)
+    changed.files["config.json"] = json.dumps(config, indent=2, ensure_ascii=False).encode()
+    return changed
+
+
 def _write(directory: Path, shard: dict[str, torch.Tensor], number: int) -> None:
-    save_file(shard, directory / _shard_name(number), metadata={"format": "pt"})
+    path = directory / _shard_name(number)
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # has the number of a system error only in its text
+        if found := re.search(r"os error (\d+)", str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
 
 
 def _shard_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Writes and verifies checkpoint directories.
+"""Writes and verifies checkpoint directories, and completes exports.
 
 A manifest with the SHA-256 of every file is written last; a directory without it is not a checkpoint. The directory is
 written under another name and then renamed, so that a reader finds a complete checkpoint or none.
@@ -9,10 +9,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.common.errors import DataLoss, InvalidInput, NotFound
+from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
+from services.common.storage import is_of_disk, storage_error
 
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 8 << 20
@@ -39,18 +41,40 @@ def staging(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Makes an empty staging directory for `path`, and deletes what an interrupted save left in it.
+    """Makes an empty staging directory for `path`, and deletes what interrupted saves left.
+
+    This includes saves of other steps: a run that resumed with another `save_freq` may not reach them again.
 
     Raises:
         InvalidInput: `path` exists, or cannot be made.
+        PreconditionFailed: STORAGE_FAILED: the disk is full or read-only.
     """
     try:
         partial = staging(path)
-        shutil.rmtree(partial, ignore_errors=True)
+        others = path.parent.glob(".step-*.partial") if path.name.startswith("step-") else ()
+        for left in (partial, *others):
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
+        if is_of_disk(error):
+            raise storage_error(path, error) from error
         raise InvalidInput(f"path: {path} cannot be made: {error}", field="path") from error
     return partial
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[None]:
+    """Makes the staging directory for the block, which saves `path`. If the block fails, the directory is deleted.
+
+    Raises:
+        InvalidInput: See `begin`.
+    """
+    partial = begin(path)
+    try:
+        yield
+    except LockstepError:
+        shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+        raise
 
 
 def finish(path: Path, state: TrainState) -> tuple[int, str]:
@@ -59,11 +83,16 @@ def finish(path: Path, state: TrainState) -> tuple[int, str]:
     files = {str(file.relative_to(partial)): _describe(file) for file in _files(partial)}
     content = json.dumps({"state": asdict(state), "files": files}, indent=1).encode()
     (partial / _MANIFEST).write_bytes(content)
-    for file in (*_files(partial), partial):
-        _fsync(file)
-    partial.rename(path)
-    _fsync(path.parent)
+    _move(partial, path)
     return sum(int(file["num_bytes"]) for file in files.values()), hashlib.sha256(content).hexdigest()
+
+
+def finish_export(path: Path) -> None:
+    """Writes SHA256SUMS, for `sha256sum --check`, and moves the staged files of an export to `path`."""
+    partial = staging(path)
+    sums = [f"{_describe(file)['sha256']}  {file.relative_to(partial)}\n" for file in _files(partial)]
+    (partial / "SHA256SUMS").write_text("".join(sums))
+    _move(partial, path)
 
 
 def verify(path: Path) -> TrainState:
@@ -88,6 +117,14 @@ def verify(path: Path) -> TrainState:
         if _describe(file) != expected:
             raise DataLoss(f"checkpoint {path}: {name} is not the file that was written")
     return state
+
+
+def _move(partial: Path, path: Path) -> None:
+    """Syncs everything in `partial` to disk, then renames it."""
+    for entry in (*partial.rglob("*"), partial):
+        _fsync(entry)
+    partial.rename(path)
+    _fsync(path.parent)
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -5,6 +5,7 @@ attention never looks at later positions, so the padding needs no mask.
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from services.common.errors import InvalidInput
+
 NAME = "lockstep_packed"
+PROBE = "lockstep_probe"
+"""Names an attention that computes nothing and raises ProbeReached."""
 _CAUSAL = (-1, 0)
 # Grouped-query attention: torch before 2.12 has no argument for it and always allows it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -27,12 +32,32 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attends causally within each sequence. query [1, H, T, D]; key, value [1, K, T, D]; result [1, T, H, D]."""
-    if attention_mask is not None or kwargs.get("sliding_window") is not None:
-        raise NotImplementedError("packed attention supports neither a mask nor a sliding window")
+    if problem := _problem(attention_mask, kwargs):
+        raise InvalidInput(f"model: {problem} is not supported with strategy fsdp", field="model")
     cu_seqlens, max_seqlen, scale = kwargs["cu_seqlens"], kwargs["max_seqlen"], kwargs.get("scaling")
     query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     attend = _unpadded if query.is_cuda and query.dtype is not torch.float32 else _padded
     return attend(query_THD, key_TKD, value_TKD, cu_seqlens, max_seqlen, scale).unsqueeze(0), None
+
+
+class ProbeReached(Exception):
+    """Ends a forward at its first attention layer. `problem` says what `packed_attention` would lack there, if any."""
+
+    def __init__(self, problem: str):
+        super().__init__(problem)
+        self.problem = problem
+
+
+def _probe(
+    module: torch.nn.Module, query: object, key: object, value: object, attention_mask: object, **kwargs: Any
+) -> None:
+    raise ProbeReached(_problem(attention_mask, kwargs))
+
+
+def _problem(attention_mask: object, kwargs: Mapping[str, Any]) -> str:
+    if attention_mask is not None or kwargs.get("sliding_window") is not None:
+        return "a mask or a sliding window of attention"
+    return "" if "cu_seqlens" in kwargs else "attention that is not told the lengths of packed sequences"
 
 
 def _unpadded(
@@ -72,3 +97,4 @@ def _padded(
 
 
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(PROBE, _probe)

@@ -18,7 +18,6 @@ from services.common.errors import PreconditionFailed
 from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
-from services.trainer.fsdp.supported import require_all_published
 from services.trainer.fsdp.weights import WeightStream
 from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Pack
@@ -40,7 +39,6 @@ class FsdpBackend(Backend):
             self._optimizer = make_adamw(config.optim, self._model.named_parameters())
         if role is Role.POLICY:
             self._stream = WeightStream(self._model.causal_lm, dtype, device)
-            require_all_published(self._model.causal_lm, model_path, (name for name, _ in self._stream.specs()))
 
     @property
     def data_rank(self) -> int:

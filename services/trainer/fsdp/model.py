@@ -1,6 +1,5 @@
 """Wraps a Hugging Face causal model to return log-probabilities or values, and shards it over the ranks."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,14 +8,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
-from services.trainer.checkpoint.model_files import tensor_files
+from services.trainer.checkpoint.agreement import same_on_all_ranks
+from services.trainer.checkpoint.hf_config import load_config
+from services.trainer.checkpoint.model_files import require_finite
 from services.trainer.fsdp import attention
+from services.trainer.fsdp.files import load_weights, require_loadable
 from services.trainer.fsdp.supported import require_supported
+from services.trainer.fsdp.weights import local_shard
 from services.trainer.updates.logprobs import linear_logprobs
 from services.trainer.updates.packing import Pack
 
@@ -80,22 +83,19 @@ def build(
     """Loads `model_path` on rank 0 and shards it; forward and backward compute in `compute_dtype`.
 
     Raises:
-        InvalidInput: transformers does not know the model's architecture, FSDP does not support it here, or there are
-            no safetensors weights.
+        InvalidInput: transformers does not know the model's architecture, FSDP does not support it here, or its files
+            do not have exactly its weights.
     """
-    tensor_files(Path(model_path))
-    try:
-        hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-        kwargs: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": attention.NAME}
-        with init_empty_weights(include_buffers=False):
-            empty = AutoModelForCausalLM.from_config(hf_config, **kwargs)
-    except (ValueError, OSError) as error:
-        raise InvalidInput(f"model: {model_path}: {error}", field="model") from error
-    require_supported(hf_config, empty)
-    empty.tie_weights()
-    if config.gradient_checkpointing:
-        empty.gradient_checkpointing_enable({"use_reentrant": False})
+    kwargs: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": attention.NAME}
+    has_head = kind is not ValueModel
+    with same_on_all_ranks():
+        empty = _empty(model_path, compute_dtype, kwargs)
+        require_loadable(empty, model_path, has_head=has_head)
     model = kind(empty)
+    model.eval()  # the policy that is trained is the one that sampled: without dropout or a router's jitter
+    if config.gradient_checkpointing:
+        for layer in empty.get_submodule("model.layers").children():
+            _recompute(layer)
     _shard(model, config, mesh, compute_dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
@@ -103,13 +103,43 @@ def build(
         buffer.copy_(buffers[name])
     _move_buffers(model, mesh.device_type)
     full: dict[str, Any] = {}
-    if mesh.get_rank() == 0:
-        disable_progress_bar()  # it would fill the service's log
-        safe = {"use_safetensors": True, "trust_remote_code": False}
-        loaded = AutoModelForCausalLM.from_pretrained(model_path, **safe, **kwargs)
-        full = kind(loaded).state_dict()
+    with same_on_all_ranks():
+        if mesh.get_rank() == 0:
+            full = kind(load_weights(model_path, has_head=has_head, **kwargs)).state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    with same_on_all_ranks():
+        require_finite(((name, local_shard(parameter)) for name, parameter in empty.named_parameters()), model_path)
     return model
+
+
+def _empty(model_path: str, compute_dtype: torch.dtype, kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Returns the model on the meta device, with its buffers on the CPU."""
+    hf_config = load_config(model_path)
+    try:
+        with init_empty_weights(include_buffers=False):
+            empty = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+    except Exception as error:  # nothing but the config is read, and a wrong size may raise anything
+        raise InvalidInput(f"model: {model_path}/config.json: {error!r}", field="model") from error
+    require_supported(hf_config, empty, compute_dtype, model_path)
+    empty.tie_weights()
+    for module in empty.modules():
+        if isinstance(module, nn.Embedding):
+            # With it torch would leave out the gradient of the pad token, which prompts may contain as an end token.
+            module.padding_idx = None
+    return empty
+
+
+def _recompute(layer: nn.Module) -> None:
+    """Makes a layer recompute its activations in the backward.
+
+    transformers' own checkpointing works only in training mode, in which it also applies dropout.
+    """
+    forward = layer.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    layer.forward = recomputed
 
 
 def _shard(model: _Model, config: TrainerConfig, mesh: DeviceMesh, dtype: torch.dtype) -> None:

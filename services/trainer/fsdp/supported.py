@@ -1,58 +1,74 @@
 """Refuses models that this backend would not compute as transformers does, when a run is opened."""
 
-import re
-from collections.abc import Iterable
-from pathlib import Path
 from typing import NoReturn
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.errors import InvalidInput
-from services.trainer.checkpoint.model_files import tensor_files
-from services.trainer.compat.transformers import ignored_tensors
+from services.common.families.supported import require_supported as require_config_supported
+from services.trainer.fsdp import attention
 
-# Settings of architectures that change logits after the output layer, which this backend does not do.
-_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-# A tensor in old checkpoints; transformers computes it from the config.
-_COMPUTED = r"rotary_emb\.inv_freq$"
+# torch's grouped matrix product, which computes experts, needs rows of a multiple of this.
+_ALIGN_BYTES = 16
 
 
-def require_supported(hf_config: PretrainedConfig, causal_lm: PreTrainedModel) -> None:
-    """Checks that only the output layer's weight makes logits, and that no layer mixes the sequences of a pack.
+def require_supported(
+    hf_config: PretrainedConfig, causal_lm: PreTrainedModel, compute_dtype: torch.dtype, model_path: str
+) -> None:
+    """Checks the model, whose weights are on the meta device.
 
     Raises:
-        InvalidInput: The logits depend on something else, or a layer would mix the sequences of a pack.
+        InvalidInput: The logits depend on more than the output layer's weight, a layer would mix the sequences of a
+            pack, or the experts have a width that torch cannot compute.
     """
-    for name in _LOGIT_SETTINGS:
-        if getattr(hf_config, name, None) not in (None, 1):
-            _refuse(f"{name} in its config.json")
+    require_config_supported(hf_config.to_dict(), "fsdp", f"{model_path}/config.json")
     output_layer = getattr(causal_lm, "lm_head", None)
     if output_layer is None:
         _refuse("an output layer that is not lm_head")
     if output_layer.bias is not None:
         _refuse("lm_head.bias")
-    if others := set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}:
-        _refuse(f"layers of type {', '.join(sorted(others))}")
     modules = (hf_config, *causal_lm.modules())
     if any(getattr(module, "sliding_window", None) for module in modules):  # 0 means none, as in Qwen2-MoE
-        _refuse("sliding_window in its config.json")
+        raise InvalidInput("model: sliding_window in its config.json is not supported by any strategy", field="model")
     if any(isinstance(module, nn.Conv1d) for module in modules):
         _refuse("convolutions over tokens")
+    if not isinstance(getattr(getattr(causal_lm, "model", None), "layers", None), nn.ModuleList):
+        _refuse(f"model_type {hf_config.model_type}, whose layers are not model.layers,")
+    _require_aligned_experts(causal_lm, compute_dtype)
+    _require_packed_attention(causal_lm, hf_config.model_type)
 
 
-def require_all_published(causal_lm: PreTrainedModel, model_path: str, published: Iterable[str]) -> None:
-    """Checks that the engine, which starts without weights, is sent every tensor of the checkpoint.
+def _require_aligned_experts(causal_lm: PreTrainedModel, dtype: torch.dtype) -> None:
+    for name, parameter in causal_lm.named_parameters():
+        if parameter.ndim == 3 and parameter.shape[-1] * dtype.itemsize % _ALIGN_BYTES:
+            multiple = _ALIGN_BYTES // dtype.itemsize
+            _refuse(
+                f"{name} of shape {list(parameter.shape)} (moe_intermediate_size, hidden_size): the last size must be "
+                f"a multiple of {multiple} in {dtype}; it"
+            )
 
-    Raises:
-        InvalidInput: The checkpoint has a tensor that is not in `published`, is not tied to another tensor, and is not
-            one that transformers ignores on purpose.
-    """
-    known = {*published, *causal_lm.all_tied_weights_keys}
-    ignored = [_COMPUTED, *ignored_tensors(causal_lm)]
-    for name in sorted(tensor_files(Path(model_path)).keys() - known):
-        if not any(re.search(pattern, name) for pattern in ignored):
-            _refuse(f"{name} in its checkpoint, which transformers does not load,")
+
+def _require_packed_attention(causal_lm: PreTrainedModel, model_type: str) -> None:
+    """Runs the model on the meta device up to its first attention layer."""
+    causal_lm.set_attn_implementation(attention.PROBE)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
+    packed = {"position_ids": tokens, "use_cache": False, "cu_seqlens": lengths, "max_seqlen": 2}
+    try:
+        causal_lm.get_submodule("model")(input_ids=tokens, **packed)
+    except attention.ProbeReached as reached:
+        if reached.problem:
+            _refuse(f"model_type {model_type}, with {reached.problem},")
+    except NotImplementedError:
+        pass  # a layer before the attention needs values, which meta tensors do not have; packed_attention checks again
+    except (AttributeError, LookupError, TypeError) as error:
+        _refuse(f"model_type {model_type} ({error!r})")
+    else:
+        _refuse(f"model_type {model_type}, which does not use transformers' attention interface,")
+    finally:
+        causal_lm.set_attn_implementation(attention.NAME)
 
 
 def _refuse(what: str) -> NoReturn:

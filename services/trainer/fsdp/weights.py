@@ -49,7 +49,7 @@ class WeightStream:
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         # Cast before gathering, which halves the bytes.
-        local = [_local(parameter).to(self._device, self._dtype) for parameter in parameters]
+        local = [local_shard(parameter).to(self._device, self._dtype) for parameter in parameters]
         world = dist.get_world_size()
         if world == 1:
             return local
@@ -78,7 +78,8 @@ def _buffer_owners(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Module, str]]
                 yield f"{path}.{name}", module, name
 
 
-def _local(parameter: nn.Parameter) -> torch.Tensor:
+def local_shard(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns this rank's shard of a parameter, without gradient."""
     # to_local first: each operation on the DTensor itself costs tens of microseconds.
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 

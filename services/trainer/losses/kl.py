@@ -2,6 +2,9 @@
 
 import torch
 
+# The bounds of verl. Without them, one token that the policy has made impossible could overflow the whole mean.
+_MAX_LOG_RATIO, _MAX_K3 = 20.0, 10.0
+
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Returns the log-ratio. As a value it is unbiased; as a loss it is only noise, for its mean gradient is zero."""
@@ -16,10 +19,11 @@ def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Returns ref / policy - 1 - log(ref / policy).
 
-    It is unbiased, never negative and of low variance. Its mean gradient is that of KL(reference || policy).
+    It is unbiased, never negative and of low variance. Its mean gradient is that of KL(reference || policy). The
+    log-ratio is clamped to -20..20 and the result to at most 10; a clamped token has no gradient.
     """
-    log_ratio = ref_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    log_ratio = (ref_logprobs - logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=_MAX_K3)
 
 
 def kl_abs(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,9 @@ import torch
 
 from services.common.config.trainer.loss import MeanConfig
 
+# As in verl: e^20 is about 5e8, which no loss needs to tell from more, while e^89 overflows float32.
+_MAX_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -38,8 +41,8 @@ class Tokens:
 
     @property
     def log_ratio_N(self) -> torch.Tensor:
-        """Returns log(policy / old policy) of each token."""
-        return self.logprobs_N - self.columns["old_logprobs"]
+        """Returns log(policy / old policy) of each token, clamped to -20..20; a clamped token has no gradient."""
+        return (self.logprobs_N - self.columns["old_logprobs"]).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
     @property
     def advantages_N(self) -> torch.Tensor:

@@ -20,6 +20,7 @@ from services.trainer.backend import (
     SeveralSenders,
     compute_dtype,
 )
+from services.trainer.checkpoint.agreement import same_on_all_ranks
 from services.trainer.megatron.checkpoint.save import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.model import (
@@ -55,9 +56,11 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
         self.device = device
         self._role, self._config, self._dtype = role, config, compute_dtype(config, device)
-        self._model_path, self._hf = model_path, read_config(model_path)
-        architecture = model_architecture(self._hf)
-        self._check_layout(architecture)
+        self._model_path = model_path
+        with same_on_all_ranks():
+            self._hf = read_config(model_path)
+            architecture = model_architecture(self._hf)
+            self._check_layout(architecture)
         self._map = WeightMap(architecture)
         self._closing = contextlib.ExitStack()
         self._closing.callback(forget_parallelism)
@@ -198,7 +201,9 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         if megatron.dist_checkpointing_path:
             load_converted_weights(bare, parallelism, megatron.dist_checkpointing_path)
         else:
-            load_checkpoint_weights(parameters, self._map, parallelism, self._model_path)
+            is_critic = self._role is Role.CRITIC
+            with same_on_all_ranks():
+                load_checkpoint_weights(parameters, self._map, parallelism, self._model_path, is_critic)
         if self._role is not Role.REFERENCE:
             if megatron.moe.freeze_router:
                 for parameter in parameters:

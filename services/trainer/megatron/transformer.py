@@ -3,11 +3,12 @@
 from typing import Any
 
 from torch.nn import functional as F
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, make_architecture
 from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
+from services.trainer.checkpoint.hf_config import load_config
 
 
 def read_config(model_path: str) -> PretrainedConfig:
@@ -16,22 +17,8 @@ def read_config(model_path: str) -> PretrainedConfig:
     Raises:
         InvalidInput: The config cannot be read, or Megatron would not compute the same as the model.
     """
-    try:
-        hf = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise InvalidInput(f"model: {model_path}: {error}", field="model") from error
-    if hf.model_type not in FAMILIES:
-        raise InvalidInput(
-            f"model: strategy megatron knows {', '.join(FAMILIES)}, not {hf.model_type}; use strategy fsdp",
-            field="model",
-        )
-    for key, wanted in FAMILIES[hf.model_type].required.items():
-        value = getattr(hf, key, wanted)
-        if value != wanted and not (key == "sliding_window" and not getattr(hf, "use_sliding_window", True)):
-            raise InvalidInput(
-                f"model: {key} {value!r} of {model_path} is not supported by strategy megatron; use strategy fsdp",
-                field="model",
-            )
+    hf = load_config(model_path)
+    require_supported(hf.to_dict(), "megatron", f"{model_path}/config.json")
     return hf
 
 
@@ -41,7 +28,7 @@ def model_architecture(hf: PretrainedConfig) -> Architecture:
     Raises:
         InvalidInput: A size is missing, or dense layers and experts are mixed.
     """
-    return make_architecture(hf.to_dict(), str(hf.name_or_path))
+    return make_architecture(hf.to_dict(), f"{hf.name_or_path}/config.json")
 
 
 def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
@@ -55,7 +42,7 @@ def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
         "num_query_groups": model.num_key_value_heads,
         "kv_channels": model.head_dim,
         "layernorm_epsilon": hf.rms_norm_eps,
-        "attention_dropout": getattr(hf, "attention_dropout", 0.0),
+        "attention_dropout": 0.0,  # as with strategy fsdp: the policy that is trained is the one that sampled
         "add_qkv_bias": model.has("self_attention.linear_qkv.bias"),
         "qk_layernorm": model.has("self_attention.q_layernorm.weight"),
         **(_expert_settings(hf, model) if model.num_experts else {}),
@@ -65,32 +52,23 @@ def transformer_settings(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def model_settings(hf: PretrainedConfig) -> dict[str, Any]:
-    """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines.
-
-    Raises:
-        InvalidInput: Megatron does not support the model's rotary scaling.
-    """
+    """Returns the arguments of megatron.core.models.gpt.GPTModel that the model determines."""
     rope = dict(hf.rope_parameters)
+    is_partial = FAMILIES[hf.model_type].has_partial_rotary
     settings = {
         "vocab_size": hf.vocab_size,
         "max_sequence_length": hf.max_position_embeddings,
         "share_embeddings_and_output_weights": hf.tie_word_embeddings,
         "position_embedding_type": "rope",
         "rotary_base": rope["rope_theta"],
-        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0) if is_partial else 1.0,
     }
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         settings["seq_len_interpolation_factor"] = rope["factor"]
-    elif kind == "llama3" and _llama3_constants(rope) == (1, 4, 8192):  # Megatron's constants cannot be set
+    elif kind == "llama3":
         settings |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    elif kind != "default":
-        raise InvalidInput(f"model: rotary scaling {rope} is not supported by strategy megatron", field="model")
     return settings
-
-
-def _llama3_constants(rope: dict[str, Any]) -> tuple[float, float, int]:
-    return rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
 
 
 def _expert_settings(hf: PretrainedConfig, model: Architecture) -> dict[str, Any]:

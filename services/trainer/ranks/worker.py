@@ -22,6 +22,7 @@ from services.common.config.trainer.roles import CriticSettings
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.model_card import read_model_card
+from services.common.storage import storage_error, writing
 from services.common.weights.digest import Sums
 from services.common.weights.group import WeightGroup
 from services.common.weights.plan import NamedTensors, Plan
@@ -158,8 +159,7 @@ class Worker:
             index, self._num_updates = self._num_updates, self._num_updates + 1
             with profiler.update(index):
                 metrics = update(backend, built, self._configs[Role.POLICY], temperature, version)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()  # the optimizer's kernels belong to the update: their time and their errors
+        self._synchronize()
         return Message({"metrics": metrics})
 
     @rank_command
@@ -187,8 +187,7 @@ class Worker:
             update, self._blocks = self._blocks, None
             metrics = update.apply(Totals(**totals), version)
         self._num_updates += 1
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()  # as in `train`
+        self._synchronize()
         return Message({"metrics": metrics})
 
     @rank_command
@@ -294,10 +293,15 @@ class Worker:
             return Message({})
         final = Path(path)
         partial = checkpoint.staging(final)
-        num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
-        if lora.rank:
-            num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
-        partial.rename(final)
+        try:
+            num_bytes = export_hugging_face(weights, read_model_card(self._model_path), partial)
+            if lora.rank:
+                num_bytes += export_adapter(adapter, lora, self._model_path, partial / "adapter")
+            checkpoint.finish_export(final)
+        except OSError as error:
+            _exhaust(weights)  # the other ranks take part to the end
+            _exhaust(adapter)
+            raise storage_error(final, error) from error
         return Message({"num_bytes": num_bytes})
 
     def _make_plan(self, bucket_bytes: int) -> Plan:
@@ -326,7 +330,8 @@ class Worker:
     def _complete(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
         if self._rank != 0:
             return {}
-        num_bytes, digest = checkpoint.finish(path, checkpoint.TrainState(**state))
+        with writing(path):
+            num_bytes, digest = checkpoint.finish(path, checkpoint.TrainState(**state))
         return {"num_bytes": num_bytes, "manifest_digest": digest}
 
     def _end_of_save(self) -> None:
@@ -362,6 +367,11 @@ class Worker:
             self._backends.pop(role).close()
             self._free()
 
+    def _synchronize(self) -> None:
+        """Waits for the optimizer's kernels, which belong to the update: their time and their errors."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
     def _free(self) -> None:
         gc.collect()  # models are in reference cycles with their hooks
         if torch.cuda.is_available():
@@ -386,11 +396,8 @@ def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: to
 
 
 def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:
-    parts, begin = [], 0
-    for size in sizes:
-        parts.append(samples.slice(begin, size))
-        begin += size
-    return parts
+    begins = itertools.accumulate(sizes, initial=0)
+    return [samples.slice(begin, size) for begin, size in zip(begins, sizes, strict=False)]
 
 
 def _exhaust(weights: Iterable[object]) -> None:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.trainer.backend import Backend
-from services.trainer.losses.kl import kl_k3
 from services.trainer.updates.packing import Pack
 
 
@@ -27,8 +26,10 @@ class Gaps:
         is_trained_N = torch.cat([pack.columns["loss_mask"] for pack in packs]) > 0
         behavior_N = torch.cat([pack.columns["behavior_logprobs"] for pack in packs])[is_trained_N].double()
         trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
-        gap_N, weight_N = (behavior_N - trainer_N).abs(), (trainer_N - behavior_N).exp()
-        sums_4 = torch.stack([x.sum() for x in (gap_N, kl_k3(behavior_N, trainer_N), weight_N, weight_N.square())])
+        log_weight_N = trainer_N - behavior_N
+        weight_N, gap_N = log_weight_N.exp(), log_weight_N.abs()
+        kl_N = torch.expm1(log_weight_N) - log_weight_N  # unlike the loss's k3 without a bound: it measures
+        sums_4 = torch.stack([x.sum() for x in (gap_N, kl_N, weight_N, weight_N.square())])
         largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()
         self.sums_4 = sums_4 if self.sums_4 is None else self.sums_4 + sums_4
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)

@@ -139,13 +139,13 @@ def test_unknown_key_in_a_union_is_found(file: str) -> None:
 
 def test_list_of_wrong_elements_is_not_called_empty(file: str) -> None:
     message = refused(file, "reward.scorers=[{kind: mathh}]")
-    assert "reward.scorers.0: Input tag 'mathh'" in message and "at least 1 item" not in message
-    assert "at least 1 item" in refused(file, "reward.scorers=[]")
+    assert "reward.scorers.0: Input tag 'mathh'" in message and "at least one scorer" not in message
+    assert "set at least one scorer, or an environment" in refused(file, "reward.scorers=[]")
 
 
 def test_missing_keys_are_named() -> None:
     message = refused("seed=1")
-    assert all(f"{key}: required and not set" in message for key in ("model", "data", "reward"))
+    assert all(f"{key}: required and not set" in message for key in ("model", "data"))
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
@@ -167,6 +167,11 @@ def test_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
 
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 CROSS_FIELD = {
+    "a group of scores ends before its call": (
+        ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=300"],
+        ["reward.group_timeout_s 300 must be below timeouts.score_s 300"],
+        ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=299"],
+    ),
     "groups divide": (
         ["data.prompts_per_step=11", "trainer.num_minibatches=4"],
         ["nearest: 12"],
@@ -340,6 +345,14 @@ def test_every_key_is_listed_with_type_and_help() -> None:
     assert len(ALL_KEYS) == fields
 
 
+def test_a_table_of_several_kinds_lists_what_all_have_once() -> None:
+    paths = [key.path for key in keys(Config) if key.path.startswith("environment")]
+    assert len(paths) == len(set(paths))
+    assert [path for path in paths if path.endswith(".turn_s")] == ["environment.turn_s"]
+    assert "environment[python].path" in paths and "environment[tools].tools[search].corpus" in paths
+    assert "environment[textarena].kind" in paths and "environment.kind" not in paths
+
+
 def _leaves(model: Any, prefix: str = "") -> Any:
     for name, field in model.model_fields.items():
         if hasattr(field.annotation, "model_fields"):
@@ -376,3 +389,39 @@ def test_default_that_breaks_its_own_rule_is_noticed() -> None:
     assert RolloutConfig().engine == {}
     for model in (Config, TrainerConfig, RolloutConfig):
         assert model.model_config["validate_default"] and model.model_config["extra"] == "forbid"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("optim.learning_rate", "trainer.optim.lr"),
+        ("trainer.optim.learning_rate", "trainer.optim.lr"),
+        ("learning_rate", "trainer.optim.lr"),
+        ("lr", "trainer.optim.lr"),
+        ("temperature", "rollout.sampling.temperature"),
+        ("data.batch_size", "data.prompts_per_step"),
+        ("rollout.n", "rollout.completions_per_prompt"),
+        ("selection.kind", None),  # keys called so elsewhere have nothing to do with it
+    ],
+)
+def test_a_name_of_another_trainer_or_of_another_table_is_recognized(file: str, wrong: str, right: str | None) -> None:
+    message = refused(file, f"{wrong}=1")
+    assert (f"did you mean {right}?" if right else "lists every key") in message
+
+
+def test_an_error_of_a_table_names_the_source_of_the_keys_that_it_is_about(tmp_path: Path) -> None:
+    in_file = _nested("trainer.num_ranks", 1)["trainer"] | {"optim": {"lr": 1e-5}}
+    path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))
+    assert refused(path, "trainer.lora.rank=4").endswith("(from command line)")
+    assert "lora.rank" in refused(path, "trainer.lora.rank=4")
+    in_file["lora"] = {"rank": 4}
+    path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))
+    assert refused(path, "trainer.optim.lr=1").endswith(f"(from {path})")
+    assert refused(path, "trainer.strategy=fsdp").endswith(f"(from {path} and command line)")
+
+
+def test_a_value_that_an_override_replaced_is_no_source(tmp_path: Path) -> None:
+    path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"seed": -1}))
+    assert "(from command line)" in refused(path, "seed=-2")
+    path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": {"lora": 7}}))
+    assert path not in refused(path, "trainer.lora={rank: 4}")

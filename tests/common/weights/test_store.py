@@ -1,5 +1,6 @@
 """The gate before the weight group's store: what it lets in, and that the store cannot be reached past it."""
 
+import asyncio
 import gc
 import re
 import secrets
@@ -20,6 +21,7 @@ from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 from services.common.errors import Aborted, InvalidInput
 from services.common.weights.group import WeightGroup
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
+from services.common.weights.store_proxy import HELLO, NONCE_BYTES
 from tests.support import PATIENCE_S
 
 HOST = "127.0.0.1"
@@ -37,6 +39,18 @@ def raw(store: ServedStore, timeout_s: float = 1.0) -> dist.TCPStore:
     return dist.TCPStore(
         HOST, store.address.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def test_ending_the_connections_of_a_run_logs_nothing(store: ServedStore, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection((HOST, store.address.port)) as connection:
+        connection.settimeout(PATIENCE_S)
+        connection.sendall(HELLO)
+        assert len(connection.recv(NONCE_BYTES)) == NONCE_BYTES  # the gate waits for the proof
+        store.renew()
+        assert connection.recv(1) == b""
+    for _ in range(3):  # lets the loop run what the end of the connection has called for
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), store._loop).result(PATIENCE_S)
+    assert not caplog.records
 
 
 def test_a_store_of_torch_tells_whoever_connects_everything() -> None:

@@ -141,7 +141,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sandbox() -> None:
     broken = ("-c", "import sys; sys.exit('bwrap: no namespaces')")
     assert_fails(host.check_sandbox(None, broken), WARN, "bwrap: no namespaces", "bubblewrap")
-    code = config_with(reward={"scorers": [{"kind": "code"}]})
+    code = config_with(reward={"scorers": [{"kind": "code"}], "group_timeout_s": 1.0})
     assert_fails(host.check_sandbox(code, broken), FAIL, "bwrap: no namespaces", "bubblewrap")
     assert host.check_sandbox(code, ("-c", "")).verdict is OK
 

@@ -345,3 +345,22 @@ def test_illegal_layout_starts_nothing(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("lockstep: error: ") and all(word in line for word in words), line
     assert not (model / "runs").exists()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"sliding_window": 128, "use_sliding_window": True}, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}],
+)
+def test_models_that_the_trainer_refuses_are_refused(tmp_path: Path, strategy: str, changes: dict[str, Any]) -> None:
+    config, _ = make(write(tmp_path / "model", DENSE | changes), strategy=strategy)
+    for check in (check_model, shown):
+        with pytest.raises(InvalidInput, match=f"{next(iter(changes.values()))}|dynamic") as caught:
+            check(config)
+        assert "by any strategy" in caught.value.message
+
+
+def test_a_model_of_another_family_needs_no_plan_with_fsdp(tmp_path: Path) -> None:
+    config, _ = make(write(tmp_path / "model", DENSE), strategy="fsdp")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "olmo2"}))
+    check_model(config)

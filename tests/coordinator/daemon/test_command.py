@@ -70,8 +70,9 @@ async def served(directory: Path, address: str) -> AsyncIterator[Command]:
 
 
 async def run(directory: Path, at: list[str], fakes: Fakes) -> Command:
-    given = [f"--{name}={getattr(fakes.given, name)}" for name in ("trainer", "reward")]
-    return await Command.start(directory, "run", "run.yaml", *at, *given, f"--rollout={fakes.given.rollout[0]}")
+    addresses = fakes.given
+    given = (f"--trainer={addresses.trainer}", f"--reward={addresses.reward[0]}", f"--rollout={addresses.rollout[0]}")
+    return await Command.start(directory, "run", "run.yaml", *at, *given)
 
 
 @pytest.mark.slow

@@ -241,3 +241,20 @@ async def test_logs_of_one_service_as_they_are_written(here: Daemon, fakes: Fake
     for service in ("../../other/logs/trainer", "/etc/hostname", "passwords", "reward"):
         with pytest.raises(NotFound, match=r"has no log of .*; it has coordinator, trainer"):
             _ = [data async for data in here.coordinator.read_log("run", service, follow=True)]
+
+
+async def test_a_config_without_runs_dir_runs_in_the_daemons_directory(here: Daemon, fakes: Fakes):
+    given = pb.ServiceAddresses(rollout=fakes.given.rollout, reward=fakes.given.reward, **fakes.given.trainers)
+    request = pb.StartRunRequest(config_json=json.dumps(run_settings(here.directory)), addresses=given)
+    answer = await here.client.call(CoordinatorService.StartRun, request, timeout_s=PATIENCE_S)
+    assert answer.run.run_dir == str(here.runs.directory / "run")
+    assert (await here.watched())[-1].run.state == FINISHED
+
+
+async def test_beyond_its_end_a_log_has_nothing(here: Daemon, fakes: Fakes):
+    await here.run(fakes)
+    await here.watched()
+    for offset in (1 << 40, 2**63 - 1, 2**63, 2**64 - 1):
+        request = pb.ReadLogRequest(name="run", offset=offset)
+        parts = here.client.stream(CoordinatorService.ReadLog, request, timeout_s=PATIENCE_S)
+        assert not [part async for part in parts]

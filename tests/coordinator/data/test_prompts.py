@@ -2,6 +2,7 @@
 
 import json
 import logging
+import tracemalloc
 
 import pyarrow as pa
 import pytest
@@ -41,6 +42,7 @@ class TestPrompts:
             tokens=tuple(tokenizer.encode("1 + 1 =", add_special_tokens=True)),
             answer="2",
             extra={"level": None, "tags": [], "meta": {"k": 0.5}},
+            messages=({"role": "", "content": "1 + 1 ="},),
         )
         assert all(type(token) is int for token in prompt.tokens)
         assert json.loads(json.dumps(prompt.extra)) == prompt.extra
@@ -51,12 +53,14 @@ class TestPrompts:
         path = write_parquet(prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
         prompt = load(path).prompts[2]
         assert prompt.text == tokenizer.render(MESSAGES[2])
+        assert prompt.messages == tuple(MESSAGES[2])
         assert list(prompt.tokens) == tokenizer.encode(prompt.text)
 
     def test_text_as_chat(self, load, write_parquet):
         as_text = write_parquet("text.parquet", prompt=[chat[0]["content"] for chat in MESSAGES], answer=list("0246"))
         as_chat = write_parquet("chat.parquet", prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
-        assert load(as_text, chat=True).prompts[1].tokens == load(as_chat).prompts[1].tokens
+        text, chat = load(as_text, chat=True).prompts[1], load(as_chat).prompts[1]
+        assert (text.tokens, text.text, text.messages) == (chat.tokens, chat.text, tuple(MESSAGES[1]))
 
     def test_template_settings(self, load, tokenizer, write_parquet):
         path = write_parquet(prompt=pa.array(MESSAGES, CHAT), answer=list("0246"))
@@ -64,13 +68,26 @@ class TestPrompts:
         chat = [{"role": "system", "content": "Be brief."}, *MESSAGES[0]]
         assert dataset.prompts[0].text == tokenizer.render(chat, enable_thinking=False)
         assert dataset.prompts[0].text.endswith("</think>\n\n")
+        assert dataset.prompts[0].messages == tuple(chat)
 
     def test_nulls_of_a_struct_are_not_keys(self, make_model, load, write_parquet):
         kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())]))
         path = write_parquet(prompt=pa.array([[{"role": "user", "content": "x", "name": None}]], kind), answer=["y"])
         tokenizer = Tokenizer.load(make_model("{{ messages | tojson }}"))
-        text = PromptDataset.load(config(path), tokenizer, seed=0).prompts[0].text
-        assert json.loads(text) == [{"role": "user", "content": "x"}]
+        prompt = PromptDataset.load(config(path), tokenizer, seed=0).prompts[0]
+        assert json.loads(prompt.text) == list(prompt.messages) == [{"role": "user", "content": "x"}]
+
+    def test_messages_cost_no_memory(self, load, write_parquet):
+        content = "What is 2 + 2? " * 2000
+        chat = pa.array([[{"role": "user", "content": content}]] * 100, CHAT)
+        path = write_parquet(prompt=chat, answer=["4"] * 100)
+        load(path, max_prompt_tokens=10**6)  # what is loaded once
+        tracemalloc.start()
+        dataset = load(path, max_prompt_tokens=10**6)
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        num_tokens = sum(len(prompt.tokens) for prompt in dataset.prompts)
+        assert used - 4 * num_tokens < 1.1 * 100 * len(content)  # the text once
 
     def test_other_column_names_and_encodings(self, load, write_parquet):
         prompt = pa.array(["a b", "a b"]).dictionary_encode()

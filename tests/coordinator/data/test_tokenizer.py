@@ -125,6 +125,55 @@ def test_tokens_that_only_the_config_knows(make_model, load_transformers):
     assert ours.vocab_size == len(theirs) == next_id + 2
 
 
+@pytest.fixture
+def with_older(make_model):
+    """Writes a model whose special tokens are, as transformers 4 wrote them, also in a file of their own."""
+
+    def make(special_tokens_map, **config):
+        base = json.loads((make_model() / "tokenizer_config.json").read_text())
+        base["tokenizer_class"] = "PreTrainedTokenizerFast"  # Qwen2Tokenizer drops lstrip and rstrip
+        config = {key: value for key, value in (base | config).items() if value is not None}
+        files = {"tokenizer_config": config, "special_tokens_map": special_tokens_map, "config": {"eos_token_id": 2}}
+        return make_model(EVERYTHING, **files)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("special_tokens_map", "config"),
+    [
+        # Only there.
+        ({"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}, {"bos_token": None, "eos_token": None}),
+        # It wins over the config.
+        ({"bos_token": {"content": "<|im_start|>", "special": True, "lstrip": False}}, {}),
+        # Missing from tokenizer.json, as text and as an object; twice is once.
+        ({"additional_special_tokens": ["<tool>", "<|im_end|>"]}, {}),
+        ({"extra_special_tokens": [{"content": "<tool>", "lstrip": True, "rstrip": True}]}, {}),
+        ({"additional_special_tokens": ["<tool>"]}, {"additional_special_tokens": ["<tool>"]}),
+        ({}, {"additional_special_tokens": ["<tool>", "<call>"]}),
+        ({}, {"extra_special_tokens": ["<tool>"]}),
+        ({"mask_token": "<tool>"}, {}),
+        ({"mask_token": {"content": "<tool>", "lstrip": True, "rstrip": True}}, {}),
+        ({}, {"mask_token": {"content": "<tool>", "lstrip": True, "__type": "AddedToken"}}),
+        # A plain word of the vocabulary becomes a token that is never split.
+        ({"additional_special_tokens": ["a"]}, {}),
+        # Beside added_tokens_decoder the file is not read.
+        ({"bos_token": "<|im_start|>", "additional_special_tokens": ["<tool>"]}, {"added_tokens_decoder": {}}),
+    ],
+)
+def test_special_tokens_of_older_models_as_transformers(with_older, load_transformers, special_tokens_map, config):
+    directory = with_older(special_tokens_map, **config)
+    ours, theirs = Tokenizer.load(directory, date=datetime.date.today()), load_transformers(directory)
+    for text in ("a <tool> b", "<call><tool>ab", "clips<|im_end|>"):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    rendered = theirs.apply_chat_template(CHATS[2], tokenize=False, add_generation_prompt=True)
+    assert ours.render(CHATS[2]) == rendered
+    assert theirs.eos_token_id in ours.eos_token_ids
+    assert ours.vocab_size == len(theirs)
+
+
 def test_added_token_with_two_ids_is_an_error(make_model):
     directory = make_model(
         tokenizer_config={"eos_token": "<|im_end|>", "added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
@@ -173,7 +222,9 @@ def test_eos_is_the_union(make_model, files, expected):
         ({"config": "[]"}, "config.json must hold an object, not a list"),
         ({"tokenizer_config": {"eos_token": "</s>"}}, "eos_token '</s>' is not in tokenizer.json"),
         ({"tokenizer_config": {}, "generation_config": None, "config": None}, "no eos token in"),
-        ({"chat_template": "{% if %}"}, "not valid Jinja, line 1"),
+        ({"chat_template": "{% if %}"}, "chat_template.jinja: .*not valid Jinja, line 1"),
+        ({"special_tokens_map": "{"}, "special_tokens_map.json is not JSON"),
+        ({"special_tokens_map": {"bos_token": 3}}, "special_tokens_map.json: 3 is no token"),
     ],
 )
 def test_a_damaged_directory_is_named(make_model, files, message):
@@ -240,3 +291,20 @@ def test_a_text_that_the_vocabulary_lacks_is_named() -> None:
     assert tokenizer.encode_batch(["1+2="]) == [tokenizer.encode("1+2=")]
     with pytest.raises(InvalidInput, match=r"data: the model's tokenizer cannot encode '3 plus 4': .*UNK"):
         tokenizer.encode_batch(["1+2=", "3 plus 4"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if x %}" * 5000 + "{% endif %}" * 5000],
+    ids=["parentheses", "blocks"],
+)
+def test_a_template_that_nests_too_deeply_is_refused(source):
+    with pytest.raises(InvalidInput, match="chat template nests too deeply") as refused:
+        ChatTemplate(source, {})
+    assert refused.value.metadata["field"] == "data.chat_template"
+
+
+def test_a_template_that_never_ends_is_refused():
+    template = ChatTemplate("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {})
+    with pytest.raises(TemplateRefusal, match="rejects these messages: maximum recursion"):
+        template.render([])

@@ -264,16 +264,57 @@ def test_an_evaluation_is_drawn_with_the_step_that_it_follows() -> None:
     assert (drawn["evaluating"], drawn["other"]) == ([0, 0.125], [0.5, 0.375])
 
 
+def episode(number: int) -> dict[str, Any]:
+    """Returns a row of two turns of the policy; the environment answers the first with hostile text."""
+    turns = {"turn_begins": [0, 3], "turn_ends": [2, 5], "turn_rewards": [0.25, 0.0], "environment": "e 1"}
+    return sample(0, number, 0, tokens=[6, 0, 1, 7, 0], logprobs=[-1.0] * 5, advantages=[1.0] * 5, **turns)
+
+
+@pytest.fixture
+def episodes_dir(run_dir: Path, tmp_path: Path) -> Path:
+    """Returns a copy of the run whose first step has episodes."""
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    table = pa.Table.from_pylist([episode(number) for number in range(4)], schema=SAMPLE_SCHEMA)
+    for path in (copy / "batches").glob("*.parquet"):
+        path.unlink()
+    pq.write_table(table, copy / "batches" / "step-000000.parquet")
+    return copy
+
+
+def test_an_episode_is_a_conversation(episodes_dir: Path) -> None:
+    (steps, evaluation) = gather(episodes_dir)["samples"]
+    conversation = [("word0 <eos>", 0.25), (HOSTILE[0], None), ("word1 <eos>", 0.0)]
+    assert steps["columns"]["turns"] == [conversation] * 4
+    assert evaluation["columns"]["turns"] == [None] * 4, "samples without an environment have no turns"
+
+
 CHROMIUM = shutil.which("chromium")
+
+
+def drawn(page: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Returns the page as the browser has drawn it, and the browser's log."""
+    assert CHROMIUM
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]
+    command += ["--enable-logging=stderr", f"--user-data-dir={directory / 'profile'}", "--virtual-time-budget=2000"]
+    return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_draws_the_turns_of_an_episode(episodes_dir: Path, tmp_path: Path) -> None:
+    page = write_report(episodes_dir, tmp_path / "report.html")
+    done = drawn(page, tmp_path)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    table = done.stdout.partition('<table id="rows">')[2].partition("</table>")[0]
+    assert table.count('class="turn policy"') == 8 and table.count('class="turn environment"') == 4
+    assert table.count("policy · reward 0.25") == 4
+    assert table.count("&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;") >= 4 and Tags(table).tags.count("img") == 0
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_draws_it_without_errors(run_dir: Path, tmp_path: Path) -> None:
     page = write_report(run_dir, tmp_path / "report.html")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--dump-dom"]
-    command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000"]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True)
+    done = drawn(page, tmp_path)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     tags = Tags(done.stdout).tags
     assert tags.count("figure") == 6 + 1  # panels, histogram

@@ -282,7 +282,8 @@ class TestEvalConfig:
         (directory / "checkpoints" / "step-000002").mkdir(parents=True)
         (directory / "model").mkdir()
         (directory / "config.json").write_text("{}")
-        (directory / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")
+        manifest = directory / "checkpoints" / "step-000002" / "manifest.json"
+        manifest.write_text(json.dumps({"state": {"version": 2}}))
         (directory / "model" / "config.json").write_text("{}")
         return directory
 

@@ -207,3 +207,45 @@ def test_batches_alone_are_reason_enough(tmp_path: Path):
     (batches / "step-000000.parquet").touch()
     with pytest.raises(DataLoss, match=r"has batches/step-000000.parquet, but its ledger.sqlite is missing"):
         begin(tmp_path)
+
+
+def test_the_same_command_goes_on_after_it_went_back(tmp_path: Path):
+    begin(tmp_path)
+    older = save(tmp_path, 3)
+    save(tmp_path, 6)
+    command = {"resume": str(older)}
+    assert begin(tmp_path, **command).required_step == 3
+    assert begin(tmp_path, **command).required_step == 3  # nothing had been done: it still goes back
+    publish(tmp_path)
+    for _ in range(2):  # nothing was saved yet
+        again = begin(tmp_path, **command)
+        assert (again.checkpoint, again.required_step) == (str(older), None)
+    newer = save(tmp_path, 9)
+    again = begin(tmp_path, **command)
+    assert (again.checkpoint, again.required_step) == (str(newer), None)
+    delete(tmp_path, older)  # as older checkpoints are, during the run
+    shutil.rmtree(older)
+    assert begin(tmp_path, **command).checkpoint == str(newer)
+    assert newer.is_dir()
+
+
+def test_a_run_begun_from_anothers_checkpoint_goes_on_from_its_own(tmp_path: Path):
+    begin(tmp_path)
+    given = save(tmp_path, 3).rename(tmp_path / "step-000003")
+    other = {"runs_dir": tmp_path / "other", "resume": str(given)}
+    open_run(make_config(**other)).ledger.close()
+    path = tmp_path / "other"
+    publish(path)
+    own = save(path, 4)
+    start = open_run(make_config(**other))
+    start.ledger.close()
+    assert (start.checkpoint, start.required_step) == (str(own), None)
+
+
+def test_another_resume_in_between_lets_the_run_go_back_again(tmp_path: Path):
+    begin(tmp_path)
+    older = save(tmp_path, 3)
+    for _ in range(2):
+        assert begin(tmp_path, str(older)).required_step == 3
+        publish(tmp_path)
+        assert begin(tmp_path, "auto").required_step is None

@@ -13,7 +13,13 @@ from tests.coordinator.fake_services import make_config
 
 @pytest.mark.parametrize(
     ("resume", "saved", "goes_on"),
-    [("auto", True, True), ("must", True, True), ("auto", False, False), ("elsewhere/step-000001", True, False)],
+    [
+        ("auto", True, True),
+        ("must", True, True),
+        ("auto", False, False),
+        ("elsewhere/step-000001", True, True),
+        ("never", True, False),
+    ],
 )
 async def test_the_error_says_whether_the_same_command_goes_on(
     tmp_path: Path, resume: str, saved: bool, goes_on: bool

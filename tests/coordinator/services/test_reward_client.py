@@ -1,7 +1,8 @@
 """Tests, with real services, that the reward client accepts scores only from the scorers that the run opened."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -9,23 +10,25 @@ from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
-from services.common.errors import DataLoss, PreconditionFailed, Reason
+from services.common.errors import DataLoss, DeadlineExceeded, LockstepError, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
 from services.common.rpc.server import Server
+from services.common.transfer import seal
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients.reward import Reward
 from services.reward.scorers.exact import ExactScorer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config, make_prompt
+from tests.support import LIMITS_S
 
 EXACT = {"kind": "exact"}
 GROUP = SampledGroup(0, make_prompt(7), [Completion(tokens=[7], finish_reason=FINISH_REASON_STOP)], PolicyStamp())
 
 
 @contextlib.asynccontextmanager
-async def serving(address: str = "127.0.0.1:0") -> AsyncIterator[str]:
+async def serving(address: str = "127.0.0.1:0", servicer: RewardServicer | None = None) -> AsyncIterator[str]:
     """Starts a reward service and yields its address."""
-    server, servicer = Server(), RewardServicer()
+    server, servicer = Server(), servicer or RewardServicer()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server.grpc)
     port = await server.start(address, ["lockstep.reward.v1.RewardService"])
     try:
@@ -46,6 +49,19 @@ async def running() -> AsyncIterator[Callable[..., Reward]]:
             return reward
 
         yield make
+
+
+class FaultyServicer(RewardServicer):
+    """Answers as the functions of `faults` say, by the prompt's id; other prompts as usual."""
+
+    def __init__(self, faults: dict[str, Callable[[pb.ScoreRequest], Awaitable[pb.ScoreResponse | None]]]):
+        super().__init__()
+        self.faults = faults
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        fault = self.faults.get(request.prompt_id)
+        answer = await fault(request) if fault else None
+        return seal(request, answer) if answer else await super().Score(request, context)
 
 
 async def rewards(reward: Reward) -> list[float]:
@@ -109,3 +125,63 @@ async def test_a_reward_that_changed_on_the_way_is_none(monkeypatch: pytest.Monk
         with pytest.raises(DataLoss, match="changed on the way") as raised:
             await rewards(reward)
     assert raised.value.reason is Reason.CORRUPT_TRANSFER
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+async def test_a_reward_that_is_not_finite_is_refused_with_its_sample(number: float):
+    async def answer(request: pb.ScoreRequest) -> pb.ScoreResponse:
+        return pb.ScoreResponse(scores=[pb.Score(reward=number)], scorer="exact 1 x 1")
+
+    async with serving(servicer=FaultyServicer({"p7": answer})) as address, running() as make:
+        reward = make(address, EXACT)
+        await reward.open("run")
+        with pytest.raises(LockstepError, match=rf"prompt p7 sample 0: reward is {number} \(scorer exact 1") as raised:
+            await rewards(reward)
+        assert raised.value.reason is Reason.REWARD_FAILED
+
+
+async def test_a_full_queue_does_not_end_the_run():
+    """The first call of a group waits for its turn until its deadline, while another group is scored."""
+    for limit_s in LIMITS_S:
+        waiting, num_calls = asyncio.Event(), 0
+
+        async def wait_once(request: pb.ScoreRequest) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 1:
+                waiting.set()  # noqa: B023 awaited in this round
+                await asyncio.Event().wait()
+
+        async with serving(servicer=FaultyServicer({"p7": wait_once})) as address:
+            timeouts = {"open_s": 600, "score_s": limit_s}
+            reward = Reward(address, make_config(reward={"scorers": [EXACT]}, timeouts=timeouts))
+            await reward.open("run")
+            first = asyncio.create_task(reward.score(GROUP, TOKENIZER))
+            await waiting.wait()
+            other = SampledGroup(1, make_prompt(8), GROUP.completions, PolicyStamp())
+            try:
+                await reward.score(other, TOKENIZER)
+                scored = await first
+            except DeadlineExceeded:  # a busy machine
+                continue
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+                await reward.close()
+        assert scored is not None
+        assert (scored.rewards.tolist(), num_calls) == ([1.0], 2)
+        return
+    raise AssertionError("no call was answered in time")
+
+
+async def test_a_service_that_scores_nothing_ends_the_run():
+    async def never(request: pb.ScoreRequest) -> None:
+        await asyncio.Event().wait()
+
+    async with serving(servicer=FaultyServicer({"p7": never})) as address:
+        timeouts = {"open_s": 600, "score_s": 0.5}
+        reward = Reward(address, make_config(reward={"scorers": [EXACT]}, timeouts=timeouts))
+        await reward.open("run")
+        with pytest.raises(DeadlineExceeded):
+            await reward.score(GROUP, TOKENIZER)
+        await reward.close()

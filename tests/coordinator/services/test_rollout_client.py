@@ -25,7 +25,7 @@ from services.common.errors import (
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients import rollout as fleet
 from services.coordinator.services.clients.replica import ReplicaState
-from services.coordinator.services.clients.rollout import Rollout, Session
+from services.coordinator.services.clients.rollout import Affinity, Rollout
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 from tests.support import PATIENCE_S, until
 
@@ -48,10 +48,10 @@ async def serving(fakes: Sequence[FakeReplica]) -> AsyncIterator[Rollout]:
 
 
 async def generate(
-    rollout: Rollout, index: int, *, num_tokens: int = 3, num_samples: int = 2, session: Session | None = None
+    rollout: Rollout, index: int, *, num_tokens: int = 3, num_samples: int = 2, affinity: Affinity | None = None
 ) -> SampledGroup:
     seeds = [100 * index + sample for sample in range(num_samples)]
-    return await rollout.generate(index, make_prompt(index, num_tokens), seeds, SAMPLING, STAMP, session)
+    return await rollout.generate(index, make_prompt(index, num_tokens), seeds, SAMPLING, STAMP, affinity)
 
 
 class SpoiledReplica(FakeReplica):
@@ -266,36 +266,36 @@ async def test_a_group_of_another_prompt_is_an_error(change: Callable[[Sequence[
         assert [replica.samples_in_flight for replica in rollout.replicas] == [0, 0]
 
 
-async def test_a_session_stays_with_its_replica():
+async def test_an_episode_stays_with_its_replica():
     async with replicas(3) as fakes, serving(fakes) as rollout:
         gate = asyncio.Event()
-        sessions = [Session() for _ in fakes]
+        affinities = [Affinity() for _ in fakes]
         for fake in fakes:
             fake.before_answer = lambda prompt: gate.wait()
-        first = [asyncio.create_task(generate(rollout, i, session=session)) for i, session in enumerate(sessions)]
+        first = [asyncio.create_task(generate(rollout, i, affinity=affinity)) for i, affinity in enumerate(affinities)]
         await until(lambda: all(fake.in_flight for fake in fakes))
         gate.set()
         await asyncio.gather(*first)
         homes = [fake.answered[0] for fake in fakes]
-        # Without its session, every later turn would go to the replica that is listed first.
+        # Without affinity, every later turn would go to the replica that is listed first.
         for turn in range(1, 4):
-            for index, session in enumerate(sessions):
-                await generate(rollout, 10 * turn + index, session=session)
+            for index, affinity in enumerate(affinities):
+                await generate(rollout, 10 * turn + index, affinity=affinity)
         for fake, home in zip(fakes, homes, strict=True):
             index = int(home.removeprefix("p"))
             assert fake.answered == [f"p{10 * turn + index}" for turn in range(4)]
 
 
-async def test_a_session_waits_for_room_and_others_pass_it():
+async def test_an_episode_waits_for_room_and_others_pass_it():
     async with replicas(2, max_samples=1) as fakes, serving(fakes) as rollout:
-        session, gate = Session(), asyncio.Event()
-        await generate(rollout, 0, session=session)
+        affinity, gate = Affinity(), asyncio.Event()
+        await generate(rollout, 0, affinity=affinity)
         (home,) = [fake for fake in fakes if fake.answered]
         (other,) = [fake for fake in fakes if fake is not home]
         home.before_answer = lambda prompt: gate.wait()
-        busy = asyncio.create_task(generate(rollout, 1, session=session))
+        busy = asyncio.create_task(generate(rollout, 1, affinity=affinity))
         await until(lambda: home.in_flight == 2)
-        waiting = asyncio.create_task(generate(rollout, 2, session=session))
+        waiting = asyncio.create_task(generate(rollout, 2, affinity=affinity))
         await generate(rollout, 3)
         assert other.answered == ["p3"] and not waiting.done()
         gate.set()
@@ -303,15 +303,15 @@ async def test_a_session_waits_for_room_and_others_pass_it():
         assert home.answered == ["p0", "p1", "p2"]
 
 
-async def test_a_session_whose_replica_dies_moves_and_stays_there():
+async def test_an_episode_whose_replica_dies_moves_and_stays_there():
     async with replicas(2, max_samples=1) as fakes, serving(fakes) as rollout:
-        session = Session()
-        await generate(rollout, 0, session=session)
+        affinity = Affinity()
+        await generate(rollout, 0, affinity=affinity)
         (home,) = [fake for fake in fakes if fake.answered]
         (other,) = [fake for fake in fakes if fake is not home]
         home.before_answer = lambda prompt: asyncio.Event().wait()
         # One is sampled when the replica dies, the other waits for its room.
-        turns = [asyncio.create_task(generate(rollout, index, session=session)) for index in (1, 2)]
+        turns = [asyncio.create_task(generate(rollout, index, affinity=affinity)) for index in (1, 2)]
         await until(lambda: home.in_flight == 2)
         await home.die()
         await asyncio.gather(*turns)
@@ -322,5 +322,5 @@ async def test_a_session_whose_replica_dies_moves_and_stays_there():
         await until(lambda: gone.state is ReplicaState.STALE)
         await gone.commit(STAMP)
         home.answered.clear()
-        await generate(rollout, 3, session=session)
+        await generate(rollout, 3, affinity=affinity)
         assert (home.answered, other.answered[-1]) == ([], "p3")

@@ -1,6 +1,5 @@
 """math against hostile texts: nothing of them runs, none holds a worker beyond its limit, and honest ones score."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,8 @@ import pytest_asyncio
 
 from services.common.tasks import gather
 from services.reward.run import Outcome, ScoringRun
-from services.reward.scorers.base import FailureReason
 from tests.reward.hostile_math import ANSWERED, CODE_AROUND_A_NUMBER, ENDLESS
+from tests.support import LIMITS_S, cpu_seconds
 
 TIMEOUT_S = 1.0
 
@@ -44,10 +43,8 @@ def to_item(make_item, canaries):
 
 
 def cpu_s(run: ScoringRun) -> float:
-    """CPU time of its worker."""
-    (pid,) = run._scorers[0]._pool.pids
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU time of its workers."""
+    return sum(cpu_seconds(pid) for pid in run._scorers[0]._pool.pids)
 
 
 def test_the_corpus_is_large():
@@ -69,7 +66,7 @@ async def test_nothing_of_a_hostile_text_runs_or_takes_long(patient, make_item, 
     assert list(canaries.iterdir()) == []
 
 
-async def test_endless_texts_end_typed_and_in_time_and_the_next_samples_are_right(
+async def test_endless_texts_are_wrong_and_end_in_time_and_the_next_samples_are_right(
     runs, make_item, to_item, canaries, hurried
 ):
     honest = [make_item(rf"\boxed{{{n}}}", "5") for n in (5, 6)]
@@ -77,14 +74,17 @@ async def test_endless_texts_end_typed_and_in_time_and_the_next_samples_are_righ
     async def one_by_one(run: ScoringRun, texts: list[str]) -> list[tuple[str, Outcome]]:
         outcomes = []
         for text in texts:
-            with hurried(run._scorers[0]._pool, TIMEOUT_S):
-                outcomes += [(text[:80], outcome) for outcome in await run.score([to_item(text)])]
-            # On the same worker, which has to start again.
+            for limit_s in LIMITS_S:  # on a busy machine even the dataset's answer may take a second
+                with hurried(run._scorers[0]._pool, limit_s):
+                    (outcome,) = await run.score([to_item(text)])
+                if not outcome.failure:
+                    break
+            outcomes.append((text[:80], outcome))
             followers = await run.score(honest)
             assert [outcome.components for outcome in followers] == [{"math": 1.0}, {"math": 0.0}], text[:80]
         return outcomes
 
     halves = await gather(one_by_one(run, ENDLESS[half::2]) for half, run in enumerate(runs))
-    failures = [(text, outcome.failure and outcome.failure.reason) for half in halves for text, outcome in half]
-    assert failures == [(text, FailureReason.TIMEOUT) for text, _ in failures]
+    outcomes = [(text, outcome.components, outcome.failure) for half in halves for text, outcome in half]
+    assert outcomes == [(text, {"math": 0.0}, None) for text, *_ in outcomes]
     assert list(canaries.iterdir()) == []

@@ -339,4 +339,4 @@ async def test_cancelling_and_closing_leave_no_process(open_run, make_item):
 
 @sandboxed
 async def test_the_version_names_the_interpreter(run):
-    assert run.scorer == f"code 1/python-{platform.python_version()} x 1"
+    assert run.scorer == f"code 2/python-{platform.python_version()} x 1"

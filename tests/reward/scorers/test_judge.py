@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from types import SimpleNamespace
 
@@ -239,5 +240,13 @@ async def test_a_key_file_that_cannot_be_used_is_refused_at_open(open_run, tmp_p
     if content is not None:
         (tmp_path / "key").write_bytes(content)
     with pytest.raises(InvalidInput, match=rf"scorers\.0 \(judge\) cannot start: api_key_file .*{words}"):
+        async with open_run(judge("https://judge.invalid", api_key_file=str(tmp_path / "key"))):
+            pass
+
+
+@pytest.mark.timeout(120)
+async def test_a_pipe_as_key_file_is_refused_at_once(open_run, tmp_path):
+    os.mkfifo(tmp_path / "key")
+    with pytest.raises(InvalidInput, match=r"api_key_file .*: it is not a regular file"):
         async with open_run(judge("https://judge.invalid", api_key_file=str(tmp_path / "key"))):
             pass

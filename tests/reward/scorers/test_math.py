@@ -6,7 +6,8 @@ import sys
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.base import FailureReason
+from services.reward.scorers.base import FailureReason, ScoringError
+from tests.support import LIMITS_S, PATIENCE_S
 
 RIGHT = [
     (r"\frac{1}{2}", r"so it is \boxed{0.5}"),
@@ -31,6 +32,26 @@ RIGHT = [
     ("5", r"\boxed{\boxed{5}}"),
     ("5", r"a set {1,2 left open, then \boxed{5} and \{"),
     ("5", r"\boxed{5} and a box left open \boxed{7"),
+    ("5", r"\boxed{5.}"),
+    ("5.", r"\boxed{5}"),
+    ("5", "the answer is 5."),
+    ("1000", r"\boxed{1\,000}"),
+    (r"1\,000", r"\boxed{1000}"),
+    ("1234567.5", r"\boxed{1\,234\,567.50}"),
+    ("1000", r"\boxed{1e3}"),
+    ("1e3", r"\boxed{1000}"),
+    ("0.0015", r"\boxed{1.5E-3}"),
+    ("1000", "answer: 1e3"),
+    ("(0,1)", r"\boxed{0<x<1}"),
+    ("0<x<1", r"\boxed{(0,1)}"),
+    ("[0,1)", r"\boxed{0 \le x < 1}"),
+    (r"(3,\infty)", r"\boxed{x>3}"),
+    (r"(-\infty,3]", r"\boxed{3 \ge x}"),
+    ("i", r"\boxed{\sqrt{-1}}"),
+    (r"\sqrt{-1}", r"\boxed{i}"),
+    ("2+3i", r"\boxed{2+3\sqrt{-1}}"),
+    ("0.123456789", r"\boxed{0.1234567890}"),
+    (r"\frac{1}{3}", r"\boxed{0.333333}"),
 ]
 
 WRONG = [
@@ -47,6 +68,16 @@ WRONG = [
     ("(1,2)", r"\boxed{[1,2)}"),
     ("5", r"\boxed{\frac{1}{0}}"),
     ("5", r"\boxed{" + "9" * 5000 + "}"),
+    ("0.123456789", r"\boxed{0.123456788}"),
+    ("0.123456789", "the answer is 0.123456788"),
+    ("1000", r"\boxed{1e4}"),
+    ("100", r"\boxed{1\,00}"),
+    ("[0,1]", r"\boxed{0<x<1}"),
+    ("(0,1)", r"\boxed{0<x<2}"),
+    ("(0,1)", r"\boxed{y>x>0}"),
+    ("(-1,1)", r"\boxed{x^2<1}"),
+    ("i", r"\boxed{-\sqrt{-1}}"),
+    ("i", r"\boxed{5}"),
 ]
 
 
@@ -77,6 +108,68 @@ async def test_a_box_can_be_required(open_run, make_item):
     async with open_run({"kind": "math", "require_boxed": True}, num_workers=1) as run:
         outcomes = await run.score([make_item("the answer is $5$", "5"), make_item(r"\boxed{5}", "5")])
     assert [outcome.reward for outcome in outcomes] == [0.0, 1.0]
+
+
+BOMB = r"\boxed{9^{9^9}}"
+
+
+async def test_a_bomb_is_wrong_and_the_next_sample_need_not_wait_for_a_restart(open_run, make_item, monkeypatch):
+    async with open_run({"kind": "math"}, num_workers=1) as run:
+        pool = run._scorers[0]._pool
+        restarting = asyncio.Event()
+
+        async def never(worker) -> None:
+            restarting.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_restart", never)
+            patch.setattr(pool, "_timeout_s", LIMITS_S[0])
+            bomb = asyncio.create_task(run.score([make_item(BOMB, "5")]))
+            await restarting.wait()
+            patch.setattr(pool, "_timeout_s", PATIENCE_S)
+            (honest,) = await run.score([make_item(r"\boxed{5}", "5")])
+            (outcome,) = await bomb
+    assert (honest.reward, outcome.components, outcome.failure) == (1.0, {"math": 0.0}, None)
+
+
+async def test_a_group_of_bombs_ends_in_its_time_limit(open_run, make_item):
+    """One sample alone might take ten minutes."""
+    async with open_run({"kind": "math"}, timeout_s=600, group_timeout_s=4, num_workers=2) as run:
+        outcomes = await settle_group(run, [make_item(BOMB, "5") for _ in range(4)])
+    assert [outcome.components for outcome in outcomes] == [{"math": 0.0}] * 4
+
+
+async def settle_group(run, items):
+    for limit_s in LIMITS_S:
+        run._scorers[0]._group_timeout_s = 4 * limit_s
+        outcomes = await run.score(items)
+        if not any(outcome.failure for outcome in outcomes):
+            break
+    return outcomes
+
+
+async def test_an_answer_of_the_dataset_that_never_ends_is_a_failure(open_run, make_item, hurried):
+    async with open_run({"kind": "math"}, num_workers=1) as run:
+        with hurried(run._scorers[0]._pool, 1.0):
+            (outcome,) = await run.score([make_item(r"\boxed{5}", "(" * 900 + "1" + ")" * 900)])
+    assert outcome.failure.reason is FailureReason.TIMEOUT
+
+
+async def test_a_worker_that_something_else_killed_costs_no_sample(open_run, make_item, monkeypatch):
+    async with open_run({"kind": "math"}, num_workers=1) as run:
+        pool, calls = run._scorers[0]._pool, []
+        call = pool.call
+
+        async def killed_once(fields, limit_s):
+            calls.append(fields)
+            if len(calls) == 1:
+                raise ScoringError(FailureReason.CRASHED, "worker died with exit code -9")
+            return await call(fields, limit_s)
+
+        monkeypatch.setattr(pool, "call", killed_once)
+        (outcome,) = await run.score([make_item(r"\boxed{5}", "5")])
+    assert (outcome.reward, outcome.failure) == (1.0, None)
 
 
 NO_EVAL = r"""

@@ -22,6 +22,28 @@ async def test_exact(open_run, make_item, completion, answer, ignore_case, expec
 
 
 @pytest.mark.parametrize(
+    ("completion", "expected"),
+    [("<answer> The Beatles! </answer>", 1), ("<answer>beatles</answer>", 1), ("<answer>A fab  four</answer>", 1),
+     ("<answer>no</answer> <answer>Beatles</answer> I am sure", 1), ("<answer>Beatles</answer> <answer>no</answer>", 0),
+     ("Beatles", 0), ("<answer>Beatles", 0), ("Beatles</answer>", 0), ("<answer></answer>", 0),
+     ("<answer>the</answer>", 0), ("<answer>Beatles or Stones</answer>", 0), ("", 0)],
+)  # fmt: skip
+async def test_answer(open_run, make_item, completion, expected):
+    item = make_item(completion, "Beatles", extra={"answers": ["The Beatles", "fab four"]})
+    assert await score(open_run, item, kind="answer", answers_key="answers") == expected
+    if "four" not in completion:
+        assert await score(open_run, item, kind="answer") == expected
+
+
+@pytest.mark.parametrize("answers", [None, "Beatles", [], ["the"], [1]])
+async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, answers):
+    item = make_item("<answer>the</answer>", "x", extra={} if answers is None else {"answers": answers})
+    async with open_run({"kind": "answer", "answers_key": "answers"}) as run:
+        (outcome,) = await run.score([item])
+    assert outcome.failure and outcome.failure.reason is FailureReason.INVALID_ANSWER
+
+
+@pytest.mark.parametrize(
     ("completion", "answer", "expected"),
     [
         ("6 * 7 = 42\n#### 42", "#### 42", 1),

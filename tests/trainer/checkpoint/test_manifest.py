@@ -177,5 +177,28 @@ def test_export_is_cut_into_shards_with_an_index(tmp_path: Path, monkeypatch: py
         assert torch.equal(shards[index["weight_map"][name]][name], tensor)
     for shard in shards.values():
         assert sum(t.nbytes for t in shard.values()) <= 100 or len(shard) == 1
-    assert (tmp_path / "config.json").read_bytes() == CARD.files["config.json"]
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "x", "dtype": "float32"}
     assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_an_export_says_the_dtype_of_its_weights(tmp_path: Path) -> None:
+    for key in ("dtype", "torch_dtype"):
+        config = {"model_type": "x", key: "bfloat16", "z": 1}
+        card = ModelCard(files={"config.json": json.dumps(config).encode()})
+        for dtype in (torch.float32, torch.bfloat16):
+            directory = tmp_path / f"{key}-{dtype}"
+            directory.mkdir()
+            weights = {"a": torch.ones(100, dtype=dtype), "scale": torch.ones(1, dtype=torch.float64)}
+            export.export_hugging_face(weights.items(), card, directory)
+            written = json.loads((directory / "config.json").read_text())
+            assert written == config | {key: str(dtype).removeprefix("torch.")}
+
+
+def test_a_save_clears_what_saves_of_other_steps_left_and_nothing_else(tmp_path: Path) -> None:
+    for name in (".step-000004.partial", ".step-000006.partial", ".other.partial", "step-000002"):
+        (tmp_path / name).mkdir()
+    begin(tmp_path / "elsewhere")
+    assert (tmp_path / ".step-000004.partial").is_dir()
+    begin(tmp_path / "step-000006")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".elsewhere.partial", ".step-000006.partial", ".other.partial", "step-000002"}

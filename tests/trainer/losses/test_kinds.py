@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.common.config.trainer.loss import LossConfig
-from services.trainer.losses import Totals, policy_loss
+from services.trainer.losses import LOSSES, Totals, policy_loss
 
 LOGPROB = -1.5
 
@@ -167,6 +167,31 @@ def test_penalty_and_bonus_are_added() -> None:
     assert loss.item() == pytest.approx(1 - 0.1 * 0.7, rel=1e-15)
     assert entropy.grad.item() == pytest.approx(-0.1, rel=1e-15)
     assert (metrics["policy_loss"].item(), metrics["entropy"].item()) == (1, 0.7)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOSSES if kind not in ("python", "sft", "reinforce")])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+@pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
+def test_no_ratio_overflows(kind: str, advantage: float, log_ratio: float) -> None:
+    """float32 has no number above e^88.7, and infinity times an advantage of 0, or in a backward, is NaN."""
+    logprobs_N = torch.full((2,), LOGPROB, requires_grad=True)
+    names = ("loss_mask", "completion_length", "behavior_logprobs", "covariance")
+    columns = {name: torch.full((2,), 2.0) for name in names} | {"advantages": torch.full((2,), advantage)}
+    columns |= {"ref_logprobs": logprobs_N.detach() + log_ratio, "old_logprobs": logprobs_N.detach() - log_ratio}
+    config = LossConfig(kind=kind, kl_coef=0.1)
+    outputs_2N = torch.stack([logprobs_N, torch.zeros(2)])
+    loss, metrics = policy_loss(outputs_2N, columns, (2,), Totals(2, 1), config)
+    loss.backward()
+    assert all(math.isfinite(value) for value in (loss.item(), *logprobs_N.grad.tolist(), *metrics.values()))
+
+
+def test_a_ratio_is_clamped_as_in_verl() -> None:
+    """A token beyond e^20 counts as e^20 and has no gradient."""
+    config = LossConfig(kind="kl_cov", kl_cov={"min_covariance": 1.0})
+    for log_ratio, slope in ((19.0, 2 * math.exp(19)), (21.0, 0.0)):
+        want = (2 * math.exp(min(log_ratio, 20)), slope)
+        loss, (gradient,), _ = at_tokens(config, [math.exp(log_ratio)], -2.0, covariance=0.0)
+        assert (loss, gradient) == pytest.approx(want, rel=1e-12)
 
 
 # No stop-gradient is in these; gspo and cispo have one, and are compared with their papers' forms elsewhere.

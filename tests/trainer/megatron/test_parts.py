@@ -226,9 +226,8 @@ def test_directory_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_phi_with_longrope_is_refused(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
-    hf = read_config(write_config(tmp_path, "phi3", rope_parameters=rope, max_position_embeddings=128))
-    with pytest.raises(InvalidInput, match=r"rotary scaling .*longrope.* is not supported by strategy megatron"):
-        model_settings(hf)
+    with pytest.raises(InvalidInput, match=r"rotary scaling 'longrope' is not supported by any strategy"):
+        read_config(write_config(tmp_path, "phi3", rope_parameters=rope, max_position_embeddings=128))
 
 
 def test_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
@@ -248,9 +247,21 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ],
 )
 def test_rotary_scaling_that_megatron_lacks_is_refused(tmp_path: Path, rope: dict[str, Any]) -> None:
-    hf = read_config(write_config(tmp_path, "llama", rope_parameters={"rope_theta": 10000.0, **rope}))
     with pytest.raises(InvalidInput, match="rotary scaling"):
-        model_settings(hf)
+        read_config(write_config(tmp_path, "llama", rope_parameters={"rope_theta": 10000.0, **rope}))
+
+
+def test_only_families_with_partial_rotation_rotate_a_part(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    hf = read_config(write_config(tmp_path, "phi3", rope_parameters=rope))
+    assert model_settings(hf)["rotary_percent"] == 0.5
+    with pytest.raises(InvalidInput, match=r"partial_rotary_factor 0\.5 .* transformers ignores it"):
+        read_config(write_config(tmp_path, "llama", rope_parameters=rope))
+
+
+def test_no_dropout_is_applied(tmp_path: Path) -> None:
+    hf = read_config(write_config(tmp_path, "llama", attention_dropout=0.5))
+    assert transformer_settings(hf)["attention_dropout"] == 0.0
 
 
 @pytest.mark.parametrize(("is_normalised", "is_before"), [(True, False), (False, True)])

@@ -159,7 +159,8 @@ def test_parameter_that_the_map_does_not_know_is_an_error(name: str) -> None:
 
 
 def test_checkpoint_tensor_of_another_shape_than_the_configs_is_refused(tmp_path: Path) -> None:
-    save_file({"model.norm.weight": torch.zeros(25)}, tmp_path / "model.safetensors")
+    tensors = {name: torch.zeros(shape) for name, shape in shape_of().checkpoint_shapes().items()}
+    save_file(tensors | {"model.norm.weight": torch.zeros(25)}, tmp_path / "model.safetensors")
     held = [LocalTensor("decoder.final_layernorm.weight", torch.zeros(24))]
     with pytest.raises(InvalidInput, match=r"model\.norm\.weight has shape \[25\], but config\.json gives \[24\]"):
         load_checkpoint_weights(held, WeightMap(shape_of()), None, str(tmp_path))  # type: ignore[arg-type]

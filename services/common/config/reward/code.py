@@ -29,6 +29,9 @@ class CodeConfig(BaseScorerConfig):
     0 requires exact equality. It does not apply to assert statements."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time limit of one test, in seconds of wall-clock time."""
+    program_timeout_s: float = Field(default=30.0, gt=0, le=86400)
+    """Time limit of all tests of one program together, in seconds of wall-clock time; the tests that it does not reach
+    count as failed. reward.group_timeout_s can make it shorter."""
     max_concurrent: int = Field(default=2, ge=1, le=1024)
     """Maximum number of programs that run concurrently. If it exceeds the number of cores, programs slow each other
     down and may time out."""

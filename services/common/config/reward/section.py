@@ -22,6 +22,17 @@ class ExactConfig(BaseScorerConfig):
     """Ignore case when comparing."""
 
 
+class AnswerConfig(BaseScorerConfig):
+    """Scores 1 if the text between <answer> and </answer> is an accepted answer, else 0, as question answering does."""
+
+    kind: Literal["answer"] = "answer"
+    """Score 1 if the text between the completion's last <answer> and </answer> is an accepted answer, else 0. Case,
+    punctuation, the articles a, an, the and white space are ignored, as in SQuAD's exact match."""
+    answers_key: str | None = None
+    """Dataset column with the list of accepted answers, which must be among data.extra_columns. By default, only the
+    answer itself is accepted."""
+
+
 class Gsm8kConfig(BaseScorerConfig):
     """Scores 1 if the number after the last #### equals the answer's, else 0."""
 
@@ -100,6 +111,7 @@ class PythonConfig(BaseScorerConfig):
 
 ScorerConfig = Annotated[
     ExactConfig
+    | AnswerConfig
     | Gsm8kConfig
     | MathConfig
     | FormatConfig
@@ -122,9 +134,15 @@ class RewardConfig(Strict):
     turn."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time limit in seconds for one sample (for one group, if the scorer takes groups), from when a worker process
-    takes it. On a timeout the sample has no score and the worker is killed and replaced."""
+    takes it. On a timeout the worker is killed and replaced; the sample has no score, except for kind math, where an
+    answer that takes for ever is wrong."""
+    group_timeout_s: float = Field(default=240.0, gt=0, le=86400)
+    """Time limit in seconds for a math or code scorer's work on one prompt group, without waiting for its turn. Each
+    sample may take an equal share: with 16 samples of which 2 run at once, an eighth of this, if its other limits are
+    not below that. Must be below timeouts.score_s."""
     num_workers: int = Field(default=2, ge=1, le=1024)
-    """Number of worker processes of each math, format and python scorer."""
+    """Number of worker processes of each math, format and python scorer. A math scorer has one more, which takes the
+    place of a killed one at once."""
     max_memory_gib: float = Field(default=4.0, gt=0.1)
     """Maximum address space of one worker, in GiB. A scorer that imports CUDA libraries needs far more address space
     than memory."""

@@ -72,14 +72,17 @@ def read_metrics(path: Path) -> list[Row]:
     """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    lines = path.read_bytes().split(b"\n")[:-1]
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
             row["step"] = int(row["step"])
         except (ValueError, TypeError, KeyError) as error:
-            raise DataLoss(f"{path}, line {number}: not a JSON object with a step: {error!r}") from error
+            raise DataLoss(
+                f"{path}, line {number}: not a JSON object with a step: {error!r}; resuming the run takes the line "
+                "from the ledger"
+            ) from error
         rows.append(row)
     return rows
 

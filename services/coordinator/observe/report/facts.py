@@ -44,6 +44,7 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> Head:
         "began": f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
         "held-out": _held_out(ledger),
+        "error": _error(ledger),
         "seed": str(config.get("seed", "")),
         "config digest": hashlib.sha256(opened["config"].encode()).hexdigest(),
         "data digest": (ledger.last(Kind.COLLECTED) or {}).get("dataset", ""),
@@ -51,18 +52,26 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> Head:
     }
     return {
         "name": config["name"],
-        "state": _state(run_dir, version, num_steps),
+        "state": _state(run_dir, ledger, version, num_steps),
         "facts": [(label, value) for label, value in facts.items() if value],
         "config": json.dumps(config, indent=1, ensure_ascii=False),
     }
 
 
-def _state(run_dir: Path, version: int, num_steps: int | None) -> str:
+def _state(run_dir: Path, ledger: RecordedLedger, version: int, num_steps: int | None) -> str:
     if is_running(run_dir):
         return "running"
+    if ledger.is_newer(Kind.FAILED, Kind.OPENED):
+        return "failed"
     if num_steps is None:
         return "ended"
     return "done" if version >= num_steps else "stopped"
+
+
+def _error(ledger: RecordedLedger) -> str:
+    """Returns the error that ended the last session; an empty string if none did."""
+    failed = ledger.last(Kind.FAILED) if ledger.is_newer(Kind.FAILED, Kind.OPENED) else None
+    return f"{failed['reason']}: {failed['message'].splitlines()[0]}" if failed else ""
 
 
 def _sessions(ledger: RecordedLedger) -> list[tuple[float, float]]:

@@ -1,7 +1,8 @@
 """Client of the environments. Spreads episodes over the reward services and gives failures one type."""
 
-import contextlib
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -19,6 +20,8 @@ from services.common.tasks import gather
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.services.clients.reward import Reward
 from services.coordinator.services.clients.rewards import Rewards
+
+log = logging.getLogger(__name__)
 
 # The service limits each reply by environment.turn_s itself. The call may take this much longer.
 _MARGIN_S = 30.0
@@ -82,9 +85,11 @@ class EpisodeClient:
         return answer
 
     async def close(self) -> None:
-        """Ends the episode, if the service can be reached."""
-        with contextlib.suppress(EpisodeFailed):  # its lease ends it
+        """Ends the episode. If that fails, its lease ends it."""
+        try:
             await self._service.call(EnvironmentService.Close, pb.CloseRequest(**self._ids), self._turn_s)
+        except LockstepError as error:
+            log.info("episode %s is left to its lease: %s", self._ids["episode_id"], error.message)
 
 
 class Environments:
@@ -94,6 +99,7 @@ class Environments:
         """Creates the clients. The reward services must be open."""
         self._services = [_Service(reward, transport) for reward in rewards.services]
         self._turn_s = turn_s
+        self._ends: set[asyncio.Task[None]] = set()
         opened = rewards.services[0].opened
         self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
         """JSON schemas of the tools, as chat templates take them."""
@@ -102,7 +108,7 @@ class Environments:
 
     @asynccontextmanager
     async def episode(self, episode_id: str) -> AsyncIterator[EpisodeClient]:
-        """Yields the client of a new episode, which it ends afterwards."""
+        """Yields the client of a new episode, which ends afterwards; nobody waits for its end."""
         service = min(self._services, key=lambda service: service.num_episodes)
         client = EpisodeClient(service, episode_id, self._turn_s)
         service.num_episodes += 1
@@ -110,10 +116,13 @@ class Environments:
             yield client
         finally:
             service.num_episodes -= 1
-            await client.close()
+            end = asyncio.create_task(client.close())
+            self._ends.add(end)
+            end.add_done_callback(self._ends.discard)
 
     async def close(self) -> None:
-        """Closes the channels."""
+        """Waits until all episodes have ended, and closes the channels."""
+        await asyncio.gather(*self._ends)
         await gather(service.close() for service in self._services)
 
 

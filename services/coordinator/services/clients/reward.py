@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
+import math
 
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 
 from services.common.config.run import Config
-from services.common.errors import LockstepError, PreconditionFailed, Reason, Unavailable
+from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import require_sealed
@@ -27,6 +28,7 @@ class Reward:
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
         self._config, self._timeouts = config.reward, config.timeouts
         self._environment_json = config.environment.model_dump_json() if config.environment else ""
+        self._num_answers = 0
         self._opening = asyncio.Lock()
         self.address, self.run_id, self.num_opens = address, "", 0
         self.opened = pb.OpenRunResponse()
@@ -59,20 +61,27 @@ class Reward:
 
         Raises:
             LockstepError: REWARD_FAILED if `reward.on_failure` is fail and a sample could not be scored.
+            LockstepError: REWARD_FAILED if a reward or score is not finite; the message names prompt and sample.
             DataLoss: The samples or their scores changed on the way.
             PreconditionFailed: SCORER_CHANGED, the scores come from other scorers than those that were opened.
         """
         request, answer = self._request(group, tokenizer), None
         while answer is None:
-            num_opens = self.num_opens
+            num_opens, num_answers = self.num_opens, self._num_answers
             try:
                 scored = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)
                 answer = require_sealed(request, scored)
+            except DeadlineExceeded as error:  # another try, if the service scored other groups meanwhile
+                if self._num_answers == num_answers:
+                    raise
+                log.warning("prompt %s waits, the reward service is busy: %s", request.prompt_id, error.message)
             except LockstepError as error:
                 if not isinstance(error, Unavailable) and error.reason is not Reason.RUN_NOT_OPEN:
                     raise
                 await self.reopen(num_opens, why=error.message)
+        self._num_answers += 1
         self._require_same(answer.scorer, self.opened.environment)
+        self._require_finite(answer, group.prompt.prompt_id)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:
             return None
@@ -118,6 +127,14 @@ class Reward:
                     "restarted with another version; restart it with the previous version, or restart the run"
                 )
                 raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
+
+    def _require_finite(self, answer: pb.ScoreResponse, prompt_id: str) -> None:
+        for sample, score in enumerate(answer.scores):
+            numbers = {"reward": score.reward, **score.components}
+            bad = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
+            if bad:
+                message = f"prompt {prompt_id} sample {sample}: {', '.join(bad)} (scorer {answer.scorer})"
+                raise LockstepError(message, reason=Reason.REWARD_FAILED)
 
     def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
         reason = pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")

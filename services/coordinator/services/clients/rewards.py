@@ -1,13 +1,12 @@
 """Client of all reward services of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed, Reason
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
-from services.coordinator.data.groups import SampledGroup, ScoredGroup
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.services.clients.reward import Reward
 
 
@@ -32,14 +31,13 @@ class Rewards:
                     message = f"{first.address} has {mine}, but {service.address} has {others}: install one version"
                     raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
 
-    async def score(
-        self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
-    ) -> ScoredGroup | None:
-        """Scores a group as Reward.score does."""
+    @contextmanager
+    def least_loaded(self) -> Iterator[Reward]:
+        """Yields the service for one group."""
         service = min(self.services, key=lambda service: self._in_progress[service])
         self._in_progress[service] += 1
         try:
-            return await service.score(group, tokenizer, keep_failed=keep_failed)
+            yield service
         finally:
             self._in_progress[service] -= 1
 

@@ -38,15 +38,15 @@ _IN_FLIGHT_FACTOR = 2
 _PERMANENT_ERRORS = (InvalidInput, PermissionDenied, Unauthenticated)
 
 
-class Session:
-    """Remembers the replica of a conversation, which has its earlier turns in the prefix cache."""
+class Affinity:
+    """Remembers the replica of an episode, which has the earlier turns in its prefix cache."""
 
     def __init__(self):
         self.replica: Replica | None = None
 
 
 class Rollout:
-    """Dispatches each group to the serving replica with the fewest tokens in flight, or to that of its session."""
+    """Dispatches each group to the serving replica with the fewest tokens in flight, or to its affinity's."""
 
     def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
@@ -75,13 +75,13 @@ class Rollout:
         seeds: Sequence[int],
         sampling: SamplingParams,
         stamp: PolicyStamp,
-        session: Session | None = None,
+        affinity: Affinity | None = None,
     ) -> SampledGroup:
         """Samples one prompt group on a replica that serves `stamp`; tries another one if it dies, hangs or is not
         serving any more.
 
-        With `session`, the replica of the session's last group is used while it serves, and waited for if it has no
-        room; otherwise any replica, which becomes the session's.
+        With `affinity`, the replica that it remembers is used while it serves, and waited for if it has no room;
+        otherwise any replica, which it remembers then.
 
         Raises:
             Unavailable: NO_REPLICA, no replica serves the current weights.
@@ -92,7 +92,7 @@ class Rollout:
         request = pb.GenerateRequest(expected_stamp=stamp, prompts=[wanted], sampling=sampling)
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
-            async with self._reserved(len(seeds), cost, session or Session()) as replica:
+            async with self._reserved(len(seeds), cost, affinity or Affinity()) as replica:
                 try:
                     answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
                     return _group(index, prompt, len(seeds), answers)
@@ -153,11 +153,11 @@ class Rollout:
         log.info("replica %s is back and waits for the next publication of weights", replica.address)
 
     @asynccontextmanager
-    async def _reserved(self, num_samples: int, cost: int, session: Session) -> AsyncIterator[Replica]:
+    async def _reserved(self, num_samples: int, cost: int, affinity: Affinity) -> AsyncIterator[Replica]:
         async with self._changed:
-            while (replica := self._pick(num_samples, session.replica)) is None:
+            while (replica := self._pick(num_samples, affinity.replica)) is None:
                 await self._changed.wait()
-            session.replica = replica
+            affinity.replica = replica
             replica.samples_in_flight += num_samples
             replica.tokens_in_flight += cost
         try:

@@ -1,9 +1,10 @@
 """Loads checkpoint weights into the sharded model, and streams whole weights from the ranks that hold the shards."""
 
+import contextlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +12,18 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
-from services.common.errors import InvalidInput
+from services.common.families.architecture import Architecture
 from services.common.weights.plan import ALIGN_BYTES, take_together
-from services.trainer.checkpoint.model_files import tensor_files
+from services.trainer.checkpoint.model_files import (
+    Stored,
+    opened,
+    require_finite,
+    require_known,
+    require_same_if_tied,
+    require_tensors,
+    stored_tensors,
+)
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights.weight_map import Part, WeightMap
@@ -86,28 +94,44 @@ def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapt
 
 
 def load_checkpoint_weights(
-    parameters: Sequence[LocalTensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
+    parameters: Sequence[LocalTensor],
+    weight_map: WeightMap,
+    parallelism: Parallelism,
+    model_path: str,
+    is_critic: bool = False,
 ) -> None:
-    """Copies only this rank's slices from the safetensors files of `model_path`.
+    """Copies only this rank's slices from the safetensors files of `model_path`. A critic needs no output layer.
 
     Raises:
-        InvalidInput: A tensor is missing, or its shape does not match config.json.
+        InvalidInput: A file is damaged, a tensor is missing, unknown, of another shape than config.json gives or not
+            finite, or the output layer that config.json ties to the embedding is another.
     """
-    files = tensor_files(Path(model_path))
-    opened = {file: safe_open(file, framework="pt") for file in set(files.values())}
-    for parameter in parameters:
-        part = weight_map.part(parameter.name)
-        missing = [name for name in part.names if name not in files]
-        if missing:
-            raise InvalidInput(f"model: {model_path} has no tensor {missing[0]}", field="model")
-        slices = [opened[files[name]].get_slice(name) for name in part.names]
-        for name, found, shape in zip(part.names, slices, part.shapes, strict=True):
-            if tuple(found.get_shape()) != shape:
-                shapes = f"has shape {found.get_shape()}, but config.json gives {list(shape)}"
-                raise InvalidInput(f"model: {model_path}: {name} {shapes}", field="model")
-        shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
-        with torch.no_grad():
-            parameter.tensor.copy_(shard)
+    stored = stored_tensors(Path(model_path))
+    _check_tensors(stored, weight_map.model, Path(model_path), is_critic=is_critic)
+    with contextlib.ExitStack() as stack:
+        files = {tensor.file for tensor in stored.values()}
+        tensors = {file: stack.enter_context(opened(file)) for file in files}
+        for parameter in parameters:
+            part = weight_map.part(parameter.name)
+            slices = [tensors[stored[name].file].get_slice(name) for name in part.names]
+            shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
+            with torch.no_grad():
+                parameter.tensor.copy_(shard)
+    named = ((" and ".join(weight_map.part(one.name).names), one.tensor.detach()) for one in parameters)
+    require_finite(named, model_path)
+
+
+def _check_tensors(stored: Mapping[str, Stored], model: Architecture, directory: Path, *, is_critic: bool) -> None:
+    """Raises InvalidInput unless the checkpoint has exactly the tensors of the model."""
+    output, embedding = model.family.output.tensors[0], model.family.embedding.tensors[0]
+    shapes = model.checkpoint_shapes()
+    if is_critic:
+        shapes.pop(output, None)
+    require_tensors(stored, shapes, directory)
+    if not is_critic:
+        require_known(stored, {*shapes, output})
+    if model.tie_word_embeddings:
+        require_same_if_tied(stored, output, embedding)
 
 
 class WeightStream:

@@ -46,7 +46,7 @@ class WeightMap:
     """Maps the parameters of one model."""
 
     def __init__(self, model: Architecture):
-        self._model = model
+        self.model = model
         self._layer = {weight.parameter: weight for weight in model.layer}
         # Parameters on the same ranks are adjacent, so that a publication sends them together.
         in_order = sorted(model.layer, key=lambda weight: (weight.is_expert, weight.cut == "whole"))
@@ -67,21 +67,21 @@ class WeightMap:
         """
         if name in self._outside:
             weight, place = self._outside[name]
-            return self._part(weight, weight.tensors, order=(place * (self._model.num_layers + 1),))
+            return self._part(weight, weight.tensors, order=(place * (self.model.num_layers + 1),))
         match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
         parameter, expert = _local_name(match[2]) if match else ("", 0)
         weight = self._layer.get(parameter)
         if match is None or weight is None:
             raise InternalError(f"no checkpoint tensor is known for Megatron's parameter {name}")
         layer, place = int(match[1]), self._places[parameter]
-        prefix = f"{self._model.family.layers}.{layer}."
+        prefix = f"{self.model.family.layers}.{layer}."
         names = tuple(prefix + tensor.format(expert=expert) for tensor in weight.tensors)
         order = (layer + 1, self._experts_place, expert, place) if weight.is_expert else (layer + 1, place)
         return self._part(weight, names, order)
 
     def is_published(self, name: str) -> bool:
         """Returns False for the last pipeline stage's copy of a tied embedding."""
-        return not (self._model.tie_word_embeddings and name == self._model.family.output.parameter)
+        return not (self.model.tie_word_embeddings and name == self.model.family.output.parameter)
 
     def _part(self, weight: Weight, names: tuple[str, ...], order: tuple[int, ...]) -> Part:
         return Part(
@@ -90,7 +90,7 @@ class WeightMap:
             functools.partial(self._join, weight),
             is_expert=weight.is_expert,
             order=order,
-            shapes=tuple(self._model.tensor_shapes(weight)),
+            shapes=tuple(self.model.tensor_shapes(weight)),
             is_fused=weight.is_fused,
         )
 
@@ -98,7 +98,7 @@ class WeightMap:
         if weight.cut == "whole":
             return tensors[0][:]
         if weight.cut == "columns":
-            columns = self._model.part_shapes(weight)[0][1] // size
+            columns = self.model.part_shapes(weight)[0][1] // size
             return tensors[0][:, rank * columns : (rank + 1) * columns]
         rows = self._rows(weight)
         parts: Sequence[Sliceable] = _windows(tensors[0], rows) if weight.is_fused else tensors
@@ -119,11 +119,11 @@ class WeightMap:
         return [torch.cat(parts)] if weight.is_fused else parts
 
     def _rows(self, weight: Weight) -> list[int]:
-        return [shape[0] for shape in self._model.part_shapes(weight)]
+        return [shape[0] for shape in self.model.part_shapes(weight)]
 
     def _cut_groups(self, parts: Sequence[Sliceable], rows: Sequence[int], rank: int, size: int) -> torch.Tensor:
         # With more ranks than groups a shard is a part of one group.
-        heights = [height // self._model.num_key_value_heads for height in rows]
+        heights = [height // self.model.num_key_value_heads for height in rows]
         per_group = sum(heights)
         share = sum(rows) // size
         first, last = rank * share // per_group, -(-(rank + 1) * share // per_group)
@@ -136,7 +136,7 @@ class WeightMap:
 
     def _join_groups(self, shards: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
         fused = _cat(shards)
-        groups = self._model.num_key_value_heads
+        groups = self.model.num_key_value_heads
         grouped = fused.view(groups, -1, *fused.shape[1:])
         return [part.flatten(0, 1) for part in grouped.split([height // groups for height in rows], 1)]
 

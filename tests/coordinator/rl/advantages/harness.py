@@ -66,7 +66,7 @@ def penalties(row: Row, config: AdvantageConfig) -> list[float]:
     estimate = {
         "k1": lambda d: d,
         "k2": lambda d: d * d / 2,
-        "k3": lambda d: math.exp(-d) - 1 + d,
+        "k3": lambda d: min(10.0, math.exp(min(20.0, -d)) - 1 + d),
         "abs": abs,
     }[config.kl.kind]
     return [config.kl.coef * estimate(d) if used else 0.0 for d, used in zip(x, mask(row), strict=True)]

@@ -1,17 +1,19 @@
-"""Runs one program inside the sandbox, with each test in a fork of its own.
+"""Runs one program inside the sandbox, with each test in a process of its own.
 
-    argv[1]: descriptor of the job, JSON {"program", "setup", "test_sizes", "timeout_s", "max_output_bytes", "rlimits"}
-    argv[2]: descriptor of the tests, concatenated JSON; each fork reads only its own, so no process sees another's test
+    main(job, tests)
+    job: descriptor of JSON {"program", "setup", "test_sizes", "scripts", "timeout_s", "max_output_bytes", "rlimits"}
+    tests: descriptor of concatenated JSON; each process reads only its own, so none sees another's test
     -> {}                                    ready: the program has not run yet
     -> {"output": "..."} or {"output": null} one line per test; null unless the test exited by itself with status 0
 
 Kinds of tests: `stdin` {"input"} outputs what the program prints; `call` {"function", "args"} outputs the result as
-JSON; `value` {"expression"} outputs the result as `encode` writes it; `script` {"code", "nonce"} outputs the nonce if
-the code ran to its end.
+JSON; `value` {"expression"} outputs the result as `encode` writes it; `script` {"code", "names", "modules"} outputs
+`passed` if the code ran to its end (see checker.py).
 
-Nothing in here is trusted: the scorer compares the output outside, with values that never enter the sandbox. Scripts
-are the exception, because their expected values are part of their code. Program and script therefore run in a
-subinterpreter whose frames, modules and garbage collector cannot reach the nonce. Files that a test leaves in /tmp are
+The program of a `stdin`, `call` or `value` test runs in the process that writes the output. The scorer compares it
+outside, with values that never enter the sandbox. The expected values of a script are part of its code, so a script
+runs in a process in which no line of the program runs, and which alone can write the output. The program runs in
+another, without the script, and the two exchange data over pipes (see wire.py). Files that a test leaves in /tmp are
 removed before the next test.
 
 This module imports only the standard library, because the sandbox has nothing else. Importing json takes several
@@ -19,6 +21,7 @@ milliseconds, but it also imports re, collections and functools, which most prog
 at no cost.
 """
 
+import functools
 import gc
 import json
 import os
@@ -29,34 +32,9 @@ import sys
 import time
 from contextlib import suppress
 from types import ModuleType
+from typing import NoReturn
 
 SourceFileLoader = type(json.__loader__)
-
-# _SAVE runs before the program, _RESTORE between program and script: it undoes the program's patches of what most
-# scripts depend on.
-_SAVE = """
-import builtins, sys
-del sys.settrace, sys.setprofile  # a trace function can jump over the rest of a caller's lines
-__name__, __saved__ = "program", (dict(vars(builtins)), sys.path[:], sys.path_hooks[:], sys.meta_path[:])
-sys.modules[__name__] = sys.modules["__main__"]
-"""
-_RESTORE = """
-import builtins, sys
-vars(builtins).update(__saved__[0])
-sys.path[:], sys.path_hooks[:], sys.meta_path[:] = __saved__[1:]
-for name in [name for name in sys.modules if name.partition(".")[0] in ("unittest", "math")]:
-    del sys.modules[name]
-__name__ = "tests"
-sys.modules[__name__] = sys.modules["__main__"]
-"""
-_RUN_TEST_CASES = """
-import sys
-if "unittest" in sys.modules:
-    import io, unittest
-    suite = unittest.TestLoader().loadTestsFromModule(sys.modules["__main__"])
-    if not unittest.TextTestRunner(io.StringIO()).run(suite).wasSuccessful():
-        raise AssertionError("a test case failed")
-"""
 
 
 class _Text(SourceFileLoader):
@@ -94,33 +72,48 @@ def encode(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
-def main() -> None:
+def main(job_descriptor: int, tests: int) -> None:
     """Runs all tests. It returns only in the fork of a `stdin` test, after the program has finished."""
-    job_descriptor, tests = map(int, sys.argv[1:])
     with os.fdopen(job_descriptor) as file:
         job = json.load(file)
+    if any(job["scripts"]):  # imported only for them, but before the forks
+        from services.reward.inside import checker, program  # noqa: F401
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1
     gc.freeze()  # keeps the garbage collector of a fork from copying the pages that it shares with this process
     _reply({})
     offset = 0
-    for size in job["test_sizes"]:
+    for size, is_script in zip(job["test_sizes"], job["scripts"], strict=True):
         _empty("/tmp")  # if this fails, all further tests fail
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(read_end)
-            test = json.loads(os.pread(tests, size, offset))
-            os.close(tests)
-            for name, limit in job["rlimits"].items():
-                resource.setrlimit(getattr(resource, name), (limit, limit))
-            _redirect(test, write_end)
-            _KINDS[test["kind"]](job, test, write_end)
+            if is_script:
+                _script(job, tests, size, offset, write_end)
+            _run(job, _read(tests, size, offset), write_end)
             return
         offset += size
         os.close(write_end)
         _reply({"output": _output(child, read_end, job)})
         os.close(read_end)
     os._exit(0)
+
+
+def _read(tests: int, size: int, offset: int) -> dict:
+    test = json.loads(os.pread(tests, size, offset))
+    os.close(tests)
+    return test
+
+
+def _run(job: dict, test: dict, write_end: int) -> None:
+    _limit(job)
+    _redirect(test, write_end)
+    _KINDS[test["kind"]](job, test, write_end)
+
+
+def _limit(job: dict) -> None:
+    for name, limit in job["rlimits"].items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
 
 
 def _empty(folder: str) -> None:
@@ -224,23 +217,37 @@ def _value(job: dict, test: dict, write_end: int) -> None:
     _answer(write_end, json.dumps(encode(module.__value__)))
 
 
-def _script(job: dict, test: dict, write_end: int) -> None:
-    import _xxsubinterpreters as interpreters
+def _script(job: dict, tests: int, size: int, offset: int, write_end: int) -> NoReturn:
+    """Runs the program in a fork, which is made before the test is read, and the test in this process."""
+    from services.reward.inside import checker, program
+    from services.reward.inside.wire import Peer
 
-    interpreter = interpreters.create()
-    for source in (_SAVE, job["setup"], job["program"], _RESTORE, test["code"], _RUN_TEST_CASES):
-        interpreters.run_string(interpreter, source)  # raises if the source does
-    _answer(write_end, test["nonce"])
+    requests_end, request_end = os.pipe()
+    replies_end, reply_end = os.pipe()
+    _limit(job)
+    if os.fork() == 0:
+        _redirect({"kind": "script"}, write_end)
+        kept = sorted((requests_end, reply_end))
+        for low, high in zip((3, *(end + 1 for end in kept)), (*kept, job["rlimits"]["RLIMIT_NOFILE"]), strict=True):
+            os.closerange(low, high)
+        program.serve(lambda: _import_program(job), Peer(requests_end, reply_end))
+    os.close(requests_end)
+    os.close(reply_end)
+    test = _read(tests, size, offset)
+    _redirect(test, write_end)
+    sys.argv[:] = ["tests.py"]
+    try:
+        answer = functools.partial(_answer, write_end)
+        checker.check(test, job["setup"], _load, Peer(replies_end, request_end), answer)
+    finally:
+        os._exit(1)
 
 
-def _answer(write_end: int, text: str) -> None:
+def _answer(write_end: int, text: str) -> NoReturn:
     """Writes the answer and ends the process at once, without running the program's exit handlers."""
     with os.fdopen(write_end, "wb") as file:
         file.write(text.encode())
     os._exit(0)
 
 
-_KINDS = {"stdin": _stdin, "call": _call, "value": _value, "script": _script}
-
-if __name__ == "__main__":
-    main()
+_KINDS = {"stdin": _stdin, "call": _call, "value": _value}

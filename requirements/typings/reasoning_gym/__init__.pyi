@@ -1,0 +1,3 @@
+from typing import Any
+
+def create_dataset(name: str, **kwargs: Any) -> Any: ...

@@ -1,0 +1,111 @@
+"""Runs a command to its end, whatever happens to its output, and reports how it ended."""
+
+import asyncio
+import errno
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, TypeVar
+
+from rich.console import Console
+
+from services.common.errors import LockstepError, Reason
+from services.common.process import keep_files_private
+from services.common.storage import storage_error
+
+Result = TypeVar("Result")
+
+_OF_STREAMS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
+
+
+def run_to_end(session: Coroutine[Any, Any, Result], run_dir: Path) -> Result:
+    """Runs a session that writes `run_dir`, with private files. SIGTERM cancels it until it sets a handler of its own.
+
+    The session goes on if the terminal or pipe that it prints to is closed or full.
+    """
+
+    async def until_signal() -> Result:
+        task = asyncio.current_task()
+        assert task, "asyncio.run made it"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await session
+
+    keep_files_private()
+    with outliving_output(run_dir):
+        return asyncio.run(until_signal())
+
+
+@contextmanager
+def outliving_output(run_dir: Path) -> Iterator[None]:
+    """Replaces sys.stdout and sys.stderr in the block by streams whose writes do not fail."""
+    streams = sys.stdout, sys.stderr
+    hint = f"the run goes on; its log is {run_dir / 'logs' / 'coordinator.log'}"
+    sys.stdout, sys.stderr = _Outliving(sys.stdout, hint), _Outliving(sys.stderr, hint)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+class _Outliving:
+    """Passes text on to `stream`; after the first failure to /dev/null."""
+
+    def __init__(self, stream: TextIO, hint: str):
+        self._stream, self._hint = stream, hint
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._surviving():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._surviving():
+            self._stream.flush()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            to_null(self._stream)
+            with suppress(OSError):
+                print_error(f"warning: {self._stream.name} cannot be written: {error.strerror}; {self._hint}")
+
+
+def print_error(line: str) -> None:
+    """Prints a line on stderr."""
+    console = Console(stderr=True)
+    console.print(f"lockstep: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def to_null(stream: TextIO) -> None:
+    """Sends what is written to `stream`, and what is in its buffer, to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def fail(error: LockstepError | OSError) -> NoReturn:
+    """Prints an error as the last line, with the word of its reason, and exits with code 2.
+
+    Raises:
+        OSError: It is neither of a file nor of standard output, so only its traceback says what happened.
+    """
+    if isinstance(error, LockstepError):
+        line = f"{error.reason}: {error.message}"
+    elif error.filename:
+        line = f"{Reason.STORAGE_FAILED}: {storage_error(error.filename, error).message}"
+    elif error.errno in _OF_STREAMS:
+        line = f"{Reason.STORAGE_FAILED}: standard output cannot be written: {error.strerror}"
+        to_null(sys.stdout)
+    else:
+        raise error
+    with suppress(OSError):
+        print_error(f"error: {line}")
+    sys.exit(2)

@@ -1,0 +1,77 @@
+"""Writes metrics.jsonl, and mends it from the ledger when a run resumes."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.common.storage import writing
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.reporter import Reporter
+
+log = logging.getLogger(__name__)
+
+_Place = tuple[int, bool]
+"""Step of a line, and whether it is an evaluation, which stands after the step."""
+
+
+class JsonLines(Reporter):
+    """Writes one JSON object per step or evaluation.
+
+    A resumed run removes the lines of what it will repeat, which the ledger does not have, and takes lines that are
+    missing from the ledger, which lacks only the time of an evaluation. A file with damaged lines is kept as
+    metrics.damaged.jsonl.
+
+    Args:
+        path: The file.
+        version: Last step that the run will not repeat.
+        ledger: The run's decisions.
+
+    Raises:
+        PreconditionFailed: STORAGE_FAILED: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, version: int, ledger: Ledger):
+        with writing(path):
+            found = _read(path)
+            lines = {place: found.get(place, line) for place, line in _recorded(ledger)}
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(f"{lines[place]}\n" for place in sorted(lines) if place[0] <= version))
+            partial.rename(path)
+            self._file = path.open("a", buffering=1)
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": version, **metrics}) + "\n")
+
+    evaluation = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _recorded(ledger: Ledger) -> Iterator[tuple[_Place, str]]:
+    for kind in (Kind.FINISHED, Kind.EVALUATED):
+        for row in ledger.all(kind):
+            version = row.pop("version")
+            yield (version, kind is Kind.EVALUATED), json.dumps({"step": version, **row})
+
+
+def _read(path: Path) -> dict[_Place, str]:
+    """Returns the whole lines of `path` by place. A crash may have cut off the last line, which is left out."""
+    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines: dict[_Place, str] = {}
+    damaged: list[int] = []
+    for number, line in enumerate(whole, 1):
+        try:
+            metrics = json.loads(line.decode())
+            lines[int(metrics["step"]), "time/step_s" not in metrics] = line.decode()
+        except (ValueError, KeyError, TypeError):
+            damaged.append(number)
+    if damaged:
+        copy = path.with_name("metrics.damaged.jsonl")
+        path.rename(copy)
+        numbers = ", ".join(map(str, damaged))
+        log.warning(
+            "%s: line %s was damaged and is taken from the ledger; the old file is %s", path, numbers, copy.name
+        )
+    return lines

@@ -1,0 +1,172 @@
+"""Plays one episode: one call at a time, each applied once, and one end whatever happens."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from lockstep.reward.v1 import environment_pb2 as pb
+
+from services.common.errors import PreconditionFailed
+from services.reward.environments import messages
+from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Turn
+from services.reward.metrics import RewardMetrics
+
+log = logging.getLogger(__name__)
+
+Played = TypeVar("Played")
+Response = TypeVar("Response", pb.ResetResponse, pb.StepResponse)
+
+
+class Call(Generic[Response]):
+    """Holds a request and its answer, which may be in progress."""
+
+    def __init__(self, request: pb.ResetRequest | pb.StepRequest, answer: Awaitable[Response]):
+        self.request, self.answer = request, asyncio.ensure_future(answer)
+
+    async def repeat(self, request: pb.ResetRequest | pb.StepRequest) -> Response:
+        """Returns the answer. Whoever gives up leaves the call running: a repeat finds its answer.
+
+        Raises:
+            PreconditionFailed: The request is another one.
+        """
+        if request != self.request:
+            raise PreconditionFailed("this turn of the episode was played with another content")
+        return await asyncio.shield(self.answer)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Holds what all episodes of an environment share."""
+
+    environment: Environment
+    turn_s: float
+    """Time limit in seconds for one reply, and for the environment's end of an episode."""
+    metrics: RewardMetrics
+
+
+class Episode:
+    """Remembers the last call and its answer, also while it is in progress and after the episode has ended.
+
+    The environment's part ends with the first of: done, a failure, `end`. The memory stays until the table drops it.
+    """
+
+    def __init__(self, key: str, stage: Stage):
+        self._key, self._stage = key, stage
+        self._reset: Call[pb.ResetResponse] | None = None
+        self._step: Call[pb.StepResponse] | None = None
+        self._last_turn = -1
+        self._playing: asyncio.Task[Any] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._stopped: EpisodeError | None = None
+        stage.metrics.count_episodes(1)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the last call is a step."""
+        return self._step is not None
+
+    async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
+        """Begins the episode, or repeats the answer if it is the request that began it.
+
+        Raises:
+            PreconditionFailed: It began with another seed or row.
+        """
+        if self._reset is None:
+            self._reset = Call(request, self._play_reset(request.seed, row))
+        return await self._reset.repeat(request)
+
+    async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
+        """Applies the next turn, or repeats the answer if it is the turn that was applied last.
+
+        Raises:
+            PreconditionFailed: The turn is neither, or it is the last with another text, or the episode is over.
+        """
+        if request.turn == self._last_turn + 1:
+            self._require_free()
+            self._step, self._last_turn = Call(request, self._play_step(turn)), request.turn
+        elif self._step is None or request.turn != self._last_turn:
+            raise PreconditionFailed(f"turn {request.turn} of an episode whose last turn is {self._last_turn}")
+        return await self._step.repeat(request)
+
+    async def end(self, reason: EnvironmentFailure, detail: str) -> None:
+        """Ends the episode; a call in progress fails with the reason. Returns when the environment has ended it."""
+        self._stopped = self._stopped or EpisodeError(reason, detail)
+        self._begin_end()
+        assert self._ending, "just begun"
+        await asyncio.shield(self._ending)
+
+    def _require_free(self) -> None:
+        last = self._step or self._reset
+        assert last, "an episode begins with its reset"
+        if not last.answer.done():
+            raise PreconditionFailed("the episode's call before this one is still in progress")
+        if self._ending:
+            raise PreconditionFailed("the episode is over: its environment said so, or failed")
+
+    async def _play_reset(self, seed: int, row: dict[str, object]) -> pb.ResetResponse:
+        environment = self._stage.environment
+        try:
+            first = await self._limited("reset", environment.reset(self._key, seed, row))
+            return messages.reset_response(first, environment.roles)
+        except EpisodeError as error:
+            return pb.ResetResponse(failure=self._fail(error))
+
+    async def _play_step(self, turn: Turn) -> pb.StepResponse:
+        environment = self._stage.environment
+        try:
+            reply = await self._limited("step", environment.step(self._key, turn))
+            response = messages.step_response(reply, environment.roles)
+        except EpisodeError as error:
+            return pb.StepResponse(failure=self._fail(error))
+        if response.done:
+            self._begin_end()
+        return response
+
+    def _fail(self, error: EpisodeError) -> pb.EnvironmentFailure:
+        log.warning("episode %s: %s", self._key, error)
+        self._stage.metrics.count_environment_failure(error.reason)
+        self._begin_end()
+        return messages.failure(error)
+
+    async def _limited(self, call: Literal["reset", "step"], play: Coroutine[object, object, Played]) -> Played:
+        """Returns what the environment does. Does not wait for it to react to a cancellation.
+
+        Raises:
+            EpisodeError: It failed, exceeded its time limit, or the episode was ended.
+        """
+        began, turn_s = time.monotonic(), self._stage.turn_s
+        self._playing = playing = asyncio.create_task(play)
+        await asyncio.wait({playing}, timeout=turn_s)
+        self._stage.metrics.observe_environment(call, time.monotonic() - began)
+        if self._stopped:
+            raise self._stopped
+        if not playing.done():
+            raise EpisodeError(EnvironmentFailure.TIMEOUT, f"no reply within {turn_s:g} s (environment.turn_s)")
+        try:
+            return playing.result()
+        except EpisodeError:
+            raise
+        except Exception as error:
+            log.exception("episode %s: the environment failed", self._key)
+            raise EpisodeError(EnvironmentFailure.CRASHED, f"{type(error).__name__}: {error}") from error
+
+    def _begin_end(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        try:
+            if self._playing and not self._playing.done():
+                self._playing.cancel()
+                await asyncio.wait({self._playing})
+            async with asyncio.timeout(self._stage.turn_s):
+                await self._stage.environment.end(self._key)
+        except TimeoutError:
+            log.warning("episode %s did not end within %g s", self._key, self._stage.turn_s)
+        except Exception as error:  # noqa: BLE001 whatever it is, the episode is over and the others go on
+            log.warning("episode %s did not end well: %s: %s", self._key, type(error).__name__, error)
+        finally:
+            self._stage.metrics.count_episodes(-1)

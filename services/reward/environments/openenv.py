@@ -1,0 +1,161 @@
+"""Plays environments of an OpenEnv server (openenv-core 0.3), over its WebSocket protocol.
+
+-> {"type": "reset", "data": {"seed": 7, "episode_id": "..."}}
+<- {"type": "observation", "data": {"observation": {...}, "reward": null, "done": false}}
+-> {"type": "step", "data": {"message": "..."}}                 answered in the same way
+-> {"type": "close"}                                            the server closes the connection
+<- {"type": "error", "data": {"message": "...", "code": "CAPACITY_REACHED"}}
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from services.common.config.environment import OpenEnvEnvironmentConfig
+from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
+
+MAX_ANSWER_BYTES = 4 << 20
+_CLOSE_S = 5.0
+"""How long the server may take to answer the end of a connection."""
+_REFUSED = ("CAPACITY_REACHED", "VALIDATION_ERROR", "UNKNOWN_TYPE", "INVALID_JSON")
+"""Codes with which a server says that it does not play, rather than that it failed."""
+_MAX_DETAIL_CHARS = 500
+_NUM_SEEDS = 2**31
+"""Servers pass the seed to numpy and others, which take no larger one."""
+
+
+class OpenEnvironment(Environment):
+    """Plays each episode on a connection of its own, which is a session of the server's.
+
+    The protocol tells no version of the environment: whoever changes the server must start another run.
+    """
+
+    version = "1"
+
+    def __init__(self, config: OpenEnvEnvironmentConfig):
+        self._config = config
+        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._session: aiohttp.ClientSession | None = None
+        self._sockets: dict[str, aiohttp.ClientWebSocketResponse] = {}
+
+    async def open(self) -> None:
+        """Connects once, to check that the server answers."""
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
+        try:
+            async with asyncio.timeout(self._config.turn_s):
+                await _say_goodbye(await self._connect())
+        except TimeoutError:
+            raise _failed(EnvironmentFailure.TIMEOUT, f"{self._config.url} does not answer") from None
+
+    async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
+        """Begins a session. Waits while there are as many as there may be."""
+        await self._slots.acquire()
+        try:
+            socket = await self._connect()
+        except BaseException:
+            self._slots.release()
+            raise
+        self._sockets[episode_id] = socket
+        data = {"seed": seed % _NUM_SEEDS, "episode_id": episode_id}
+        message, _, done = self._read(await _ask(socket, {"type": "reset", "data": data}))
+        if done:
+            raise _failed(EnvironmentFailure.INVALID_REPLY, "the episode is done with its reset")
+        return [message]
+
+    async def step(self, episode_id: str, turn: Turn) -> Reply:
+        """Sends the text as an action."""
+        action = {self._config.action_field: turn.text}
+        message, reward, done = self._read(await _ask(self._sockets[episode_id], {"type": "step", "data": action}))
+        return Reply([message], reward, done)
+
+    async def end(self, episode_id: str) -> None:
+        """Closes the connection, if it was opened."""
+        if socket := self._sockets.pop(episode_id, None):
+            try:
+                await _say_goodbye(socket)
+            finally:
+                self._slots.release()
+
+    async def close(self) -> None:
+        """Closes all connections; calls in progress fail as CRASHED."""
+        if self._session:
+            await asyncio.gather(*(self.end(episode_id) for episode_id in list(self._sockets)))
+            await self._session.close()
+
+    async def _connect(self) -> aiohttp.ClientWebSocketResponse:
+        if self._session is None or self._session.closed:
+            raise _failed(EnvironmentFailure.CRASHED, "the run was closed")
+        timeout = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)  # pyright: ignore[reportCallIssue] made by attrs
+        try:
+            return await self._session.ws_connect(self._config.url, timeout=timeout, max_msg_size=MAX_ANSWER_BYTES)
+        except (aiohttp.ClientError, OSError) as error:
+            detail = f"no connection to {self._config.url}: {type(error).__name__} {error}"
+            raise _failed(EnvironmentFailure.CRASHED, detail) from error
+
+    def _read(self, data: Mapping[str, Any]) -> tuple[Message, float, bool]:
+        """Returns what the policy sees, the reward and whether it is the end.
+
+        Raises:
+            EpisodeError: INVALID_REPLY if the answer has not the form that the protocol says.
+        """
+        observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
+        if not isinstance(observation, dict) or not isinstance(done, bool):
+            raise _failed(EnvironmentFailure.INVALID_REPLY, f"no observation and done: {data!r}")
+        if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+            raise _failed(EnvironmentFailure.INVALID_REPLY, f"a reward must be a finite number, not {reward!r}")
+        shown: object = observation
+        if field := self._config.observation_field:
+            if field not in observation:
+                detail = f"the observation has no {field}, but {', '.join(observation)}"
+                raise _failed(EnvironmentFailure.INVALID_REPLY, detail)
+            shown = observation[field]
+        text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+        return Message("user", text), float(reward or 0.0), done
+
+
+async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, object]) -> Mapping[str, Any]:
+    """Sends a message and returns the data of the observation that answers it.
+
+    Raises:
+        EpisodeError: There is none. The connection may then be in any state.
+    """
+    try:
+        await socket.send_str(json.dumps(message))
+        answer = await socket.receive()
+    except (aiohttp.ClientError, OSError) as error:
+        raise _failed(EnvironmentFailure.CRASHED, f"the connection broke: {error}") from error
+    if answer.type is aiohttp.WSMsgType.ERROR:
+        raise _failed(EnvironmentFailure.INVALID_REPLY, f"the answer is none of a WebSocket: {answer.data}")
+    if answer.type is not aiohttp.WSMsgType.TEXT:
+        detail = f"the server ended the connection ({answer.type.name} {socket.close_code})"
+        reason = EnvironmentFailure.INVALID_REPLY if socket.close_code == 1009 else EnvironmentFailure.CRASHED
+        raise _failed(reason, detail)
+    return _data(answer.data)
+
+
+def _data(text: str) -> Mapping[str, Any]:
+    try:
+        answer = json.loads(text)
+        kind, data = answer["type"], answer["data"]
+        if kind == "observation" and isinstance(data, dict):
+            return data
+        code, detail = data["code"], data["message"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _failed(EnvironmentFailure.INVALID_REPLY, f"neither an observation nor an error: {text}") from error
+    reason = EnvironmentFailure.REFUSED if code in _REFUSED else EnvironmentFailure.CRASHED
+    raise _failed(reason, f"the server says {code}: {detail}")
+
+
+async def _say_goodbye(socket: aiohttp.ClientWebSocketResponse) -> None:
+    with contextlib.suppress(aiohttp.ClientError, OSError):
+        await socket.send_str('{"type": "close"}')
+    await socket.close()
+
+
+def _failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:
+    return EpisodeError(reason, detail[:_MAX_DETAIL_CHARS])

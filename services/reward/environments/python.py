@@ -1,0 +1,70 @@
+"""Plays episodes with a class in worker processes: the user's, or one of ours for a library of environments."""
+
+from collections.abc import Mapping, Sequence
+
+from services.common.config.environment import (
+    PythonEnvironmentConfig,
+    ReasoningGymEnvironmentConfig,
+    TextArenaEnvironmentConfig,
+)
+from services.reward.child import Reply as Line
+from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
+from services.reward.environments.workers import Target, Workers
+
+Config = PythonEnvironmentConfig | TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig
+_HOSTED = "services.reward.environments.hosted"
+
+
+class WorkerEnvironment(Environment):
+    """Plays each episode with an object of `path`, a `module:Class`, made from `kwargs`."""
+
+    def __init__(self, path: str, kwargs: Mapping[str, object], config: Config):
+        target = Target(path, kwargs, int(config.max_memory_gib * 2**30))
+        self._workers = Workers(target, config.num_workers)
+
+    async def open(self) -> None:
+        """Starts the workers."""
+        await self._workers.open()
+        self.version, self.roles = f"1/{self._workers.version}", self._workers.roles
+
+    async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
+        """Makes the object and calls its reset."""
+        return _messages(await self._workers.begin(episode_id, {"call": "reset", "seed": seed, "row": row}))
+
+    async def step(self, episode_id: str, turn: Turn) -> Reply:
+        """Calls step with the policy's text."""
+        line = await self._workers.call(episode_id, {"call": "step", "text": turn.text})
+        try:
+            return Reply(_messages(line), line["reward"], line["done"])
+        except KeyError as error:
+            raise EpisodeError(EnvironmentFailure.INVALID_REPLY, f"the worker's reply has no {error}") from error
+
+    async def end(self, episode_id: str) -> None:
+        """Calls close, if the object has it, and drops the object."""
+        await self._workers.end(episode_id)
+
+    async def close(self) -> None:
+        """Kills the workers."""
+        await self._workers.close()
+
+
+def python(config: PythonEnvironmentConfig) -> Environment:
+    """Returns the environment that the user's class plays."""
+    return WorkerEnvironment(config.path, config.kwargs, config)
+
+
+def textarena(config: TextArenaEnvironmentConfig) -> Environment:
+    """Returns the environment that a game of textarena plays."""
+    return WorkerEnvironment(f"{_HOSTED}.games:Game", {"game": config.game, "kwargs": config.kwargs}, config)
+
+
+def reasoning_gym(config: ReasoningGymEnvironmentConfig) -> Environment:
+    """Returns the environment that gives tasks of reasoning-gym."""
+    return WorkerEnvironment(f"{_HOSTED}.tasks:Task", {"task": config.task, "kwargs": config.kwargs}, config)
+
+
+def _messages(line: Line) -> list[Message]:
+    try:
+        return [Message(m["role"], m["content"], m.get("name", "")) for m in line["messages"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EpisodeError(EnvironmentFailure.INVALID_REPLY, f"the worker's reply has no messages: {error}") from error

@@ -1,0 +1,36 @@
+"""Defines the interface of tools."""
+
+from collections.abc import Mapping
+
+from services.reward.environments.schema import Schema
+
+
+class BadArgumentsError(Exception):
+    """The policy called a tool wrongly. The text is its observation."""
+
+
+class Tool:
+    """Answers calls, many at the same time."""
+
+    schema: Schema
+    version: str
+    """Changes whenever the same call could get another result."""
+
+    async def open(self) -> None:
+        """Starts what the tool needs.
+
+        Raises:
+            EpisodeError: It cannot start.
+        """
+
+    async def call(self, arguments: Mapping[str, str]) -> str:
+        """Returns the result of a call, whose arguments fit the schema.
+
+        Raises:
+            BadArgumentsError: The arguments have no result.
+            EpisodeError: The tool failed.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Ends what the tool runs."""

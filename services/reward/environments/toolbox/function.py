@@ -1,0 +1,69 @@
+"""Calls functions of the user's in worker processes."""
+
+import json
+from collections.abc import Sequence
+
+from services.reward.environments.base import ToolCall
+from services.reward.environments.schema import Schema
+from services.reward.environments.toolbox.base import BadArgumentsError
+from services.reward.environments.workers import Target, Workers
+
+_ASKING = "schemas"
+
+
+class FunctionTools:
+    """Has all functions of an environment. Each episode stays with one worker; its functions may keep no state."""
+
+    def __init__(self, paths: Sequence[str], num_workers: int, max_memory_bytes: int):
+        self.schemas: Sequence[Schema] = ()
+        target = Target("services.reward.environments.hosted.functions:Functions", {"paths": paths}, max_memory_bytes)
+        self._workers = Workers(target, num_workers)
+
+    @property
+    def version(self) -> str:
+        """Returns the hash of the functions' sources."""
+        return f"functions-{self._workers.version}"
+
+    async def open(self) -> None:
+        """Starts the workers and asks for the schemas.
+
+        Raises:
+            EpisodeError: A function cannot be imported, or cannot be a tool.
+        """
+        await self._workers.open()
+        self.schemas = json.loads(await self._begin(_ASKING))
+        await self._workers.end(_ASKING)
+
+    async def begin(self, episode_id: str) -> None:
+        """Gives the episode to a worker.
+
+        Raises:
+            EpisodeError: None can be started.
+        """
+        await self._begin(episode_id)
+
+    async def call(self, episode_id: str, call: ToolCall) -> str:
+        """Returns the result of a call, whose arguments fit the schema.
+
+        Raises:
+            BadArgumentsError: The function raised ValueError.
+            EpisodeError: It raised something else, or its worker died.
+        """
+        request = json.dumps({"name": call.name, "arguments": call.arguments})
+        line = await self._workers.call(episode_id, {"call": "step", "text": request})
+        answer = json.loads(line["messages"][0]["content"])
+        if "error" in answer:
+            raise BadArgumentsError(answer["error"])
+        return answer["result"]
+
+    async def end(self, episode_id: str) -> None:
+        """Frees the episode's place."""
+        await self._workers.end(episode_id)
+
+    async def close(self) -> None:
+        """Kills the workers."""
+        await self._workers.close()
+
+    async def _begin(self, episode_id: str) -> str:
+        line = await self._workers.begin(episode_id, {"call": "reset", "seed": 0, "row": {}})
+        return line["messages"][0]["content"]

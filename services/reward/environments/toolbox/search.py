@@ -1,0 +1,96 @@
+"""Ranks the documents of a corpus by BM25."""
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from services.common.config.environment import SearchToolConfig
+from services.reward.environments.base import EnvironmentFailure, EpisodeError
+from services.reward.environments.schema import text_tool_schema
+from services.reward.environments.toolbox.base import BadArgumentsError, Tool
+
+_CHUNK_BYTES = 1 << 22
+
+
+class Search(Tool):
+    """Returns the best documents for a query, those of equal scores in the order of the file.
+
+    The index is made in memory when the run opens.
+    """
+
+    schema = text_tool_schema(
+        "search", "Searches a collection of documents and returns those that fit a query best.", "query",
+        "What to search for.",
+    )  # fmt: skip
+
+    def __init__(self, config: SearchToolConfig):
+        self._path, self._top_k = Path(config.corpus), config.top_k
+
+    async def open(self) -> None:
+        """Reads the corpus and indexes it."""
+        try:
+            await asyncio.to_thread(self._load)
+        except (ImportError, OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
+            detail = f"search in {self._path}: {type(error).__name__}: {error}"
+            raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error
+
+    async def call(self, arguments: Mapping[str, str]) -> str:
+        """Returns the documents with their numbers and titles."""
+        query = arguments["query"]
+        if not query.strip():
+            raise BadArgumentsError("the query is empty")
+        return await asyncio.to_thread(self._find, query)
+
+    def _load(self) -> None:
+        import bm25s
+
+        names = {"text", "title"} & set(pq.read_schema(self._path).names)
+        self._documents: pa.Table = pq.read_table(self._path, columns=sorted(names))
+        if self._documents.num_rows == 0 or "text" not in names:
+            raise ValueError("a corpus must have documents, with a column text")
+        texts = [self._document(row) for row in range(self._documents.num_rows)]
+        tokens: Any = bm25s.tokenize(texts, stopwords="en", show_progress=False)
+        if not tokens.vocab:
+            raise ValueError("no document has a word")
+        # Its other backends round differently, and would be taken if they are installed.
+        self._index = bm25s.BM25(backend="numpy", csc_backend="numpy")
+        self._index.index(tokens, show_progress=False)
+        self.version = f"search-bm25s-{version_of('bm25s')}-{_digest(self._path)}"
+
+    def _find(self, query: str) -> str:
+        import bm25s
+
+        (words,) = bm25s.tokenize([query], stopwords="en", return_ids=False, show_progress=False)
+        known = [word for word in words if word in self._index.vocab_dict]
+        if not known:
+            return "No document was found."
+        scores = self._index.get_scores(known)
+        found = _best(scores, self._top_k)
+        return "\n".join(f"Doc {rank}: {self._document(int(row))}" for rank, row in enumerate(found, 1))
+
+    def _document(self, row: int) -> str:
+        columns = self._documents.slice(row, 1).to_pylist()[0]
+        title, text = columns.get("title"), columns["text"]
+        return f"(Title: {title}) {text}" if title else text
+
+
+def _best(scores: np.ndarray, count: int) -> np.ndarray:
+    """Returns the rows of the highest scores above 0, best first, then in the order of the rows."""
+    least = np.partition(scores, -count)[-count] if count < len(scores) else 0
+    rows = np.flatnonzero((scores >= least) & (scores > 0))
+    return rows[np.argsort(-scores[rows], kind="stable")][:count]
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()[:12]

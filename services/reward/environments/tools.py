@@ -1,0 +1,69 @@
+"""Lets the policy call tools: the user's functions, and those of toolbox/."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from services.common.config.environment import ToolsEnvironmentConfig
+from services.reward.environments.base import Message, ToolCall
+from services.reward.environments.calling import CallingEnvironment
+from services.reward.environments.schema import find_fault
+from services.reward.environments.toolbox.base import BadArgumentsError, Tool
+from services.reward.environments.toolbox.calculator import Calculator
+from services.reward.environments.toolbox.function import FunctionTools
+from services.reward.environments.toolbox.python import Python
+from services.reward.environments.toolbox.search import Search
+
+TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "search": Search, "calculator": Calculator}
+"""Maps each kind but `function` to its tool."""
+
+
+class ToolsEnvironment(CallingEnvironment):
+    """Checks each call against the tool's schema, then makes it."""
+
+    def __init__(self, config: ToolsEnvironmentConfig):
+        super().__init__(config)
+        self._tools = {tool.kind: TOOLS[tool.kind](tool) for tool in config.tools if tool.kind != "function"}
+        paths = [tool.path for tool in config.tools if tool.kind == "function"]
+        self._functions = FunctionTools(paths, config.num_workers, int(config.max_memory_gib * 2**30))
+        self._has_functions = bool(paths)
+        self._parameters: dict[str, Mapping[str, object]] = {}
+
+    async def open(self) -> None:
+        """Starts the tools, one after the other."""
+        for tool in self._tools.values():
+            await tool.open()
+        if self._has_functions:
+            await self._functions.open()
+        schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.schemas]
+        self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+        self.offer(schemas)
+        versions = [tool.version for tool in self._tools.values()]
+        self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
+
+    async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
+        """Adds nothing to the row's prompt."""
+        if self._has_functions:
+            await self._functions.begin(episode_id)
+        return ()
+
+    async def call(self, episode_id: str, call: ToolCall) -> str:
+        """Calls a tool."""
+        parameters = self._parameters.get(call.name)
+        if parameters is None:
+            raise BadArgumentsError(f"there is no tool {call.name[:100]!r}: there are {', '.join(self._parameters)}")
+        if fault := find_fault(call.arguments, parameters):
+            raise BadArgumentsError(fault)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return await self._functions.call(episode_id, call)
+        return await tool.call({name: str(value) for name, value in call.arguments.items()})
+
+    async def end(self, episode_id: str) -> None:
+        """Frees the episode's place among the workers."""
+        if self._has_functions:
+            await self._functions.end(episode_id)
+
+    async def close(self) -> None:
+        """Ends all tools."""
+        await self._functions.close()
+        for tool in self._tools.values():
+            await tool.close()

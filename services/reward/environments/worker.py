@@ -1,0 +1,181 @@
+"""Runs a worker process, which plays many episodes of a class at the same time. Both sides write lines of JSON.
+
+    -> {"target": "package.module:Class", "kwargs": {}, "max_memory_bytes": 4294967296}      first line
+    <- {"version": "3f2a...", "roles": ["user"]}                                             ready
+    -> {"id": 1, "call": "reset", "episode": "e", "seed": 7, "row": {"prompt": "...", ...}}
+    <- {"id": 1, "messages": [{"role": "user", "content": "..."}]}
+    -> {"id": 2, "call": "step", "episode": "e", "text": "..."}
+    <- {"id": 2, "messages": [], "reward": 1.0, "done": true}   or   {"id": 2, "reason": "CRASHED", "detail": "..."}
+    -> {"id": 2, "call": "cancel"}                                                           answered by 2's reply
+    -> {"id": 3, "call": "end", "episode": "e"}
+    <- {"id": 3}
+
+Async methods run on the process's event loop, the others in threads. A call that is canceled is answered when it has
+ended; if that is never, the parent kills the process. It always ends with its parent.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TextIO
+
+from services.reward import child_setup
+from services.reward.environments.base import EnvironmentFailure, EpisodeError
+from services.reward.environments.replies import read_messages, read_step
+
+MAX_REPLY_BYTES = 4 << 20
+"""Maximum size of one reply. The parent kills a worker that writes a longer line."""
+ROLES = ("user", "system", "tool")
+"""Roles of the messages that a class may send, beside raw text."""
+_NUM_THREADS = 32
+_M_ARENA_MAX, _NUM_ARENAS = -8, 2
+
+
+def main() -> None:
+    """Plays until the end of input."""
+    child_setup.die_with_parent()
+    requests, replies = child_setup.take_stdio()
+    start = json.loads(requests.readline() or "null")
+    if start is None:
+        return
+    if sys.platform == "linux":  # each arena of a thread takes 64 MiB of the address space, which is limited
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+    child_setup.limit(start["max_memory_bytes"])
+    try:
+        environment, version = _load(start["target"], start["kwargs"])
+        roles = _roles(environment)
+    except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
+        _write(replies, {"reason": EnvironmentFailure.CRASHED, "detail": child_setup.explain(error)})
+        return
+    _write(replies, {"version": version, "roles": roles})
+    asyncio.run(_serve(Player(environment, start["kwargs"], replies), requests))
+
+
+def _load(target: str, kwargs: Mapping[str, object]) -> tuple[Callable[..., Any], str]:
+    """Returns the class and its version: its own, or else the hash of its source. Calls its `prepare`, if it has it."""
+    environment, module = child_setup.load(target)
+    for method in ("reset", "step"):
+        if not callable(getattr(environment, method, None)):
+            raise TypeError(f"{target} has no method {method}")
+    inspect.signature(environment).bind(**kwargs)
+    if prepare := getattr(environment, "prepare", None):
+        prepare(**kwargs)
+    version = getattr(environment, "version", None)
+    return environment, version if isinstance(version, str) else child_setup.source_digest(module)
+
+
+def _roles(environment: object) -> list[str]:
+    """Returns the roles of the messages that a class may send: its `roles`, or all."""
+    roles = getattr(environment, "roles", ROLES)
+    if isinstance(roles, str) or not set(roles) <= set(ROLES):
+        raise TypeError(f"roles must be some of {', '.join(ROLES)}, not {roles!r}")
+    return list(roles)
+
+
+async def _serve(player: "Player", requests: TextIO) -> None:
+    loop = asyncio.get_running_loop()
+
+    def receive() -> None:
+        for line in requests:
+            loop.call_soon_threadsafe(player.receive, json.loads(line))
+        os._exit(0)  # threads of the user's may run for ever
+
+    threading.Thread(target=receive, daemon=True).start()
+    await asyncio.Event().wait()
+
+
+class Player:
+    """Plays episodes, an object each."""
+
+    def __init__(self, environment: Callable[..., Any], kwargs: Mapping[str, object], replies: TextIO):
+        self._environment, self._kwargs, self._replies = environment, kwargs, replies
+        self._episodes: dict[str, Any] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(_NUM_THREADS)
+
+    def receive(self, request: Mapping[str, Any]) -> None:
+        """Begins or cancels a call."""
+        number = request["id"]
+        if request["call"] != "cancel":
+            self._calls[number] = asyncio.create_task(self._answer(request))
+        elif number in self._calls:
+            self._calls[number].cancel()
+
+    async def _answer(self, request: Mapping[str, Any]) -> None:
+        try:
+            reply = await self._play(request)
+        except asyncio.CancelledError:
+            reply = _failure(EnvironmentFailure.TIMEOUT, "canceled")
+        except EpisodeError as error:
+            reply = _failure(error.reason, error.detail)
+        except MemoryError:
+            # After running out of memory the process must not play on.
+            os.write(2, b"worker: out of memory (environment.max_memory_gib)\n")
+            os._exit(1)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's class may raise anything
+            reply = _failure(EnvironmentFailure.CRASHED, error)
+        finally:
+            del self._calls[request["id"]]
+        _write(self._replies, {"id": request["id"], **reply})
+
+    async def _play(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        episode = request["episode"]
+        if request["call"] == "reset":
+            return {"messages": read_messages(await self._reset(episode, request["seed"], request["row"]))}
+        if request["call"] == "step":
+            return read_step(await self._run(self._episodes[episode].step, request["text"]))
+        environment = self._episodes.pop(episode, None)
+        if close := getattr(environment, "close", None):
+            await self._run(close)
+        return {}
+
+    async def _reset(self, episode: str, seed: int, row: Mapping[str, object]) -> object:
+        if inspect.iscoroutinefunction(getattr(self._environment, "reset", None)):
+            environment = self._environment(**self._kwargs)  # here, because it may need the event loop
+        else:
+            environment: Any = await self._run(self._environment, **self._kwargs)
+        self._episodes[episode] = environment
+        return await self._run(environment.reset, seed=seed, row=row)
+
+    async def _run(self, function: Callable[..., Any], *args: object, **kwargs: object) -> object:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        thread = self._threads.submit(_without_stop_iteration, function, *args, **kwargs)
+        try:
+            result = await asyncio.wrap_future(thread)
+        except asyncio.CancelledError:
+            if not thread.cancelled():  # it runs, and cannot be interrupted
+                await asyncio.wait({asyncio.wrap_future(thread)})
+            raise
+        return await result if inspect.isawaitable(result) else result
+
+
+def _without_stop_iteration(function: Callable[..., Any], *args: object, **kwargs: object) -> object:
+    """Calls the function. A future cannot hold a StopIteration, and would never be done."""
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError("the environment raised StopIteration") from error
+
+
+def _failure(reason: EnvironmentFailure, what: BaseException | str) -> Mapping[str, Any]:
+    return {"reason": reason, "detail": child_setup.explain(what)}
+
+
+def _write(replies: TextIO, message: Mapping[str, Any]) -> None:
+    line = json.dumps(message)
+    if len(line) >= MAX_REPLY_BYTES:
+        detail = f"the reply has {len(line)} bytes, more than {MAX_REPLY_BYTES}"
+        line = json.dumps({"id": message["id"], **_failure(EnvironmentFailure.INVALID_REPLY, detail)})
+    replies.write(line + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Carries values between the process that runs a test and the one that runs the program, as lines of JSON.
+
+Plain data is copied: None, numbers, text, bytes, lists, tuples, sets, dicts, and the types of `_STANDARD`. An object of
+any other type stays in its process, and the other process gets a number that stands for it. Nothing is unpickled, and
+reading a line calls no code of the sender.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_MAX_INT_BITS = 10_000  # json reads no decimal numbers above 4300 digits
+_STANDARD: dict[str, Callable[..., tuple]] = {
+    "builtins.complex": lambda value: (value.real, value.imag),
+    "builtins.range": lambda value: (value.start, value.stop, value.step),
+    "builtins.slice": lambda value: (value.start, value.stop, value.step),
+    "collections.Counter": lambda value: (dict(value),),
+    "collections.OrderedDict": lambda value: (list(value.items()),),
+    "collections.deque": lambda value: (list(value), value.maxlen),
+    "datetime.date": lambda value: (value.year, value.month, value.day),
+    "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
+    "decimal.Decimal": lambda value: (str(value),),
+    "fractions.Fraction": lambda value: (value.numerator, value.denominator),
+}
+"""Arguments that make an equal value of a type of the standard library, by the type's name."""
+
+
+class Peer:
+    """Exchanges messages with the other process."""
+
+    def __init__(self, read_end: int, write_end: int):
+        self._requests, self._write_end = os.fdopen(read_end, "rb"), write_end
+
+    def send(self, message: dict) -> None:
+        """Sends one message."""
+        line = memoryview(json.dumps(message).encode() + b"\n")
+        while line:
+            line = line[os.write(self._write_end, line) :]
+
+    def receive(self) -> dict:
+        """Returns the next message.
+
+        Raises:
+            EOFError: The other process has ended.
+        """
+        line = self._requests.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        return json.loads(line)
+
+
+def pack(value: Any, refer: Callable[[object], dict]) -> object:
+    """Returns `value` as JSON. `refer` returns what stands for an object that is not plain data."""
+    kind = type(value)
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int:
+        return value if value.bit_length() < _MAX_INT_BITS else {"int": hex(value)}
+    if kind is list:
+        return [pack(entry, refer) for entry in value]
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name in _STANDARD:
+        return {"standard": [name, [pack(entry, refer) for entry in _STANDARD[name](value)]]}
+    if kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
+        return refer(value)
+    return _pack_plain(value, refer)
+
+
+def to_plain(value: object) -> object:
+    """Returns the value of an object whose class derives from a plain type, as that type.
+
+    Raises:
+        TypeError: The class derives from none.
+    """
+    plain_types: tuple[type[Any], ...] = (int, float, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+    for plain in plain_types:
+        if isinstance(value, plain):
+            return plain(value)  # pyright: ignore[reportCallIssue, reportArgumentType] it is of that type
+    raise TypeError(f"a {type(value).__name__} is not plain data")
+
+
+def _pack_plain(value: Any, refer: Callable[[object], dict]) -> object:
+    if isinstance(value, bytes | bytearray):
+        return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
+    if isinstance(value, dict):
+        return {"dict": [[pack(key, refer), pack(entry, refer)] for key, entry in value.items()]}
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [pack(entry, refer) for entry in value]}
+    if isinstance(value, int | float | str | list):
+        return pack(to_plain(value), refer)
+    return refer(value)
+
+
+def unpack(message: object, resolve: Callable[[dict], object]) -> object:
+    """Returns the value that `pack` was given. `resolve` returns the object for what `refer` returned."""
+    if isinstance(message, list):
+        return [unpack(entry, resolve) for entry in message]
+    if not isinstance(message, dict):
+        return message
+    ((tag, content),) = message.items()
+    match tag:
+        case "int":
+            return int(content, 16)
+        case "bytes" | "bytearray":
+            return (bytes if tag == "bytes" else bytearray).fromhex(content)
+        case "dict":
+            return {unpack(key, resolve): unpack(entry, resolve) for key, entry in content}
+        case "tuple" | "set" | "frozenset":
+            kind = {"tuple": tuple, "set": set, "frozenset": frozenset}[tag]
+            return kind(unpack(entry, resolve) for entry in content)
+        case "standard":
+            name, arguments = content
+            module, _, kind = name.rpartition(".")
+            if name not in _STANDARD:
+                raise ValueError(f"{name} is not passed")
+            return getattr(importlib.import_module(module), kind)(*(unpack(entry, resolve) for entry in arguments))
+    return resolve(message)
+
+
+def pack_error(error: BaseException, refer: Callable[[object], dict]) -> dict:
+    """Returns an exception as JSON: its class, the built-in class that it derives from, and its arguments."""
+    kind = type(error)
+    builtin = next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
+    try:
+        arguments = [pack(argument, refer) for argument in error.args]
+    except Exception:  # noqa: BLE001 an argument can be any object, whose code may raise anything
+        arguments = []
+    return {"kind": builtin if kind.__module__ == "builtins" else refer(kind), "builtin": builtin, "args": arguments}

@@ -1,0 +1,75 @@
+"""What each strategy refuses, from config.json alone; transformers' own defaults agree with what it leaves out."""
+
+from typing import Any
+
+import pytest
+
+from services.common.errors import InvalidInput
+from services.common.families.registry import FAMILIES
+from services.common.families.supported import require_supported
+
+BOTH, FSDP, MEGATRON = ("fsdp", "megatron"), ("fsdp",), ("megatron",)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "refused_by", "named"),
+    [
+        ({"model_type": "qwen3"}, (), ""),
+        ({"model_type": "mistral"}, BOTH, "sliding_window 4096"),  # transformers' default
+        ({"model_type": "mistral", "sliding_window": None}, (), ""),
+        ({"model_type": "qwen2", "sliding_window": 4096}, (), ""),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, (), ""),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, BOTH, "sliding_window 4096"),
+        ({"model_type": "phi3", "sliding_window": 2047}, BOTH, "sliding_window 2047"),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, BOTH, "'dynamic'"),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, BOTH, "'longrope'"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, BOTH, "'su'"),
+        ({"model_type": "gemma9", "rope_parameters": {"full": {"rope_type": "dynamic"}}}, BOTH, "'dynamic'"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, (), ""),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, MEGATRON, "'yarn'"),
+        ({"model_type": "llama", "rope_scaling": LLAMA3, "max_position_embeddings": 8192}, (), ""),
+        ({"model_type": "llama", "rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, MEGATRON, "'llama3'"),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, BOTH, "partial_rotary_factor 0.5"),
+        ({"model_type": "llama", "partial_rotary_factor": 1.0}, (), ""),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.5}, (), ""),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, BOTH, "quantization_config"),
+        ({"model_type": "llama", "attention_bias": True}, MEGATRON, "attention_bias True"),
+        ({"model_type": "llama", "logit_scale": 0.5}, FSDP, "logit_scale"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, FSDP, "linear_attention"),
+        ({"model_type": "gpt2"}, MEGATRON, "knows llama"),
+    ],
+)
+def test_rules(content: dict[str, Any], refused_by: tuple[str, ...], named: str) -> None:
+    for strategy in BOTH:
+        if strategy not in refused_by:
+            require_supported(content, strategy, "config.json")
+            continue
+        with pytest.raises(InvalidInput) as caught:
+            require_supported(content, strategy, "config.json")
+        assert named in caught.value.message and "config.json" in caught.value.message
+        # An error names the other strategy only if that one accepts the model.
+        assert ("use strategy fsdp" in caught.value.message) == (refused_by == MEGATRON)
+
+
+def test_a_scaling_that_is_no_object_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="rope_parameters is 3"):
+        require_supported({"model_type": "llama", "rope_scaling": 3}, "fsdp", "config.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_as_in_transformers(family: str) -> None:
+    """`lockstep plan` reads the file; the trainer reads transformers' config, which has all defaults."""
+    transformers = pytest.importorskip("transformers")
+    for strategy in BOTH:
+        assert _refusal({"model_type": family}, strategy) == _refusal(
+            transformers.AutoConfig.for_model(family).to_dict(), strategy
+        )
+
+
+def _refusal(content: dict[str, Any], strategy: str) -> str:
+    try:
+        require_supported(content, strategy, "config.json")
+    except InvalidInput as error:
+        return error.message
+    return ""

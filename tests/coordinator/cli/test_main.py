@@ -1,0 +1,18 @@
+"""Tests what the command says about itself."""
+
+from importlib.metadata import version
+
+from typer.testing import CliRunner
+
+from services.coordinator.cli.main import app
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"lockstep {version('lockstep-rl')}\n")
+
+
+def test_without_a_command_it_lists_the_commands() -> None:
+    shown = CliRunner().invoke(app, [])
+    assert "Train language models" in shown.output
+    assert all(command in shown.output for command in ("run", "sft", "eval", "replay", "doctor", "plan", "config"))

@@ -1,0 +1,235 @@
+"""Tests that a bridged stream is what the chat template renders, and that other templates are refused."""
+
+import json
+import random
+
+import pytest
+
+from services.common.errors import InvalidInput
+from services.coordinator.data.bridge import Bridge
+from services.coordinator.data.chat_template import Message, TemplateRefusal
+from services.coordinator.data.made_up import with_call_ids
+from tests.coordinator.data.bridge_families import FAMILIES, TEMPLATES, TOOLS, Family, make_tokenizer
+from tests.coordinator.data.test_prefix_stable import LATE_END, STRIPS_THINKING
+
+_WORDS = ("clips", "12 + 30", "Zoë", "漢字", "🎉 fun", "= 7?", "<b>", '{"a": null}', "\n", "\n\n", "  ", "it's", "\t•")
+_MARKUP = ("<|im_end|>", "</s>", "[INST]", "<|eot_id|>", "<|end|>", "<tool_call>")
+
+QUESTION: Message = {"role": "user", "content": "How many clips?"}
+
+
+def make_text(chance: random.Random) -> str:
+    """Text that begins and ends with a letter."""
+    return "So " + " ".join(chance.choices(_WORDS, k=chance.randrange(8))) + " done"
+
+
+def make_reply(chance: random.Random, family: Family) -> list[Message]:
+    number = chance.randint(1, family.max_messages)
+    pieces = (*_WORDS, *_MARKUP)
+    return [
+        {"role": chance.choice(family.roles), "content": "".join(chance.choices(pieces, k=chance.randrange(6)))}
+        for _ in range(number)
+    ]
+
+
+def make_turn(family: Family, said: str) -> Message:
+    if not family.is_call:
+        return {"role": "assistant", "content": said.lstrip()}  # some templates write a space before it
+    (call,) = json.loads(said.removeprefix("[TOOL_CALLS] "))
+    call_id = call.pop("id")
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": call}]}
+
+
+def play(family: Family, bridge: Bridge, kind: str, chance: random.Random) -> int:
+    """Plays an episode, compares its tokens with those of the whole conversation and returns its number of turns."""
+    tokenizer = family.tokenizer(kind)
+    messages: list[Message] = [QUESTION]
+    stream = bridge.prompt(messages)
+    num_turns = chance.randint(1, 8)
+    for _ in range(num_turns):
+        said, reply = family.said(chance, make_text(chance)), make_reply(chance, family)
+        stream += bridge.extend([], [{"role": "", "content": said}]) if family.is_plain else tokenizer.encode(said)
+        if chance.random() < 0.5:  # else truncated
+            stream.append(bridge.end_token)
+        before = list(stream)
+        stream += bridge.extend(stream, reply)
+        assert stream[: len(before)] == before
+        messages += [make_turn(family, said), *with_call_ids(reply)]
+    assert stream == tokenizer.encode(bridge.render(messages))
+    return num_turns
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, family in FAMILIES.items() for kind in family.kinds])
+def test_streams_are_what_the_template_renders(name: str, kind: str):
+    family, chance, played = FAMILIES[name], random.Random(name + kind), 0
+    bridge = family.bridge(kind)
+    while played < family.num_turns:
+        played += play(family, bridge, kind, chance)
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, family in FAMILIES.items() for kind in family.kinds])
+def test_these_templates_pass_the_check(name: str, kind: str):
+    family = FAMILIES[name]
+    family.bridge(kind).check({*family.roles, ""})
+
+
+def refusal(bridge: Bridge, *roles: str, with_system: bool = False) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        bridge.check(roles, with_system=with_system)
+    assert caught.value.metadata == {"field": "data.chat_template"}
+    assert caught.value.message.count("data.chat_template") == 1 and "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-thinking"])
+def test_thinking_that_a_user_message_removes_is_found(name: str):
+    message = refusal(FAMILIES[name].bridge(), "user", "tool")
+    assert "removes or changes <think> of earlier turns: after " in message
+    assert "so a later turn would contradict the tokens that were sampled" in message
+    assert message.endswith("set data.chat_template to one that keeps it")
+    FAMILIES[name].bridge().check(["tool"])
+
+
+def test_an_empty_thinking_block_that_the_history_lacks_is_found():
+    bridge = Bridge(FAMILIES["qwen3"].tokenizer(), variables={"enable_thinking": False})
+    assert "removes or changes <think> of earlier turns" in refusal(bridge, "tool")
+    assert bridge.render([QUESTION]).endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_thinking_that_is_never_kept_is_found():
+    always = STRIPS_THINKING.replace("loop.index0 > ns.last and (loop.last or thinking)", "false")
+    assert always != STRIPS_THINKING
+    for role in ("user", "tool"):
+        message = refusal(Bridge(make_tokenizer(always, eos=("<|im_end|>",))), role)
+        assert r"expected '<think>\nEasy.\n</think>\n\nParis.' but got 'Paris." in message
+
+
+@pytest.mark.parametrize("roles", [("tool",), ("user",)])
+def test_a_system_message_that_moves_is_found(roles: tuple[str, ...]):
+    # Mistral's templates put it into the last user message, if that is the last message at all.
+    bridge = Bridge(FAMILIES["mistral-v0.3"].tokenizer())
+    bridge.check(roles)
+    message = refusal(bridge, *roles, with_system=True)
+    assert "changes the first prompt when messages follow" in message
+    assert "expected 'System" in message or "expected 'LockstepSystem" in message
+
+
+def test_tools_that_move_are_found():
+    # The same templates describe the tools before the last user message.
+    bridge = FAMILIES["mistral-v0.3-tools"].bridge()
+    bridge.check(["tool"])
+    assert "changes the first prompt when messages follow" in refusal(bridge, "tool", "user")
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "words"),
+    [
+        ("mixtral", "tool", "rejects messages of role tool after the assistant's turn"),
+        ("mistral-v0.3", "system", "rejects messages of role system"),
+        ("phi-3", "tool", "leaves out messages of role tool"),
+    ],
+)
+def test_roles_that_a_template_does_not_take(name: str, role: str, words: str):
+    assert words in refusal(FAMILIES[name].bridge(), role, "user")
+
+
+def test_a_turn_must_end_with_a_stop_token():
+    chatml = (TEMPLATES / "qwen2.jinja").read_text()
+    forgot = Bridge(make_tokenizer(chatml, eos=("<|endoftext|>",)))
+    assert "ends an assistant's turn with '<|im_end|>', which is not a stop token of the model (<|endoftext|>)" in (
+        refusal(forgot, "user")
+    )
+    late = chatml.replace("+ '<|im_end|>'", "+ '\\n<|im_end|>'")
+    assert r"ends an assistant's turn with '\n'" in refusal(Bridge(make_tokenizer(late, eos=("<|im_end|>",))), "user")
+    assert r"ends an assistant's turn with '\n'" in refusal(Bridge(make_tokenizer(LATE_END)), "user")
+    with pytest.raises(InvalidInput, match="not a stop token"):
+        forgot.extend([5], [QUESTION])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_closes_a_turn(name: str):
+    family = FAMILIES[name]
+    bridge, tokenizer = family.bridge(), family.tokenizer()
+    reply = [{"role": family.roles[0], "content": "42"}]
+    truncated = bridge.extend([5], reply)
+    assert truncated[0] == bridge.end_token in tokenizer.eos_token_ids
+    assert bridge.extend([bridge.end_token], reply) == truncated[1:]
+    others = [token for token in tokenizer.eos_token_ids if token != bridge.end_token]
+    assert all(bridge.extend([5, other], reply) == truncated for other in others)
+    assert tokenizer.decode(truncated, skip_special_tokens=False).count("42") == 1
+
+
+def test_tool_results_of_one_turn_share_a_message():
+    bridge = FAMILIES["qwen2.5"].bridge()
+    text = bridge.after_turn([{"role": "tool", "content": "1"}, {"role": "tool", "content": "2", "name": "search"}])
+    assert text == (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_given_call_id_is_kept():
+    bridge = FAMILIES["mistral-v0.3-tools"].bridge()
+    result = {"role": "tool", "content": "1"}
+    assert '"call_id": "call00000"' in bridge.after_turn([result])
+    assert '"call_id": "abcdefghi"' in bridge.after_turn([{**result, "tool_call_id": "abcdefghi"}])
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_raw_text_is_appended_as_it_is(kind: str):
+    tokenizer = make_tokenizer(None, kind=kind)
+    bridge = Bridge(tokenizer)
+    bridge.check(["", "user", "tool"])  # which it may send, and then fails, but need not
+    raw = {"role": "", "content": "\n\n<information>Zoë 漢 </information>\n\n"}
+    stream = bridge.prompt([{"role": "", "content": "What?"}])
+    assert stream == tokenizer.encode("What?")
+    before = tokenizer.decode(stream)
+    for last in ([], list(tokenizer.eos_token_ids)):
+        added = bridge.extend(stream + last, [raw, raw])
+        assert tokenizer.decode(stream + last + added) == before + 2 * raw["content"]
+    with pytest.raises(InvalidInput, match="has none: set data"):
+        bridge.extend(stream, [QUESTION])
+
+
+def test_raw_text_continues_a_templated_turn():
+    bridge = FAMILIES["qwen2.5"].bridge()
+    raw = {"role": "", "content": "Let me think."}
+    header = bridge.prompt([QUESTION])
+    assert bridge.prompt([QUESTION, raw]) == header + bridge.extend(header, [raw])
+
+
+def test_special_tokens_of_the_tokenizer_are_for_raw_prompts_only(tokenizer):
+    bridge = Bridge(tokenizer)
+    plain = bridge.prompt([{"role": "", "content": "clips"}])
+    assert bridge.prompt([{"role": "", "content": "clips"}], add_special_tokens=True) == [0, *plain]
+    assert bridge.prompt([QUESTION], add_special_tokens=True) == bridge.prompt([QUESTION])
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "needs a message"),
+        ([{"role": "assistant", "content": "42"}], "must not have a message of the assistant"),
+        ([{"role": "", "content": "42"}, QUESTION], "must not mix raw text and messages"),
+    ],
+)
+def test_replies_that_are_none(messages: list[Message], words: str):
+    with pytest.raises(InvalidInput, match=words):
+        FAMILIES["qwen2.5"].bridge().extend([5], messages)
+
+
+def test_raw_text_does_not_precede_a_prompt():
+    with pytest.raises(InvalidInput, match="precedes a message"):
+        FAMILIES["qwen2.5"].bridge().prompt([{"role": "", "content": "a"}, QUESTION])
+
+
+def test_what_the_template_does_not_take_is_its_refusal():
+    with pytest.raises(TemplateRefusal, match="must alternate"):
+        FAMILIES["mixtral"].bridge().extend([5], [QUESTION, QUESTION])
+
+
+def test_tools_are_shown_or_refused():
+    assert '"name": "search"' in FAMILIES["qwen3"].bridge().render([QUESTION])
+    assert '"name": "search"' not in FAMILIES["qwen3-moe"].bridge().render([QUESTION])
+    with pytest.raises(InvalidInput, match="does not show tools"):
+        Bridge(FAMILIES["phi-3"].tokenizer(), TOOLS)

@@ -1,0 +1,58 @@
+"""Two undisturbed runs of one config are equal to the last bit, whatever arrives first in them."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers
+
+NUM_STEPS = 2
+TRAINER = {"num_ranks": 1, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "PPO with a KL penalty": {
+        "advantage": {"kind": "gae", "kl": {"coef": 0.1}},
+        "trainer": TRAINER,
+        "critic": {"optim": {"lr": 1e-2}},
+    },
+    "LoRA and GRPO with a KL loss": {
+        "trainer": {
+            **TRAINER,
+            "strategy": "megatron",
+            "lora": {"rank": 4},
+            "loss": {"kl_coef": 0.1},
+        },
+    },
+}
+
+
+def digests(directory: Path) -> list[str]:
+    with closing(sqlite3.connect(directory / "ledger.sqlite")) as database:
+        rows = database.execute("SELECT version, body FROM decisions WHERE kind = 'published' ORDER BY seq").fetchall()
+    assert [version for version, _ in rows] == list(range(NUM_STEPS + 1))
+    return [body for _, body in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS)
+def test_two_runs_are_equal_to_the_last_bit(config: str, tmp_path: Path):
+    settings = {"num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {"export_at_end": False}}
+    workspace = make_workspace(tmp_path, **settings, **CONFIGS[config])
+    found = []
+    for _ in range(2):
+        with LockstepRun(workspace) as run:
+            assert run.wait() == 0, run.output
+        batches = [
+            pq.read_table(run.directory / "batches" / f"step-{version:06d}.parquet") for version in range(NUM_STEPS)
+        ]
+        found.append((digests(run.directory), numbers(workspace), batches))
+        run.directory.rename(tmp_path / f"run-{len(found)}")
+    (first, first_numbers, first_batches), (second, second_numbers, second_batches) = found
+    assert first == second
+    assert first_numbers == second_numbers
+    for one, other in zip(first_batches, second_batches, strict=True):
+        assert one["ref_logprobs"].null_count == 0
+        assert one.equals(other)

@@ -1,0 +1,156 @@
+"""Episodes on an OpenEnv server, which is written here from openenv-core's types and endpoint."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from aiohttp import WSMsgType, web
+from lockstep.reward.v1 import environment_pb2 as pb
+
+from services.common.errors import InvalidInput
+from services.reward.environments import openenv
+
+CAPACITY = {"type": "error", "data": {"message": "8 of 8 sessions", "code": "CAPACITY_REACHED"}}
+BROKE = {"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}
+
+
+def observation(data: object = None, reward: object = None, done: object = False) -> dict[str, object]:
+    return {"type": "observation", "data": {"observation": data or {"text": "?"}, "reward": reward, "done": done}}
+
+
+class Server:
+    """Answers as its `answer` says; notes what comes."""
+
+    def __init__(self):
+        self.seen: list[dict[str, object]] = []
+        self.num_open = self.most_open = 0
+        self.answer: Callable[[dict[str, object]], object] = lambda message: observation()
+        self.closed = asyncio.Event()
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            async for message in socket:
+                assert message.type is WSMsgType.TEXT
+                asked = json.loads(message.data)
+                self.seen.append(asked)
+                if asked["type"] == "close":
+                    break
+                if not await self._send(socket, self.answer(asked)):
+                    break
+        finally:
+            self.num_open -= 1
+            self.closed.set()
+        return socket
+
+    async def _send(self, socket: web.WebSocketResponse, answer: object) -> bool:
+        if answer == "abort":
+            return False
+        if answer != "silence":
+            await socket.send_str(answer if isinstance(answer, str) else json.dumps(answer))
+        return True
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server, app = Server(), web.Application()
+    app.router.add_get("/ws", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"ws://127.0.0.1:{runner.addresses[0][1]}/ws"
+    yield server
+    await runner.cleanup()
+
+
+async def open_run(service, server: Server, **settings: object) -> None:
+    opened = await service.open(kind="openenv", url=server.url, num_workers=None, **settings)
+    assert opened.environment == "openenv 1" and list(opened.roles) == ["user"]
+    server.seen.clear()
+
+
+def failure(response: pb.ResetResponse | pb.StepResponse) -> str:
+    name = pb.EnvironmentFailureReason.Name(response.failure.reason)
+    return name.removeprefix("ENVIRONMENT_FAILURE_REASON_") if response.HasField("failure") else ""
+
+
+async def test_an_episode_is_a_connection(service, server):
+    await open_run(service, server, action_field="move", observation_field="board")
+    server.answer = lambda message: observation({"board": message["data"].get("move", "start")}, reward=0.5)
+    began = await service.reset(seed=2**40 + 3)
+    assert [message.content for message in began.messages] == ["start"]
+    answer = await service.step(0, "a1")
+    assert ([message.content for message in answer.messages], answer.reward, answer.done) == (["a1"], 0.5, False)
+    server.answer = lambda message: observation({"board": [[1, None]]}, reward=True, done=True)
+    server.closed.clear()
+    answer = await service.step(1, "b2")
+    assert (answer.messages[0].content, answer.reward, answer.done) == ("[[1, null]]", 1.0, True)
+    await server.closed.wait()
+    assert [message["type"] for message in server.seen] == ["reset", "step", "step", "close"]
+    assert server.seen[0]["data"]["seed"] == 3
+    assert server.seen[1]["data"] == {"move": "a1"}
+    assert server.num_open == 0
+
+
+async def test_the_whole_observation_is_shown_by_default(service, server):
+    await open_run(service, server)
+    server.answer = lambda message: observation({"a": "é", "b": [1]})
+    assert (await service.reset()).messages[0].content == '{"a": "é", "b": [1]}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (CAPACITY, "REFUSED"),
+        (BROKE, "CRASHED"),
+        ("abort", "CRASHED"),
+        ("no JSON", "INVALID_REPLY"),
+        ("[" * 100_000, "INVALID_REPLY"),
+        ({"type": "state", "data": {}}, "INVALID_REPLY"),
+        ({"type": "observation", "data": {"reward": 1.0, "done": True}}, "INVALID_REPLY"),
+        (observation(done="no"), "INVALID_REPLY"),
+        (observation(reward="1"), "INVALID_REPLY"),
+        (observation(reward=float("nan")), "INVALID_REPLY"),
+        ('{"type": "observation", "data": "' + "a" * openenv.MAX_ANSWER_BYTES + '"}', "INVALID_REPLY"),
+        ("silence", "TIMEOUT"),
+    ],
+)
+async def test_a_server_that_fails_is_never_a_reward(service, server, answer, reason):
+    await open_run(service, server, **({"turn_s": 1.0} if answer == "silence" else {}))
+    await service.reset()
+    server.answer = lambda message: answer
+    server.closed.clear()
+    assert failure(await service.step(0, "a1")) == reason
+    await server.closed.wait()
+    server.answer = lambda message: observation()
+    assert not failure(await service.reset("other"))
+
+
+async def test_an_episode_that_is_done_at_its_reset_is_refused(service, server):
+    await open_run(service, server)
+    server.answer = lambda message: observation(done=True)
+    assert failure(await service.reset()) == "INVALID_REPLY"
+
+
+async def test_no_more_connections_are_open_than_may_be(service, server):
+    await open_run(service, server, max_concurrent=2)
+    server.most_open = 0
+
+    async def play(name: str) -> None:
+        assert not failure(await service.reset(name))
+        assert not failure(await service.step(0, "a", name))
+        await service.close(name)
+
+    await asyncio.gather(*(play(str(number)) for number in range(8)))
+    assert server.most_open == 2
+
+
+async def test_a_server_that_is_not_there_is_refused_when_the_run_opens(service, server, unused_tcp_port):
+    with pytest.raises(InvalidInput, match="no connection"):
+        await service.open(kind="openenv", url=f"ws://127.0.0.1:{unused_tcp_port}/ws", num_workers=None)

@@ -1,0 +1,238 @@
+"""Policies that call tools, through the service: results, mistakes of theirs, and failures of ours."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from lockstep.reward.v1 import environment_pb2 as pb
+
+from services.common.errors import InvalidInput
+from services.reward.environments.schema import find_fault, function_schema
+from services.reward.environments.toolbox.base import BadArgumentsError
+from services.reward.environments.toolbox.calculator import compute
+from tests.reward.environments import user_tools
+
+CALCULATOR = {"kind": "calculator"}
+
+
+def functions(*names: str) -> list[dict[str, str]]:
+    return [{"kind": "function", "path": f"user_tools:{name}"} for name in names]
+
+
+def hermes(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def texts(response: pb.StepResponse) -> list[tuple[str, str, str]]:
+    assert not response.HasField("failure"), response.failure.message
+    return [(message.role, message.name, message.content) for message in response.messages]
+
+
+def failure(response: pb.StepResponse) -> str:
+    name = pb.EnvironmentFailureReason.Name(response.failure.reason)
+    return name.removeprefix("ENVIRONMENT_FAILURE_REASON_") if response.HasField("failure") else ""
+
+
+async def test_an_episode_calls_and_ends_with_the_turn_that_calls_nothing(service):
+    opened = await service.open(kind="tools", tools=[CALCULATOR, *functions("weather", "add")])
+    assert opened.environment.startswith("tools 1/calculator-1,functions-") and list(opened.roles) == ["tool"]
+    schemas = [tool["function"] for tool in json.loads(opened.tools_json)]
+    assert [schema["name"] for schema in schemas] == ["calculator", "weather", "add"]
+    assert not (await service.reset()).messages
+    text = (
+        hermes("weather", city="Oslo", days=2) + hermes("calculator", expression="2**10") + hermes("add", numbers=[1])
+    )
+    first = await service.step(0, f"Let me see. {text}")
+    assert texts(first) == [
+        ("tool", "weather", '{"city": "Oslo", "days": 2, "unit": "C"}'),
+        ("tool", "calculator", "1024"),
+        ("tool", "add", "sum: 1"),
+    ]
+    assert [call.name for call in first.tool_calls] == ["weather", "calculator", "add"]
+    assert (first.done, first.reward) == (False, 0.0)
+    last = await service.step(1, "The answer is 1024.")
+    assert (last.done, texts(last), list(last.tool_calls)) == (True, [], [])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (hermes("wether"), "there is no tool 'wether': there are calculator, weather, add"),
+        (hermes("weather"), "missing argument city"),
+        (hermes("weather", city="Oslo", country="no"), "unknown argument 'country'"),
+        (hermes("weather", city=1), "argument city must be string"),
+        (hermes("weather", city="Oslo", days=True), "argument days must be integer"),
+        (hermes("weather", city="Oslo", unit="K"), "argument unit must be one of C, F"),
+        (hermes("weather", city="Atlantis"), "no such city"),
+        (hermes("add", numbers=["1"]), "argument numbers must be array of number"),
+        (hermes("add", numbers=[]), "nothing to add"),
+        (hermes("calculator", expression="1/0"), "division by zero"),
+        ("<tool_call>add(1)</tool_call>", "not valid JSON"),
+    ],
+)
+async def test_a_wrong_call_is_the_policys_to_hear_of(service, call, words):
+    await service.open(kind="tools", tools=[CALCULATOR, *functions("weather", "add")])
+    await service.reset()
+    answer = await service.step(0, call)
+    ((_, _, text),) = texts(answer)
+    assert text.startswith("error: ") and words in text and not answer.done
+    assert texts(await service.step(1, hermes("calculator", expression="1+1"))) == [("tool", "calculator", "2")]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("raise", "CRASHED"), ("exit", "CRASHED"), ("return", "INVALID_REPLY"), ("hang", "TIMEOUT")]
+)
+async def test_a_tool_that_fails_is_no_observation(service, how, reason):
+    limits = {"turn_s": 2.0} if how == "hang" else {}
+    await service.open(kind="tools", tools=functions("breaks"), **limits)
+    await service.reset()
+    assert failure(await service.step(0, hermes("breaks", how=how))) == reason
+
+
+async def test_text_that_utf8_cannot_hold_breaks_nothing(service):
+    await service.open(kind="tools", tools=functions("echo"))
+    await service.reset()
+    assert texts(await service.step(0, hermes("echo", text="a\ud800b"))) == [("tool", "echo", "a?b")]
+    ((_, name, text),) = texts(await service.step(1, hermes("\ud800")))
+    assert name == "?" and "no tool" in text
+
+
+async def test_tags_return_raw_text(service):
+    opened = await service.open(kind="tools", tools=[CALCULATOR], syntax="tags", result_tag="information")
+    assert (opened.tools_json, list(opened.roles)) == ("", [])
+    await service.reset()
+    answer = await service.step(0, "<think>hm</think><calculator> 6*7 </calculator>")
+    assert texts(answer) == [("", "", "\n\n<information>42</information>\n\n")]
+    assert (await service.step(1, "<answer>42</answer>")).done
+
+
+async def test_llama3_and_tags_without_a_result_tag(service):
+    await service.open(kind="tools", tools=[CALCULATOR], syntax="llama3")
+    await service.reset()
+    call = '{"name": "calculator", "parameters": {"expression": "6*7"}}'
+    assert texts(await service.step(0, call)) == [("tool", "calculator", "42")]
+    await service.open(kind="tools", tools=[CALCULATOR], syntax="tags")
+    await service.reset()
+    assert texts(await service.step(0, "<calculator>1</calculator>")) == [("tool", "calculator", "1")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tools": functions("missing")}, "no attribute 'missing'"),
+        ({"tools": functions("takes_anything")}, "must be given by name"),
+        ({"tools": functions("takes_bytes")}, "of a type of JSON"),
+        ({"tools": functions("add"), "syntax": "tags"}, "needs one argument"),
+        ({"tools": [CALCULATOR, CALCULATOR]}, "same name"),
+        ({"tools": [{"kind": "search", "corpus": "/no/such/file.parquet"}]}, "file.parquet"),
+        ({"tools": [{"kind": "python", "timeout_s": 9}], "turn_s": 9}, "must be below turn_s"),
+    ],
+)
+async def test_tools_that_cannot_be_offered_are_refused_when_the_run_opens(service, settings, words):
+    with pytest.raises(InvalidInput, match=words):
+        await service.open(kind="tools", **settings)
+
+
+def test_a_schema_comes_from_signature_and_docstring():
+    schema = function_schema(user_tools.weather)
+    assert schema == {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Forecasts the weather.\n\nOf any city.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "Name of the city, in English."},
+                    "days": {"type": "integer", "description": "Number of days."},
+                    "unit": {"enum": ["C", "F"]},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+    parameters = function_schema(user_tools.add)["function"]["parameters"]
+    assert parameters["properties"]["label"] == {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    assert not find_fault({"numbers": [1, 2.5], "label": None}, parameters)
+    assert find_fault({"numbers": [1], "label": 1}, parameters) == "argument label must be string or null"
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [(" (3 + 4) * 2 ", "14"), ("7 / 2", "3.5"), ("-7 // 2", "-4"), ("7 % 4", "3"), ("2**-1", "0.5"), ("1e3", "1000.0"),
+     ("2**2047", str(2**2047)), ("+-+1", "-1")],
+)  # fmt: skip
+def test_arithmetic_is_computed(expression, value):
+    assert str(compute(expression)) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "1 +", "a", "f(1)", "(1).real", "[1]", "'a' * 9", "True", "1j", "1 if 1 else 2", "1 < 2", "1, 000", "1;2",
+     "1/0", "0**-1", "2**4097", "9**9**9**9", "1e308*10", "1e999", "(-8)**0.5", "10.0**400", "2**4000*2**4000",
+     "-" * 999 + "1", "(" * 400 + "1" + ")" * 400, "1+" * 300 + "1", "1" * 1001, "9" * 999 + "**9", "1\0", "\ud800",
+     "(10**1000)/(1e-300)", "__import__('os')", "lambda: 1", "1e-400**-1"],
+)  # fmt: skip
+def test_what_is_no_arithmetic_or_too_large_is_refused_at_once(expression):
+    with pytest.raises(BadArgumentsError):
+        compute(expression)
+
+
+async def test_search_ranks_documents(service, tmp_path):
+    pytest.importorskip("bm25s", reason="needs the extra `environments`")
+    documents = [
+        {"title": "Paris", "text": "Paris is the capital of France."},
+        {"title": None, "text": "Rome is the capital of Italy."},
+        {"title": "Twin", "text": "A zebra."},
+        {"title": "Twin", "text": "A zebra."},
+        {"title": "Twin", "text": "A zebra."},
+    ]
+    pq.write_table(pa.Table.from_pylist(documents), tmp_path / "corpus.parquet")
+    tool = {"kind": "search", "corpus": str(tmp_path / "corpus.parquet"), "top_k": 2}
+    opened = await service.open(kind="tools", tools=[tool], syntax="tags", result_tag="information")
+    assert opened.environment.startswith("tools 1/search-bm25s-")
+    await service.reset()
+
+    async def search(turn: int, query: str) -> str:
+        ((_, _, text),) = texts(await service.step(turn, f"<search>{query}</search>"))
+        return text.strip().removeprefix("<information>").removesuffix("</information>")
+
+    assert await search(0, "capital of Italy?") == (
+        "Doc 1: Rome is the capital of Italy.\nDoc 2: (Title: Paris) Paris is the capital of France."
+    )
+    assert await search(1, "zebra") == "Doc 1: (Title: Twin) A zebra.\nDoc 2: (Title: Twin) A zebra."
+    assert await search(2, "qwertz") == "No document was found."
+    assert await search(3, "the of ?!") == "No document was found."
+    assert await search(4, " ") == "error: the query is empty"
+
+
+async def test_programs_run_in_the_sandbox(service):
+    tool = {"kind": "python", "timeout_s": 8, "max_output_chars": 200}
+    opened = await service.open(kind="tools", tools=[tool], turn_s=600)
+    assert opened.environment.startswith("tools 1/python-")
+    await service.reset()
+    programs = {
+        "print(6 * 7)": "42\n",
+        "import sys; print('é'); sys.stderr.write('oh'); sys.exit(3)": "é\noh\nerror: exit status 3",
+        "import socket; socket.socket()": "PermissionError",
+        "1/0": "ZeroDivisionError: division by zero\n\nerror: exit status 1",
+        "print('a' * 50 + 'b' * 100_000 + 'c' * 50)": "a" * 50 + "b" * 50 + "\n[... cut ...]\n" + "b" * 49 + "c" * 50,
+        "import os, signal; os.kill(os.getppid(), signal.SIGKILL)": "error: the program was stopped",
+        "input()": "EOFError",
+        "\ud800": "error: exit status 1",
+    }
+    for turn, (program, expected) in enumerate(programs.items()):
+        ((_, _, text),) = texts(await service.step(turn, hermes("python", code=program)))
+        assert expected in text, program
+        assert len(text) < 300
+
+
+async def test_a_program_that_does_not_end_is_the_policys_fault(service):
+    await service.open(kind="tools", tools=[{"kind": "python", "timeout_s": 0.5, "max_output_chars": 60}], turn_s=600)
+    await service.reset()
+    ((_, _, text),) = texts(await service.step(0, hermes("python", code="print(1, flush=True)\nwhile True: pass")))
+    assert text.endswith("error: stopped after 0.5 s") or text.startswith("error: the program was stopped")
+    flood = "import os\nwhile os.fork() or True: print('a' * 1000, flush=True)"
+    ((_, _, text),) = texts(await service.step(1, hermes("python", code=flood)))
+    assert "error: " in text and len(text) < 400

@@ -1,0 +1,193 @@
+"""Environments of a user, good and bad; workers import this file by name."""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+
+class Guess:
+    """The ten lines of docs/environments.md."""
+
+    def __init__(self, top=10):
+        self.top = top
+
+    def reset(self, seed, row):
+        self.number = random.Random(seed).randint(1, self.top)
+        return f"Guess my number, from 1 to {self.top}."
+
+    def step(self, text):
+        if int(text) == self.number:
+            return None, 1.0, True
+        return "higher" if int(text) < self.number else "lower", 0.0, False
+
+
+class Journal:
+    """Appends what it is asked to row["journal"], a file; `close` too."""
+
+    def reset(self, seed, row):
+        self.file = Path(row["journal"])
+        self._write(f"reset {seed}")
+        return [{"role": "system", "content": "be brief"}, {"role": "user", "content": "?"}]
+
+    def step(self, text):
+        self._write(f"step {text}")
+        return {"observation": text.upper(), "reward": len(text), "done": text == "done"}
+
+    def close(self):
+        self._write("close")
+
+    def _write(self, line):
+        with self.file.open("a") as file:
+            file.write(line + "\n")
+
+
+class AsyncJournal(Journal):
+    """Waits in each step for the file that it is told to create: never, for an empty name."""
+
+    async def reset(self, seed, row):
+        return super().reset(seed, row)
+
+    async def step(self, text):
+        await asyncio.sleep(0)
+        if text == "hang":
+            self._write("hanging")
+            await asyncio.Event().wait()
+        return super().step(text)
+
+    async def close(self):
+        super().close()
+
+
+class Actor:
+    """Does what row["reset"], the policy's text and row["close"] say."""
+
+    def reset(self, seed, row):
+        self.row = row
+        return self._act(row.get("reset", ""), "ready")
+
+    def step(self, text):
+        return self._act(text, ("next", 0.5, False))
+
+    def close(self):
+        self._act(self.row.get("close", ""), None)
+
+    def _act(self, what, default):
+        return getattr(self, what)() if what else default
+
+    def raises(self):
+        raise KeyError("column")
+
+    def stops_iterating(self):
+        raise StopIteration
+
+    def leaves(self):
+        raise SystemExit(3)
+
+    def exits(self):
+        os._exit(3)
+
+    def hangs(self):
+        Path(self.row["file"]).touch()
+        while True:
+            time.sleep(1)
+
+    def stalls(self):
+        Path(self.row["file"]).touch()
+        return re.match(r"(a+)+$", "a" * 60 + "b")  # no other thread runs meanwhile
+
+    def prints(self):
+        for _ in range(1000):
+            print("x" * 1000)  # noqa: T201
+        return "printed", 0.0, False
+
+    def floods(self):
+        while True:
+            os.write(4, bytes(1 << 16))  # where the worker keeps its end of the pipe
+
+    def answers_nonsense(self):
+        os.write(4, b"1.0 is it\n")
+        time.sleep(600)
+
+    def answers_another(self):
+        os.write(4, b'{"id": 12345, "messages": []}\n')
+        time.sleep(600)
+
+    def takes_memory(self):
+        return len(bytearray(8 << 30))
+
+    def is_long(self):
+        return "x" * (5 << 20), 0.0, False
+
+    def is_a_number(self):
+        return 1.0
+
+    def has_a_reward_that_is_not_finite(self):
+        return None, float("nan"), False
+
+    def has_a_reward_that_is_text(self):
+        return None, "1.0", False
+
+    def lies_about_done(self):
+        return None, 1.0, "no"
+
+    def has_no_role(self):
+        return [{"content": "?"}], 0.0, False
+
+    def has_a_wrong_role(self):
+        return [{"role": "assistant", "content": "I won"}], 0.0, False
+
+    def is_no_text(self):
+        return "\ud800", 0.0, False
+
+
+class AsyncActor(Actor):
+    """The same on the event loop."""
+
+    async def reset(self, seed, row):
+        return super().reset(seed, row)
+
+    async def step(self, text):
+        if text == "waits":
+            await asyncio.Event().wait()
+        if text == "will_not_be_canceled":
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+        return super().step(text)
+
+
+class OnlyTools(Actor):
+    """Sends results of tools only."""
+
+    roles = ("tool",)
+
+
+class WrongRoles(OnlyTools):
+    """Names a role that no environment may send."""
+
+    roles = ("assistant",)
+
+
+class Unprepared:
+    """Cannot be set up."""
+
+    @classmethod
+    def prepare(cls):
+        raise RuntimeError("no corpus")
+
+    def reset(self, seed, row):
+        pass
+
+    def step(self, text):
+        pass
+
+
+class NoStep:
+    """Lacks a method."""
+
+    def reset(self, seed, row):
+        pass
