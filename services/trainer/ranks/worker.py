@@ -34,6 +34,7 @@ from services.trainer.losses import Totals
 from services.trainer.losses.python import require_importable
 from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.publish import send
+from services.trainer.ranks.strategies import make_backend
 from services.trainer.updates.blocks import BlockUpdate
 from services.trainer.updates.critic import update_critic
 from services.trainer.updates.packing import Pack, build_pack
@@ -88,7 +89,7 @@ class Worker:
             self._start_process_group(timedelta(seconds=config.collective_timeout_s))
         torch.manual_seed(seed)
         self._configs[role] = config
-        backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
+        backend = self._backends[role] = make_backend(role, config, model_path, self._device)
         if checkpoint_path:
             try:
                 backend.load(Path(checkpoint_path) / "state")
@@ -382,17 +383,6 @@ class Worker:
         store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
-
-
-def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
-    """Imports and builds the backend. A host may have only one backend's libraries, and they are slow to import."""
-    if config.strategy == "megatron":
-        from services.trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(role, config, model_path, device)
-    from services.trainer.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(role, config, model_path, device)
 
 
 def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:
