@@ -91,6 +91,15 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class AddsBlocks(Protocol):
+    """A backend whose `accumulate`, called again before `step`, adds to the gradients of the calls before it."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies the accumulated gradients by `factor`."""
+        ...
+
+
+@runtime_checkable
 class SeveralSenders(Protocol):
     """A backend whose ranks can share the sending of a publication because they hold different weights."""
 

@@ -4,7 +4,8 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.metrics import step_metrics
-from services.coordinator.rl.step import LoopContext, collect, update, warm_up
+from services.coordinator.rl.step import LoopContext, collect, warm_up
+from services.coordinator.rl.streaming import update_of
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
 
@@ -26,12 +27,13 @@ async def train(run: Run, context: LoopContext) -> None:
         await _save_and_evaluate(run, context, stamp)
 
     while version < held or (version < run.num_steps and not run.stopping):
-        with run.phase(Phase.GENERATING):
-            batch = await run.recorded_batch(stamp)
-            if batch is None:
-                batch = run.record.record_batch(await collect(run, context, stamp, version))
-        with run.phase(Phase.TRAINING):
-            version, trained = await update(run, context, batch, stamp)
+        async with update_of(run, context, stamp) as update:
+            with run.phase(Phase.GENERATING):
+                batch = await run.recorded_batch(stamp)
+                if batch is None:
+                    batch = run.record.record_batch(await collect(run, context, stamp, version, update.take))
+            with run.phase(Phase.TRAINING):
+                version, trained = await update.apply(batch)
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
         run.finish_step(version, step_metrics(run, trained, batch))

@@ -17,9 +17,23 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
     metrics |= (run.record.ledger.last(Kind.SELECTED, run.version) or {}).get("metrics", {})
     kl = (run.record.ledger.last(Kind.COLLECTED, run.version) or {}).get("kl")
     metrics |= {"kl/coef": kl["kl_coef"], "kl/penalized_per_sample": kl["kl_per_sample"]} if kl else {}
+    metrics |= _idle(metrics)
     if not run.record.batch_is_from_disk:
         metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
     return metrics
+
+
+def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the seconds of the step in which the replicas did not generate, and the trainer did not train.
+
+    The trainer's own time is that of its updates; publishing and forwards of other models count as idle.
+    """
+    step_s, generating_s = metrics["time/step_s"], metrics.get("time/generating_s", 0.0)
+    training_s = metrics.get("train/train_s", metrics.get("time/training_s", 0.0))
+    return {
+        "time/idle_rollout_s": max(step_s - generating_s, 0.0),
+        "time/idle_trainer_s": max(step_s - training_s, 0.0),
+    }
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block
 from services.common.tasks import task_group
 from services.coordinator.data.curriculum import prompts_to_try
-from services.coordinator.data.groups import to_table
+from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record
 from services.coordinator.rl.collect import Collector, Draw
-from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.forwards import Forwards, TakeBlock
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.rl.selection import select
 from services.coordinator.runs.clock import Phase
@@ -67,26 +69,41 @@ async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyS
     return version, metrics | (critic.result()[1] if critic else {})
 
 
-async def collect(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) -> CollectedBatch:
-    """Samples a batch from `stamp`: scores and selects groups, runs the other models, computes advantages."""
+async def collect(
+    run: Run, context: LoopContext, stamp: PolicyStamp, step: int, take: TakeBlock | None = None
+) -> CollectedBatch:
+    """Samples a batch from `stamp`: scores and selects groups, runs the other models, computes advantages.
+
+    `take` gets its groups in blocks, each as soon as it is complete.
+    """
     config, rollout = run.config, run.config.rollout
     draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step)
     # A critic's warm-up has step numbers beyond the run's; its success rates are those known at the policy's version.
     prompts = prompts_to_try(
         context.data, config, step, lambda _, window: run.record.ledger.success_rates(stamp.version, window)
     )
-    async with context.forwards.of_batch() as forwards:
+    async with context.forwards.of_batch(take) as forwards:
         collect_one = context.collector.with_baseline if config.advantage.needs_baseline else context.collector.one
         selected = await select(
             config, prompts, lambda index, prompt: collect_one(index, prompt, draw), forwards.decide
         )
         groups = await forwards.complete(selected.groups)
     coef = kl_coef(run, stamp.version)
-    samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
-    samples = compute_advantages(samples, config.advantage, kl_coef=coef)
+    samples = to_samples(config, groups, coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     decision = {**selected.decision, "metrics": selected.metrics | context.collector.take_metrics()}
     return CollectedBatch(samples, stamp, decision, selected.outcomes, context.data.digest, kl)
+
+
+def to_samples(config: Config, groups: Sequence[ScoredGroup], coef: float) -> pa.Table:
+    """Returns the samples of `groups` with their advantages; `coef` is that of the KL penalty in the reward.
+
+    Computes each block by itself, as a streamed step must, so that the numbers are the same to the last bit.
+    """
+    size = groups_per_block(config) or len(groups)
+    blocks = [groups[begin : begin + size] for begin in range(0, len(groups), size)]
+    tables = [to_table(block, mask_truncated=config.selection.overlong.mask_truncated) for block in blocks]
+    return pa.concat_tables(compute_advantages(table, config.advantage, kl_coef=coef) for table in tables)
 
 
 def kl_coef(run: Run, version: int) -> float:

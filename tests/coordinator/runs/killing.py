@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
+from services.common import batch as batches
+from services.common.blocks import content_sha256
 from services.common.config.run import Config
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
@@ -28,6 +30,7 @@ from services.coordinator.rl.session import run_session
 from services.coordinator.runs.ledger import Ledger
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.blocks import BlockStream
 from services.coordinator.services.launch import Addresses
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
@@ -38,10 +41,12 @@ from tests.support import PATIENCE_S
 
 
 class CountingRank:
-    """Trains nothing, and counts how often."""
+    """Trains nothing, and counts how often. Keeps what the blocks of each batch that was applied consisted of."""
 
     def __init__(self) -> None:
         self.trained: list[int] = []
+        self.blocks: list[list[str]] = []
+        self._added: list[str] = []
 
     @rank_command
     def open(self, **_: Any) -> Message:
@@ -52,6 +57,23 @@ class CountingRank:
         self.trained.append(version)
         metrics = {"entropy": 1.0, "grad_norm": 2.0, "logprob_gap_max": 0.0, "loss": float(version)}
         return Message({"metrics": metrics})
+
+    @rank_command
+    def begin_blocks(self, *, temperature: float) -> None:
+        self._added = []
+
+    @rank_command
+    def add_block(self, *, packs: list[int], frames: Sequence[bytes]) -> None:
+        self._added.append(f"{packs} {content_sha256(batches.decode(frames)).hex()}")
+
+    @rank_command
+    def apply_blocks(self, *, totals: dict[str, int], version: int) -> Message:
+        self.blocks.append([*self._added, f"{totals}"])
+        return self.train(version=version)
+
+    @rank_command
+    def drop_blocks(self) -> None:
+        self._added = []
 
     @rank_command
     def save(self, *, path: str, state: dict[str, Any], **_: Any) -> Message:
@@ -118,6 +140,7 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Deadline:
     """Watches the ledger, metrics.jsonl and every call of the coordinator in this process."""
     deadline = Deadline()
     record, transaction, call, line = Ledger.record, Ledger.transaction, Client.call, JsonLines.step
+    parts = {name: getattr(BlockStream, name) for name in ("send", "commit")}
 
     def recording(self: Ledger, kind: str, version: int | None = None, **body: Any) -> int:
         deadline.before()
@@ -144,6 +167,16 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Deadline:
         line(self, version, metrics)
         deadline.after(f"line {version}")
 
+    def streaming(name: str) -> Callable[[BlockStream, pa.Table], None]:
+        def sending(self: BlockStream, samples: pa.Table) -> None:
+            deadline.before()
+            parts[name](self, samples)
+            deadline.after(f"{name} of a block" if name == "send" else name)
+
+        return sending
+
+    for name in parts:
+        monkeypatch.setattr(BlockStream, name, streaming(name))
     monkeypatch.setattr(Ledger, "record", recording)
     monkeypatch.setattr(Ledger, "transaction", in_transaction)
     monkeypatch.setattr(Client, "call", calling)
@@ -193,7 +226,7 @@ async def surviving_services() -> AsyncIterator[Services]:
     assert failures == []
 
 
-def make_run(directory: Path, num_steps: int) -> Config:
+def make_run(directory: Path, num_steps: int, **trainer: Any) -> Config:
     """Returns the config of a run that is saved and evaluated after every step; its files are in `directory`."""
     model = directory / "model"
     model.mkdir()
@@ -218,7 +251,7 @@ def make_run(directory: Path, num_steps: int) -> Config:
         },
         rollout={"completions_per_prompt": 2, "max_model_len": 64, "sampling": {"max_tokens": 8}},
         reward={"scorers": [{"kind": "exact"}]},
-        trainer={"max_tokens_per_microbatch": 256},
+        trainer={"max_tokens_per_microbatch": 256, **trainer},
         evaluation={"eval_freq": 1},
         checkpoint={"save_freq": 1, "max_ckpts_to_keep": 10},
     )  # type: ignore[arg-type]

@@ -3,6 +3,8 @@
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from services.common.config.run import Config
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.recorded import RecordedLedger
@@ -23,19 +25,31 @@ STEPS = list(range(1, NUM_STEPS + 1))
 _LIFE = 12  # events of the first coordinator: enough to open the services and to publish
 
 
-async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(tmp_path: Path, deadline: Deadline):
+# Two blocks of one group each: a group has at most 48 tokens.
+_STREAMED = {"max_tokens_per_microbatch": 48}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "trains"), [({}, {"Train"}), (_STREAMED, {"send of a block", "commit", "TrainBlocks"})]
+)
+async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(
+    tmp_path: Path, deadline: Deadline, trainer: dict[str, int], trains: set[str]
+):
     async with surviving_services() as services:
-        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline)
-        assert {"batch recorded", "Train", "SendWeights", "SaveCheckpoint", "line 2", "ledger evaluated 2"} <= {*events}
+        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **trainer)
+        blocks = [*services.rank.blocks]
+        assert {"batch recorded", "SendWeights", "SaveCheckpoint", "line 2", "ledger evaluated 2"} | trains <= {*events}
         for num_events in range(1, len(events) + 1):
             where = f"killed after {num_events} events: {events[:num_events][-3:]}"
-            config = _made(tmp_path / f"killed-{num_events}")
+            config = _made(tmp_path / f"killed-{num_events}", **trainer)
             services.rank.trained.clear()
+            services.rank.blocks.clear()
             deadline.restart(num_events)
             await _run_until_killed(services, config)
             deadline.restart()
             outcome = await services.run(config)
             assert (outcome.version, services.rank.trained) == (NUM_STEPS, [0, 1]), where
+            assert services.rank.blocks == blocks, where
             assert metrics_lines(config.run_dir) == undisturbed, where
             assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS), where
 
@@ -65,16 +79,16 @@ def _record(run_dir: Path) -> tuple[list[int], list[int], list[int]]:
     return finished, evaluated, saved
 
 
-def _made(directory: Path) -> Config:
+def _made(directory: Path, **trainer: int) -> Config:
     directory.mkdir()
-    return make_run(directory, NUM_STEPS)
+    return make_run(directory, NUM_STEPS, **trainer)
 
 
 async def _undisturbed(
-    services: Services, directory: Path, deadline: Deadline
+    services: Services, directory: Path, deadline: Deadline, **trainer: int
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Returns the lines of a run that nothing disturbs, and its events."""
-    config = _made(directory)
+    config = _made(directory, **trainer)
     deadline.restart()
     await services.run(config)
     return metrics_lines(config.run_dir), deadline.events

@@ -167,6 +167,10 @@ class TrainerConfig(Strict):
     num_minibatches: int = Field(default=1, ge=1)
     """Number of optimizer updates per batch. Each update uses an equal share of the prompt groups, and each sample is
     used once."""
+    streaming: Literal["auto", "off"] = "auto"
+    """auto: send prompt groups to the trainer in blocks, in prompt order, while others are still generated, wherever
+    the result is the same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same
+    with both, to the bit on CPU."""
     max_logprob_gap: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
     trainer's log-probabilities over a batch is above this."""

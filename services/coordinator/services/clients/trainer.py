@@ -11,11 +11,13 @@ from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 from services.common import batch as batches
 from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.retry import repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
+from services.coordinator.services.clients.blocks import BlockStream
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
@@ -72,13 +74,7 @@ class Model:
 
         Safe to repeat: the trainer applies each batch id only once, and answers it again with the same metrics.
         """
-        header = pb.TrainHeader(
-            expected_stamp=stamp,
-            batch_id=batch_id,
-            temperature=self._temperature,
-            role=self._role,
-            critic_version=critic_version,
-        )
+        header = self._header(batch_id, stamp, critic_version)
 
         async def train(timeout_s: float) -> pb.TrainResponse:
             requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
@@ -100,6 +96,17 @@ class Model:
         """Closes the channel."""
         await self._client.close()
 
+    def _header(self, batch_id: str, stamp: PolicyStamp, critic_version: int = 0) -> pb.TrainHeader:
+        config, is_policy = self._config, self._role == pb.ROLE_POLICY
+        return pb.TrainHeader(
+            expected_stamp=stamp,
+            batch_id=batch_id,
+            temperature=self._temperature,
+            role=self._role,
+            critic_version=critic_version,
+            groups_per_block=groups_per_block(config) if is_policy and isinstance(config, Config) else 0,
+        )
+
     @property
     def _temperature(self) -> float:
         return self._config.rollout.sampling.temperature if isinstance(self._config, Config) else 1.0
@@ -110,6 +117,15 @@ class Trainer(Model):
 
     def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL):
         super().__init__("trainer", address, config, transport)
+
+    def stream(self, batch_id: str, stamp: PolicyStamp) -> BlockStream:
+        """Begins to send the blocks of a batch that is sampled from `stamp`, whose result is that of `train`."""
+        # While blocks are sent, other groups are generated.
+        timeout_s = self._timeouts.generate_s + self._timeouts.train_s
+        return BlockStream(
+            self._header(batch_id, stamp),
+            lambda requests: self._client.call(TrainerService.TrainBlocks, requests, timeout_s=timeout_s),
+        )
 
     async def join(self, group: WeightGroup) -> str:
         """Joins the weight group as its first members. Returns the digest of the plan that the trainer built."""

@@ -1,0 +1,48 @@
+"""Says in which blocks a batch is trained on, and whether they are sent while other groups are still generated."""
+
+from services.common.config.run import Config
+from services.common.megatron.layout import data_parallel_size, samples_at_once
+
+# More blocks leave less to compute after the last group, and each costs a reduction of the gradients.
+_MAX_BLOCKS = 8
+# Their advantages depend on no other group of the batch.
+_GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"}
+
+
+def groups_per_block(config: Config) -> int:
+    """Returns the number of prompt groups in a block; 0 if the batch is trained on as a whole.
+
+    Blocks are as many as can each fill a micro-batch of every rank with the longest possible samples, at most eight.
+    They follow from the config alone and not from `trainer.streaming`, so that streaming changes no number.
+    """
+    if not _is_exact(config):
+        return 0
+    wanted, trainer = config.data.prompts_per_step, config.trainer
+    longest = config.data.max_prompt_tokens + config.max_response_tokens
+    most_tokens = wanted * config.rollout.completions_per_prompt * longest
+    num_blocks = min(
+        wanted, _MAX_BLOCKS, most_tokens // (trainer.max_tokens_per_microbatch * data_parallel_size(trainer))
+    )
+    return -(-wanted // num_blocks) if num_blocks > 1 else 0
+
+
+def streams(config: Config) -> bool:
+    """Returns whether blocks are sent as they are complete."""
+    return config.trainer.streaming == "auto" and groups_per_block(config) > 0
+
+
+def _is_exact(config: Config) -> bool:
+    """Returns whether the sum of the blocks' gradients, divided by the batch's counts, is the gradient of the batch."""
+    trainer, advantage = config.trainer, config.advantage
+    return (
+        trainer.strategy == "fsdp"
+        and trainer.num_minibatches == 1
+        and config.critic is None
+        and advantage.kind in _GROUP_KINDS
+        and advantage.whitening != "batch"
+        and trainer.loss.is_sampled
+        and not trainer.loss.needs_covariance
+        and config.selection.over_sampling.keep == "index"
+        # A block of a single group, which any last block may be, must have a sample for every rank.
+        and config.rollout.completions_per_prompt >= samples_at_once(trainer)
+    )

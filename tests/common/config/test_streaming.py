@@ -1,0 +1,58 @@
+"""Which runs are trained on in blocks, and in how large ones."""
+
+from typing import Any
+
+import pytest
+
+from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block, streams
+
+
+def config(**changes: Any) -> Config:
+    """16 groups of 4 samples of up to 100 tokens, in micro-batches of 400 on each of two ranks."""
+    settings: dict[str, Any] = {
+        "model": "m",
+        "data": {"train": "x.parquet", "prompts_per_step": 16, "max_prompt_tokens": 40},
+        "rollout": {"completions_per_prompt": 4, "sampling": {"max_tokens": 60}, "max_model_len": 128},
+        "reward": {"scorers": [{"kind": "exact"}]},
+        "trainer": {"max_tokens_per_microbatch": 400, "num_ranks": 2},
+    }
+    for section, values in changes.items():
+        settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
+    return Config(**settings)
+
+
+@pytest.mark.parametrize(("max_tokens", "groups"), [(100, 2), (400, 2), (800, 4), (1600, 8), (1601, 0), (16384, 0)])
+def test_a_block_can_fill_a_microbatch_of_every_rank(max_tokens: int, groups: int) -> None:
+    made = config(trainer={"max_tokens_per_microbatch": max_tokens})
+    assert (groups_per_block(made), streams(made)) == (groups, groups > 0)
+
+
+def test_blocks_do_not_depend_on_whether_they_are_streamed() -> None:
+    off = config(trainer={"streaming": "off"})
+    assert (groups_per_block(off), streams(off)) == (groups_per_block(config()), False)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"])
+def test_advantages_of_a_group(kind: str) -> None:
+    assert streams(config(advantage={"kind": kind}))
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "advantages of the whole batch": {"advantage": {"kind": "gpg"}},
+    "whitened over the batch": {"advantage": {"kind": "grpo", "whiten": "batch"}},
+    "whitened by its kind": {"advantage": {"kind": "reinforce_plus_plus"}},
+    "own advantages": {"advantage": {"kind": "python", "import_path": "a.b:c"}},
+    "a critic": {"advantage": {"kind": "gae"}, "critic": {}},
+    "several updates": {"trainer": {"num_minibatches": 2}},
+    "a loss that reads means of the batch": {"trainer": {"loss": {"kind": "clip_cov"}}},
+    "a choice by arrival": {"selection": {"over_sampling": {"factor": 1.5, "keep": "arrival"}}},
+    "a group smaller than the ranks": {"trainer": {"num_ranks": 8}},
+    "another backend": {"trainer": {"strategy": "megatron"}},
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_needs_the_whole_batch_is_not_cut(case: str) -> None:
+    made = config(**WHOLE[case])
+    assert (groups_per_block(made), streams(made)) == (0, False)
