@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import yaml
 
 from services.common.config.run import Config
 from services.common.config.streaming import groups_per_block, streams
@@ -31,6 +32,13 @@ def test_a_block_can_fill_a_microbatch_of_every_rank(max_tokens: int, groups: in
 def test_blocks_do_not_depend_on_whether_they_are_streamed() -> None:
     off = config(trainer={"streaming": "off"})
     assert (groups_per_block(off), streams(off)) == (groups_per_block(config()), False)
+
+
+def test_off_needs_no_quotes_in_yaml() -> None:
+    assert yaml.safe_load("streaming: off") == {"streaming": False}
+    assert config(trainer={"streaming": False}).trainer.streaming == "off"
+    with pytest.raises(ValueError, match="'auto' or 'off'"):
+        config(trainer={"streaming": True})
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"])

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Strict
 from services.common.config.trainer.loss import LossConfig
@@ -188,6 +188,11 @@ class TrainerConfig(Strict):
     """Megatron settings of the policy, used by strategy megatron."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Profiler traces of time and memory."""
+
+    @field_validator("streaming", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads off without quotes as false
 
     @model_validator(mode="after")
     def _lora_needs_megatron(self) -> Self:
