@@ -347,6 +347,6 @@ async def test_programs_run_where_new_files_are_private(open_run, score) -> None
     before = os.umask(0o077)
     try:
         async with open_run({"kind": "code", "timeout_s": PATIENCE_S, **LIMITS}) as opened:
-            assert await score(opened, "print(5)", [{"input": "", "output": "5"}]) == 1.0
+            assert await score(opened, "print(5)", pairs(("", "5"))) == 1.0
     finally:
         os.umask(before)
