@@ -88,6 +88,7 @@ class Sandbox:
         folder.chmod(0o755)
         _compile(folder / "code")
         source = await asyncio.to_thread(self._readable, prefix := Path(sys.base_prefix), folder)
+        _let_all_read(folder)
         self._arguments = [*self._as_nobody(), bwrap, *_bwrap_arguments(source, prefix, self._limits.disk_bytes)]
         self._arguments += ["--ro-bind", str(folder / "code"), _CODE, "--remount-ro", "/"]
         async with self.run(_PROBE, [{"kind": "stdin", "input": ""}]) as replies:
@@ -193,6 +194,15 @@ def _compile(folder: Path) -> None:
         py_compile.compile(str(module), cfile=str(package / f"{module.stem}.pyc"), doraise=True)
     for parent in (package.parent, package.parent.parent):
         shutil.copy(package / "__init__.pyc", parent)
+
+
+def _let_all_read(folder: Path) -> None:
+    """Lets the user that programs run as read `folder`, whatever the umask. Files that are links keep their modes."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            path.chmod(0o755)
+        elif path.stat().st_nlink == 1:
+            path.chmod(path.stat().st_mode | 0o444)
 
 
 def _link(source: str | Path, target: str | Path) -> None:

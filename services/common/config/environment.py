@@ -32,7 +32,16 @@ class BaseEnvironmentConfig(Strict):
     fails. A failure of the environment never becomes a reward."""
 
 
-class PythonEnvironmentConfig(BaseEnvironmentConfig):
+class WorkerEnvironmentConfig(BaseEnvironmentConfig):
+    """Has what environments that play in worker processes have in common."""
+
+    num_workers: int = Field(default=2, ge=1, le=1024)
+    """Number of worker processes. Each runs many episodes."""
+    max_memory_gib: float = Field(default=4.0, gt=0.1)
+    """Maximum address space of one worker, in GiB."""
+
+
+class PythonEnvironmentConfig(WorkerEnvironmentConfig):
     """Runs a class of yours that is importable on the reward service."""
 
     kind: Literal["python"] = "python"
@@ -42,10 +51,6 @@ class PythonEnvironmentConfig(BaseEnvironmentConfig):
     """Class, as package.module:Class. One object is made for each episode."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the class."""
-    num_workers: int = Field(default=2, ge=1, le=1024)
-    """Number of worker processes. Each runs many episodes."""
-    max_memory_gib: float = Field(default=4.0, gt=0.1)
-    """Maximum address space of one worker, in GiB."""
 
 
 class FunctionToolConfig(Strict):
@@ -139,7 +144,7 @@ class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
         return self
 
 
-class TextArenaEnvironmentConfig(BaseEnvironmentConfig):
+class TextArenaEnvironmentConfig(WorkerEnvironmentConfig):
     """Plays a single-player game of textarena."""
 
     kind: Literal["textarena"] = "textarena"
@@ -148,13 +153,9 @@ class TextArenaEnvironmentConfig(BaseEnvironmentConfig):
     """Name of the game, such as GuessTheNumber-v0."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for textarena.make."""
-    num_workers: int = Field(default=2, ge=1, le=1024)
-    """Number of worker processes. Each runs many episodes."""
-    max_memory_gib: float = Field(default=4.0, gt=0.1)
-    """Maximum address space of one worker, in GiB."""
 
 
-class ReasoningGymEnvironmentConfig(BaseEnvironmentConfig):
+class ReasoningGymEnvironmentConfig(WorkerEnvironmentConfig):
     """Gives tasks of reasoning-gym and scores answers."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
@@ -164,10 +165,6 @@ class ReasoningGymEnvironmentConfig(BaseEnvironmentConfig):
     """Name of the task, such as chain_sum."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task."""
-    num_workers: int = Field(default=2, ge=1, le=1024)
-    """Number of worker processes. Each runs many episodes."""
-    max_memory_gib: float = Field(default=4.0, gt=0.1)
-    """Maximum address space of one worker, in GiB."""
 
 
 class OpenEnvEnvironmentConfig(BaseEnvironmentConfig):

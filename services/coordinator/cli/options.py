@@ -94,11 +94,7 @@ def addresses(given: Given, *, is_operator: bool = False) -> "Addresses":
     if credentials:
         credentials.require_role(Role.COORDINATOR, *([Role.OPERATOR] if is_operator else []))
     transport = Transport(credentials, insecure)
-    for name, address in [
-        *others.items(),
-        *(("rollout", address) for address in rollout),
-        *(("reward", address) for address in reward),
-    ]:
-        if address:
-            require_secure(address, transport, field=f"--{name}")
-    return replace(Addresses(rollout, reward, transport=transport), **others)
+    services = replace(Addresses(rollout, reward, transport=transport), **others)
+    for name, address in services.named:
+        require_secure(address, transport, field=f"--{name}")
+    return services

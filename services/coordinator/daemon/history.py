@@ -78,5 +78,5 @@ def _lines(directory: Path) -> Iterator[tuple[int, dict[str, float]]]:
 def _last_session(directory: Path) -> tuple[Decision | None, Decision | None]:
     """Returns how the last session was opened, and its failure if it ended with one."""
     with closing(RecordedLedger(directory)) as ledger:
-        failed = ledger.last(Kind.FAILED) if ledger.is_newer(Kind.FAILED, Kind.OPENED) else None
+        failed = ledger.failure()
         return ledger.last(Kind.OPENED), failed

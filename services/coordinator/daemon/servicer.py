@@ -74,8 +74,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 def _addresses(given: pb.ServiceAddresses, transport: Transport) -> Addresses:
     """Converts addresses. Raises InvalidInput if one is not HOST:PORT or would use plaintext over a network."""
     others = {"trainer": given.trainer, "reference": given.reference, "critic": given.critic}
-    several = [(name, one) for name in ("rollout", "reward") for one in getattr(given, name)]
-    for name, address in [*others.items(), *several]:
-        if address:
-            require_secure(address, transport, field=f"addresses.{name}")
-    return replace(Addresses(tuple(given.rollout), tuple(given.reward), transport=transport), **others)
+    addresses = replace(Addresses(tuple(given.rollout), tuple(given.reward), transport=transport), **others)
+    for name, address in addresses.named:
+        require_secure(address, transport, field=f"addresses.{name}")
+    return addresses

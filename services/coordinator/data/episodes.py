@@ -51,6 +51,11 @@ class Episode:
         """Returns the tokens of each turn."""
         return [tokens[begin:end] for begin, end in zip(self.turn_begins, self.turn_ends, strict=True)]
 
+    def replies(self, tokens: Sequence[int]) -> list[Sequence[int]]:
+        """Returns the tokens that the environment added after each turn; none after the last."""
+        nexts = [*self.turn_begins[1:], len(tokens)]
+        return [tokens[end:begin] for end, begin in zip(self.turn_ends, nexts, strict=True)]
+
 
 @dataclass
 class Stream:

@@ -102,8 +102,9 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
 
 
 def _loss_mask(group: ScoredGroup, sample: int, mask_truncated: bool) -> list[bool] | None:
-    num_tokens, episode = len(group.completions[sample].tokens), group.episode(sample)
-    if mask_truncated and group.is_truncated[sample]:
+    completion, episode = group.completions[sample], group.episode(sample)
+    num_tokens = len(completion.tokens)
+    if mask_truncated and completion.finish_reason == FinishReason.FINISH_REASON_LENGTH:
         return [False] * num_tokens
     if episode:
         return episode.loss_mask(num_tokens)

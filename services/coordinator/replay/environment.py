@@ -42,7 +42,7 @@ class _Player:
         """Plays one recorded sample. Stops at its first reply that differs, after which turns mean something else."""
         at, episode = f"prompt {row['prompt_id']} sample {row['sample']}", Episode.of(row)
         assert episode is not None, "every sample of the run has an episode"
-        begins = [*episode.turn_begins[1:], len(row["tokens"])]
+        replies = episode.replies(row["tokens"])
         async with self._environments.episode(f"replay/{row['group']}/{row['sample']}") as client:
             seed = environment_seed(self._config.seed, prompt.prompt_id)
             first = self._dialog.begin(prompt, await client.reset(seed, prompt))
@@ -54,11 +54,10 @@ class _Player:
                 found = _differences(
                     f"{at} turn {turn} reward", episode.turn_rewards[turn], self._weight * reply.reward
                 )
-                is_last = turn == len(begins) - 1
-                if not is_last:
+                if turn < len(replies) - 1:
                     found += _differences(f"{at} turn {turn} done", False, reply.done)
-                    sent = row["tokens"][episode.turn_ends[turn] : begins[turn]]
-                    found += _differences(f"{at} turn {turn} reply", sent, self._dialog.reply(tokens, reply.messages))
+                    now = self._dialog.reply(tokens, reply.messages)
+                    found += _differences(f"{at} turn {turn} reply", replies[turn], now)
                 if found:
                     return found
         return []

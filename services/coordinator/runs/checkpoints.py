@@ -69,7 +69,7 @@ class Checkpoints:
         last batch before it.
         """
         manifest = Path(self._path(Kind.SAVED, version)) / "manifest.json"
-        if self._ledger.done_since_finished(Kind.SAVED, version) or not manifest.is_file():
+        if self._ledger.is_newer(Kind.SAVED, Kind.FINISHED, version) or not manifest.is_file():
             return
         content = manifest.read_bytes()
         if json.loads(content)["state"]["last_batch_id"] == batch_id:

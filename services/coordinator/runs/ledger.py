@@ -109,19 +109,18 @@ class Ledger:
         ).fetchone()
         return row[0] if row else None
 
-    def done_since_finished(self, kind: Kind, version: int) -> bool:
-        """Returns whether there is a decision `kind` of `version` after the step was finished (again) last."""
-        newest = "SELECT COALESCE(MAX(seq), 0) FROM decisions WHERE kind = ? AND version = ?"
-        row = self._db.execute(
-            f"SELECT ({newest}) > ({newest})", (kind.value, version, Kind.FINISHED.value, version)
-        ).fetchone()
+    def is_newer(self, kind: Kind, than: Kind, version: int | None = None) -> bool:
+        """Returns whether there is a decision of `kind` that is newer than every decision of kind `than`.
+
+        With `version`, only decisions of this version count.
+        """
+        newest = "SELECT IFNULL(MAX(seq), 0) FROM decisions WHERE (?3 IS NULL OR version = ?3) AND kind ="
+        row = self._db.execute(f"SELECT ({newest} ?1) > ({newest} ?2)", (kind.value, than.value, version)).fetchone()
         return bool(row[0])
 
-    def is_newer(self, kind: Kind, than: Kind) -> bool:
-        """Returns whether there is a decision of `kind` that is newer than every decision of kind `than`."""
-        newest = "SELECT IFNULL(MAX(seq), 0) FROM decisions WHERE kind = ?"
-        row = self._db.execute(f"SELECT ({newest}) > ({newest})", (kind.value, than.value)).fetchone()
-        return bool(row[0])
+    def failure(self) -> Decision | None:
+        """Returns the error that ended the last session; None if none did."""
+        return self.last(Kind.FAILED) if self.is_newer(Kind.FAILED, Kind.OPENED) else None
 
     def checkpoints(self, kind: Kind) -> list[Decision]:
         """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""

@@ -103,7 +103,7 @@ class RunRecord:
 
     def was_evaluated(self, version: int) -> bool:
         """Returns whether `version` was evaluated before a restart."""
-        return self.ledger.done_since_finished(Kind.EVALUATED, version)
+        return self.ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)
 
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
         """Writes the samples of an evaluation of set `name` as Parquet."""

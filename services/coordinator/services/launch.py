@@ -52,6 +52,12 @@ class Addresses:
         """Trainer address of each model, by config section; empty if none was given."""
         return {"trainer": self.trainer, "reference": self.reference, "critic": self.critic}
 
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """Returns (name of the service, address) of every address that is not empty."""
+        several = [(name, one) for name, these in (("rollout", self.rollout), ("reward", self.reward)) for one in these]
+        return [(name, address) for name, address in [*self.trainers.items(), *several] if address]
+
     def require_own(self, config: Config) -> None:
         """Raises InvalidInput if a model has an address here but `config` gives it no trainer of its own."""
         for name in ("reference", "critic"):

@@ -340,3 +340,13 @@ async def test_cancelling_and_closing_leave_no_process(open_run, make_item):
 @sandboxed
 async def test_the_version_names_the_interpreter(run):
     assert run.scorer == f"code 2/python-{platform.python_version()} x 1"
+
+
+async def test_programs_run_where_new_files_are_private(open_run, score) -> None:
+    """A service keeps its files to its owner; what the sandbox brings must be readable for nobody all the same."""
+    before = os.umask(0o077)
+    try:
+        async with open_run({"kind": "code", "timeout_s": PATIENCE_S, **LIMITS}) as opened:
+            assert await score(opened, "print(5)", pairs(("", "5"))) == 1.0
+    finally:
+        os.umask(before)

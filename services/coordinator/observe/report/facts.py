@@ -61,7 +61,7 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> Head:
 def _state(run_dir: Path, ledger: RecordedLedger, version: int, num_steps: int | None) -> str:
     if is_running(run_dir):
         return "running"
-    if ledger.is_newer(Kind.FAILED, Kind.OPENED):
+    if ledger.failure():
         return "failed"
     if num_steps is None:
         return "ended"
@@ -70,7 +70,7 @@ def _state(run_dir: Path, ledger: RecordedLedger, version: int, num_steps: int |
 
 def _error(ledger: RecordedLedger) -> str:
     """Returns the error that ended the last session; an empty string if none did."""
-    failed = ledger.last(Kind.FAILED) if ledger.is_newer(Kind.FAILED, Kind.OPENED) else None
+    failed = ledger.failure()
     return f"{failed['reason']}: {failed['message'].splitlines()[0]}" if failed else ""
 
 

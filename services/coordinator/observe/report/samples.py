@@ -174,10 +174,10 @@ def _conversation(row: Record, decode: Decode) -> list[tuple[str, float | str | 
     if episode is None:
         return None
     parts: list[tuple[str, float | str | None]] = []
-    nexts = [*episode.turn_begins[1:], len(row["tokens"])]
-    for turn, tokens in enumerate(episode.turns(row["tokens"])):
-        parts.append((_text(tokens, decode), number(episode.turn_rewards[turn])))
-        if reply := row["tokens"][episode.turn_ends[turn] : nexts[turn]]:
+    turns, replies = episode.turns(row["tokens"]), episode.replies(row["tokens"])
+    for turn, reward, reply in zip(turns, episode.turn_rewards, replies, strict=True):
+        parts.append((_text(turn, decode), number(reward)))
+        if reply:
             parts.append((_text(reply, decode), None))
     return parts
 
