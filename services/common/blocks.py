@@ -1,4 +1,4 @@
-"""Cuts a batch into blocks of prompt groups, and hashes blocks by their content.
+"""Cuts a batch into blocks of prompt groups, counts their tokens, and hashes blocks by their content.
 
 A block's hash is over its values and not over the bytes of a message, so that the samples that a trainer received early
 can be compared with those that the coordinator recorded later.
@@ -21,6 +21,13 @@ def blocks_of(samples: pa.Table, groups_per_block: int) -> list[pa.Table]:
     return [
         samples.slice(begin, end - begin) for begin, end in zip(begins, [*begins[1:], samples.num_rows], strict=True)
     ]
+
+
+def trained_tokens(samples: pa.Table) -> np.ndarray:
+    """Returns the number of completion tokens of each sample that loss_mask does not mask, int64 [samples]."""
+    if samples["loss_mask"].null_count:
+        return pc.list_value_length(samples["tokens"]).to_numpy().astype(np.int64)
+    return np.array([np.count_nonzero(mask.values) for mask in samples["loss_mask"]], np.int64)
 
 
 def content_sha256(block: pa.Table) -> bytes:

@@ -9,41 +9,46 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common import batch as batches
-from services.common.blocks import batch_sha256, blocks_of, content_sha256
+from services.common.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Ranks
-from services.trainer.ranks.shards import block_parts, trained_tokens
+from services.trainer.ranks.shards import block_parts
 from services.trainer.ranks.worker import Worker
 
 
 class BlockReader:
-    """Reads the messages of a TrainBlocks call: `header`, then the blocks by iteration, then `commit`."""
+    """Reads the messages of a TrainBlocks call: `header`, then the blocks by iteration, which ends after the commit."""
 
     def __init__(self, messages: AsyncIterator[pb.TrainBlocksRequest]):
         self._messages = messages
-        self.commit = pb.TrainCommit()
-        """The commit, once all blocks were read."""
+        self._header = pb.TrainHeader()
+        self._hashes: list[bytes] = []
+        self._num_samples = self._num_tokens = 0
 
     async def header(self) -> pb.TrainHeader:
         """Returns the header.
 
         Raises:
-            InvalidInput: The first message is not a header for blocks.
+            InvalidInput: The first message is not a header for blocks of the policy.
         """
         async for message in self._messages:
-            if message.WhichOneof("part") == "header" and message.header.groups_per_block > 0:
-                return message.header
+            self._header = message.header  # an empty one if the message is something else
             break
-        raise InvalidInput("header: must be the first message, with groups_per_block above 0", field="header")
+        if self._header.role != pb.ROLE_POLICY or not self._header.groups_per_block:
+            raise InvalidInput(
+                "header: must be the first message, for the policy and with groups_per_block above 0", field="header"
+            )
+        return self._header
 
     async def __aiter__(self) -> AsyncIterator[pa.Table]:
-        """Yields each block once it is complete.
+        """Yields each block once it is complete. After the last one, compares the whole with the commit.
 
         Raises:
             InvalidInput: A message is not one that may come there, or the frames are not a table of SAMPLE_SCHEMA.
-            DataLoss: CORRUPT_TRANSFER, a block is not what was sent, or the stream ended before its commit.
+            DataLoss: CORRUPT_TRANSFER, a block or the batch is not what was sent, or the stream ended before its
+                commit.
         """
         frames: list[bytes] = []
         async for message in self._messages:
@@ -55,12 +60,27 @@ class BlockReader:
                 if content_sha256(block) != message.block.sha256:
                     raise _corrupt("the bytes of a block changed on the way")
                 yield block
+                self._note(block, message.block.sha256)  # the caller has checked its samples
             elif part == "commit" and not frames:
-                self.commit = message.commit
+                self._require_batch(message.commit)
                 return
             else:
                 raise InvalidInput(f"{part}: not expected here", field=part or "part")
         raise _corrupt("it ended before its commit")
+
+    def _note(self, block: pa.Table, sha256: bytes) -> None:
+        self._hashes.append(sha256)
+        self._num_samples += block.num_rows
+        self._num_tokens += int(trained_tokens(block).sum())
+
+    def _require_batch(self, commit: pb.TrainCommit) -> None:
+        if (self._num_samples, self._num_tokens) != (commit.num_samples, commit.num_tokens):
+            raise _corrupt(
+                f"the commit is for {commit.num_samples} samples and {commit.num_tokens} trained tokens, and "
+                f"{self._num_samples} and {self._num_tokens} have arrived"
+            )
+        if batch_sha256(self._header, self._hashes) != commit.sha256:
+            raise _corrupt("its header or its values are not those of the commit")
 
 
 class BlockTraining:
@@ -72,11 +92,19 @@ class BlockTraining:
         """Seconds in which the ranks have worked on this batch."""
         self._ranks, self._config, self._data_ranks = ranks, config, data_ranks
         self._blocks: list[pa.Table] = []
-        self._hashes: list[bytes] = []
         self._last_group, self._was_last = -1, False
 
     async def begin(self) -> None:
-        """Begins; drops the gradients of a batch that was begun before."""
+        """Begins; drops the gradients of a batch that was begun before.
+
+        Raises:
+            InvalidInput: The config does not allow blocks.
+        """
+        if not self._config.adds_blocks:
+            raise InvalidInput(
+                "groups_per_block: must be 0, because this config trains on whole batches (docs/concepts.md, A step)",
+                field="groups_per_block",
+            )
         await self._ranks.call(Worker.begin_blocks, temperature=self.header.temperature)
 
     async def add(self, block: pa.Table) -> None:
@@ -90,25 +118,8 @@ class BlockTraining:
         begin = time.perf_counter()
         parts = block_parts(block, self._config, max(self._data_ranks) + 1)
         await self._ranks.call(Worker.add_block, [parts[rank] for rank in self._data_ranks])
-        self._hashes.append(content_sha256(block))
         self._blocks.append(block)
         self.busy_s += time.perf_counter() - begin
-
-    def require(self, commit: pb.TrainCommit) -> None:
-        """Checks that the batch is the one that `commit` names.
-
-        Raises:
-            DataLoss: CORRUPT_TRANSFER, it is not.
-        """
-        trained = self._trained()
-        counts = len(trained), int(trained.sum())
-        if counts != (commit.num_samples, commit.num_tokens):
-            raise _corrupt(
-                f"the commit is for {commit.num_samples} samples and {commit.num_tokens} trained tokens, and "
-                f"{counts[0]} and {counts[1]} have arrived"
-            )
-        if batch_sha256(self.header, self._hashes) != commit.sha256:
-            raise _corrupt("its header or its values are not those of the commit")
 
     async def apply(self, version: int) -> dict[str, Any]:
         """Applies the gradient of all blocks to the policy, which is at `version`. Returns the metrics.
@@ -117,7 +128,7 @@ class BlockTraining:
             InvalidInput: There are no trained tokens.
         """
         begin = time.perf_counter()
-        trained = self._trained()
+        trained = np.concatenate([np.zeros(0, np.int64), *map(trained_tokens, self._blocks)])
         totals = Totals(int(trained.sum()), int((trained > 0).sum()))
         if not totals.num_tokens:
             raise InvalidInput("loss_mask: masks every token of the batch", field="loss_mask")
@@ -149,10 +160,6 @@ class BlockTraining:
         """Returns the samples of all blocks so far."""
         return pa.concat_tables(self._blocks) if self._blocks else batches.SAMPLE_SCHEMA.empty_table()
 
-    def _trained(self) -> np.ndarray:
-        """Returns the number of trained tokens of each sample, int64 [samples]."""
-        return np.concatenate([np.zeros(0, np.int64), *map(trained_tokens, self._blocks)])
-
     def _require_next(self, block: pa.Table) -> None:
         groups = block["group"].to_numpy()
         size, num_groups = self.header.groups_per_block, len(set(groups.tolist()))
@@ -175,8 +182,8 @@ class OpenStream:
     async def begin(self, training: BlockTraining) -> None:
         """Begins `training`, after the end of the one before."""
         await self.end()
-        self._training = training
         await training.begin()
+        self._training = training
 
     def require(self, training: BlockTraining) -> None:
         """Raises Aborted if another call has ended `training`."""

@@ -151,7 +151,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     await training.add(block)
             begin = time.perf_counter()
             async with self._streaming(training):
-                training.require(reader.commit)
                 metrics = await training.apply(held.state.version)
                 metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
                 held.state, held.digest = TrainState(held.state.version + 1, header.batch_id, metrics), ""

@@ -35,13 +35,10 @@ def _is_exact(config: Config) -> bool:
     """Returns whether the sum of the blocks' gradients, divided by the batch's counts, is the gradient of the batch."""
     trainer, advantage = config.trainer, config.advantage
     return (
-        trainer.strategy == "fsdp"
-        and trainer.num_minibatches == 1
+        trainer.adds_blocks
         and config.critic is None
         and advantage.kind in _GROUP_KINDS
         and advantage.whitening != "batch"
-        and trainer.loss.is_sampled
-        and not trainer.loss.needs_covariance
         and config.selection.over_sampling.keep == "index"
         # A block of a single group, which any last block may be, must have a sample for every rank.
         and config.rollout.completions_per_prompt >= samples_at_once(trainer)

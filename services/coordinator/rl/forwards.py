@@ -44,8 +44,7 @@ class Forwards:
             LockstepError: As a model's forward.
         """
         async with task_group() as tasks:
-            limits = self._num_wanted, self._block_size
-            yield BatchForwards(self, tasks, limits, take or (lambda _: None))
+            yield BatchForwards(self, tasks, self._num_wanted, self._block_size, take or (lambda _: None))
 
     async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[list[float]]]]:
         """Returns, for each group, what every model says of its samples, by column of the batch."""
@@ -72,14 +71,11 @@ class Forwards:
 
 
 class BatchForwards:
-    """The forwards of one batch. Blocks start as soon as the places before them are decided.
+    """The forwards of one batch. Blocks start as soon as the places before them are decided."""
 
-    `limits` are the numbers of groups in the batch and in a block.
-    """
-
-    def __init__(self, forwards: Forwards, tasks: asyncio.TaskGroup, limits: tuple[int, int], take: TakeBlock):
+    def __init__(self, forwards: Forwards, tasks: asyncio.TaskGroup, num_wanted: int, block_size: int, take: TakeBlock):
         self._forwards, self._tasks, self._take = forwards, tasks, take
-        self._num_wanted, self._block_size = limits
+        self._num_wanted, self._block_size = num_wanted, block_size
         self._decided: dict[int, ScoredGroup | None] = {}
         self._num_passed = self._num_useful = 0
         self._block: list[ScoredGroup] = []

@@ -42,7 +42,7 @@ class Update(Protocol):
 
 
 def update_of(run: Run, context: LoopContext, stamp: PolicyStamp) -> AbstractAsyncContextManager[Update]:
-    """Returns the update of one step from `stamp`; when the block is left, nothing of it is left unapplied."""
+    """Returns the update of one step from `stamp`. Leaving it without `apply` applies nothing."""
     whole = _Whole(functools.partial(update, run, context, stamp=stamp))
     return _streamed(run, context, stamp, whole) if streams(run.config) else nullcontext(whole)
 

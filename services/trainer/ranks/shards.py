@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common import batch as batches
+from services.common.blocks import trained_tokens
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.megatron.layout import packs_multiple
@@ -81,13 +82,6 @@ def block_parts(block: pa.Table, config: TrainerConfig, num_ranks: int) -> list[
     """
     _require_needed(block, config, Role.POLICY)
     return [part for part, _ in _packed(block, config, num_ranks)]
-
-
-def trained_tokens(samples: pa.Table) -> np.ndarray:
-    """Returns the number of completion tokens of each sample that loss_mask does not mask, int64 [samples]."""
-    if samples["loss_mask"].null_count:
-        return _lengths(samples, "tokens")
-    return np.array([np.count_nonzero(mask.values) for mask in samples["loss_mask"]])
 
 
 def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> tuple[list[Message], np.ndarray]:

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Sequence
 
 from services.common.config.trainer.section import TrainerConfig
-from services.common.errors import InvalidInput
 from services.trainer.backend import AddsBlocks, Backend
 from services.trainer.losses import Totals
 from services.trainer.updates.gap import Gaps, require_agreement
@@ -20,16 +19,10 @@ class BlockUpdate:
 
     The counts that the loss is divided by are known only at the end. So each block adds the gradient of the sum of its
     losses, and `apply` divides once, in float32. Discards gradients that an earlier update has left.
-
-    Raises:
-        InvalidInput: The backend cannot add up blocks.
     """
 
     def __init__(self, backend: Backend, config: TrainerConfig, temperature: float):
-        if not isinstance(backend, AddsBlocks):
-            raise InvalidInput(
-                f"groups_per_block: strategy {config.strategy} trains on whole batches only", field="groups_per_block"
-            )
+        assert isinstance(backend, AddsBlocks), "TrainerConfig.adds_blocks, which the servicer requires"
         self._backend, self._scale_gradients = backend, backend.scale_gradients
         self._config, self._temperature = config, temperature
         self._sums: dict[str, float] = {}

@@ -189,6 +189,12 @@ class TrainerConfig(Strict):
     profiler: ProfilerConfig = ProfilerConfig()
     """Profiler traces of time and memory."""
 
+    @property
+    def adds_blocks(self) -> bool:
+        """Whether a batch can be trained on in blocks whose gradients are added up and applied once."""
+        is_sum = self.loss.is_sampled and not self.loss.needs_covariance
+        return self.strategy == "fsdp" and self.num_minibatches == 1 and is_sum
+
     @field_validator("streaming", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:

@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common import batch as batches
-from services.common.blocks import batch_sha256, blocks_of, content_sha256
+from services.common.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
 
 # Makes the call with these requests.
 Call = Callable[[AsyncIterator[pb.TrainBlocksRequest]], Awaitable[pb.TrainBlocksResponse]]
@@ -41,7 +40,9 @@ class BlockStream:
         """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
         hashes = map(content_sha256, blocks_of(batch, self._header.groups_per_block))
         commit = pb.TrainCommit(
-            sha256=batch_sha256(self._header, hashes), num_samples=batch.num_rows, num_tokens=_trained_tokens(batch)
+            sha256=batch_sha256(self._header, hashes),
+            num_samples=batch.num_rows,
+            num_tokens=int(trained_tokens(batch).sum()),
         )
         self._parts.put_nowait([pb.TrainBlocksRequest(commit=commit)])
         self._parts.put_nowait([])
@@ -51,9 +52,3 @@ class BlockStream:
         while part := await self._parts.get():
             for message in part:
                 yield message
-
-
-def _trained_tokens(batch: pa.Table) -> int:
-    mask = batch["loss_mask"]
-    column = pc.list_flatten(batch["tokens"] if mask.null_count else mask.cast(pa.list_(pa.uint8())))
-    return len(column) if mask.null_count else pc.sum(column).as_py() or 0
