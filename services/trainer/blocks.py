@@ -92,7 +92,7 @@ class BlockTraining:
         """Seconds in which the ranks have worked on this batch."""
         self._ranks, self._config, self._data_ranks = ranks, config, data_ranks
         self._blocks: list[pa.Table] = []
-        self._last_group, self._was_last = -1, False
+        self._last_group, self._was_last, self._is_applied = -1, False, False
 
     async def begin(self) -> None:
         """Begins; drops the gradients of a batch that was begun before.
@@ -133,6 +133,7 @@ class BlockTraining:
         if not totals.num_tokens:
             raise InvalidInput("loss_mask: masks every token of the batch", field="loss_mask")
         answers = await self._ranks.call(Worker.apply_blocks, totals=vars(totals), version=version)
+        self._is_applied = True
         self.busy_s += time.perf_counter() - begin
         return answers[0].body["metrics"]
 
@@ -152,8 +153,9 @@ class BlockTraining:
             raise
 
     async def drop(self) -> None:
-        """Discards the gradients."""
-        await self._ranks.call(Worker.drop_blocks)
+        """Discards the gradients, if they were not applied."""
+        if not self._is_applied:
+            await self._ranks.call(Worker.drop_blocks)
 
     @property
     def samples(self) -> pa.Table:
