@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import InternalError, Reason, Unavailable
+from services.common.errors import InternalError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
-from tests.coordinator.runs.killing import make_run, surviving_services
+from services.trainer.ranks.calls import rank_command
+from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services
 
 _TWO_BLOCKS = {"max_tokens_per_microbatch": 48}
 
@@ -74,3 +75,25 @@ async def test_an_error_of_the_trainer_ends_the_step_at_once(tmp_path: Path, mon
         with pytest.raises(InternalError, match="a rank is gone"):
             await services.run(made(tmp_path / "run"))
         assert services.rank.blocks == []
+
+
+async def test_the_same_run_goes_on_after_a_block_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, failures = CountingRank.add_block, [PreconditionFailed("not this block")]
+
+    @rank_command
+    def failing_once(self: CountingRank, **part: Any) -> None:
+        if self._added and failures:
+            raise failures.pop()
+        add(self, **part)
+
+    monkeypatch.setattr(CountingRank, "add_block", failing_once)
+    config = made(tmp_path / "run")
+    async with surviving_services() as services:
+        with pytest.raises(PreconditionFailed, match="not this block"):
+            await services.run(config)
+        assert (services.rank.blocks, services.rank._added) == ([], [])
+        assert (await services.run(config)).version == 2
+        resumed = [*services.rank.blocks]
+        services.rank.blocks.clear()
+        await services.run(made(tmp_path / "undisturbed"))
+        assert services.rank.blocks == resumed
