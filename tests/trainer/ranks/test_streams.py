@@ -43,11 +43,12 @@ class Streamed:
         return blocks_of(self.batch, 1)
 
     async def send(self, number: int) -> None:
-        """Sends a block and waits until the ranks have it."""
-        rank_0 = self.service.crew.workers[0]
-        rank_0.added.clear()
+        """Sends a block and waits until both ranks have it."""
+        for worker in self.service.crew.workers:
+            worker.added.clear()
         self.stream.send(self.blocks[number])
-        await asyncio.to_thread(rank_0.added.wait)
+        for worker in self.service.crew.workers:
+            await asyncio.to_thread(worker.added.wait)
 
     async def whole(self) -> tuple[int, dict[str, float]]:
         for block in self.blocks:
@@ -171,7 +172,6 @@ WHOLE = {"updates": {"num_minibatches": 2}, "means": {"loss": {"kind": "clip_cov
 async def test_blocks_are_refused_where_their_gradients_do_not_add_up(service: Service, case: str) -> None:
     settings: dict[str, Any] = WHOLE.get(case, {"strategy": "megatron"})
     await service.open("whole", config_json=json.dumps(settings))
-    await service.send()
     service.crew.workers[1].calls.clear()
     with pytest.raises(InvalidInput, match="trains on whole batches") as caught:
         await Streamed(service).whole()
