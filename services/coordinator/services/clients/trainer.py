@@ -79,20 +79,19 @@ class Model:
             role=self._role,
             critic_version=critic_version,
         )
-
-        async def train(timeout_s: float) -> pb.TrainResponse:
-            requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
-            return await self._client.call(TrainerService.Train, requests, timeout_s=timeout_s)
-
-        answer = await repeated(train, timeout_s=self._timeouts.train_s)
+        answer = await self._client.call(
+            TrainerService.Train,
+            lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
+            timeout_s=self._timeouts.train_s,
+            may_repeat=True,
+        )
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
-        answer = await repeated(
-            lambda timeout_s: self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=timeout_s),
-            timeout_s=self._timeouts.checkpoint_s,
+        answer = await self._client.call(
+            TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, may_repeat=True
         )
         return answer.manifest_digest
 
