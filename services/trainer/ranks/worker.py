@@ -225,8 +225,9 @@ class Worker:
             write = backend.begin_save(directory)
             self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
             return Message({})
-        backend.save(directory)
-        dist.barrier()
+        backend.save(
+            directory
+        )  # returns when all ranks have written; an error of rank 0 alone must keep nobody waiting
         return Message(self._complete(final, state))
 
     def saved(self) -> dict[str, Any]:
