@@ -5,13 +5,16 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common.errors import InvalidInput, LockstepError, from_rpc_error
+from services.common.errors import InvalidInput, LockstepError, Unavailable, from_rpc_error
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
 from services.common.rpc.options import OPTIONS
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.telemetry.context import outgoing
+
+# What gRPC says when a peer has not answered a ping (see options.py).
+_SILENT = "ping timeout"
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -101,7 +104,14 @@ class Client:
                 f"method {method}",
                 address=self.address,
             )
-        return from_rpc_error(error, target=f"{method} at {self.address}")
+        target = f"{method} at {self.address}"
+        if _SILENT in (error.details() or ""):
+            return Unavailable(
+                f"{target}: the {self._kind} service no longer answers: its process is stopped, its host is frozen or the "
+                f"network is cut ({_SILENT})",
+                target=target,
+            )
+        return from_rpc_error(error, target=target)
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
