@@ -107,8 +107,8 @@ class Client:
         target = f"{method} at {self.address}"
         if _SILENT in (error.details() or ""):
             return Unavailable(
-                f"{target}: the {self._kind} service no longer answers: its process is stopped, its host is frozen or the "
-                f"network is cut ({_SILENT})",
+                f"{target}: the {self._kind} service no longer answers: its process is stopped, its host is frozen, or "
+                f"the network is cut ({_SILENT})",
                 target=target,
             )
         return from_rpc_error(error, target=target)
