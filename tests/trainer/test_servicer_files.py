@@ -1,6 +1,8 @@
 """Checkpoints and exports of a real trainer of two ranks over gRPC: they hold what was trained, or are refused."""
 
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,31 @@ async def test_a_full_disk_is_named_and_the_trainer_goes_on(
     await trainer.publish()
     assert checkpoint.verify(before).version == 0
     await trainer.train(trainer.batch(seed=1))
+
+
+@pytest.mark.parametrize("megatron", [None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
+async def test_a_disk_that_is_full_for_the_last_files_is_named_too(
+    deployment: Deployment, tmp_path: Path, megatron: dict[str, Any] | None
+) -> None:
+    trainer = deployment
+    await trainer.open(**({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron}))
+    await trainer.publish()
+    await trainer.train(trainer.batch())
+    with small_disk(tmp_path / "disk") as disk:
+        request = pb.SaveCheckpointRequest(path=str(disk.path / "step-000001"))
+        await trainer.call(TrainerService.SaveCheckpoint, request)
+        used = os.statvfs(disk.path)
+        num_bytes = (used.f_blocks - used.f_bfree) * used.f_frsize
+        shutil.rmtree(request.path)
+        for num_missing in range(1, 7):  # pages: every small file has its own
+            disk.fill_up_to(num_bytes - num_missing * used.f_frsize)
+            with pytest.raises(PreconditionFailed, match="No space left") as caught:
+                await trainer.call(TrainerService.SaveCheckpoint, request)
+            assert caught.value.reason is Reason.STORAGE_FAILED
+            assert [path.name for path in disk.path.iterdir()] == ["filler"]
+            disk.free()
+        await trainer.call(TrainerService.SaveCheckpoint, request)
+        assert checkpoint.verify(Path(request.path)).version == 1
 
 
 async def test_a_repeated_export_is_answered(trainer: Deployment, tmp_path: Path) -> None:

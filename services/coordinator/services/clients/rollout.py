@@ -99,7 +99,7 @@ class Rollout:
                 except Unavailable as error:
                     self.mark_dead(replica, error)
                 except DeadlineExceeded as error:
-                    why = f"{error.message}; no group may take longer than timeouts.generate_s: its engine is replaced"
+                    why = f"{error.message}: a group took longer than timeouts.generate_s, so its engine is replaced"
                     self.mark_dead(replica, DeadlineExceeded(why), restart=True)
                 except PreconditionFailed as error:
                     if error.reason not in (Reason.NOT_SERVING, Reason.RUN_NOT_OPEN):
