@@ -14,19 +14,12 @@ from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers
 NUM_STEPS = 2
 TRAINER = {"num_ranks": 2, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "PPO with a KL penalty": {
+    "Megatron: PPO with a KL penalty, LoRA and a KL loss": {
         "advantage": {"kind": "gae", "kl": {"coef": 0.1}},
-        "trainer": TRAINER,
+        "trainer": {**TRAINER, "strategy": "megatron", "lora": {"rank": 4}, "loss": {"kl_coef": 0.1}},
         "critic": {"optim": {"lr": 1e-2}},
     },
-    "LoRA and GRPO with a KL loss": {
-        "trainer": {
-            **TRAINER,
-            "strategy": "megatron",
-            "lora": {"rank": 4},
-            "loss": {"kl_coef": 0.1},
-        },
-    },
+    "FSDP: GRPO with a KL loss": {"trainer": {**TRAINER, "loss": {"kl_coef": 0.1}}},
 }
 
 

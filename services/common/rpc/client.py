@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common.errors import InvalidInput, LockstepError, from_rpc_error
+from services.common.errors import InvalidInput, LockstepError, Unavailable, from_rpc_error
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
@@ -13,6 +13,9 @@ from services.common.rpc.options import OPTIONS
 from services.common.rpc.retry import MAX_RETRY_S, Retries
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.telemetry.context import outgoing
+
+# What gRPC says when a peer has not answered a ping (see options.py).
+_SILENT = "ping timeout"
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -111,7 +114,14 @@ class Client:
                 f"method {method}",
                 address=self.address,
             )
-        return from_rpc_error(error, target=f"{method} at {self.address}")
+        target = f"{method} at {self.address}"
+        if _SILENT in (error.details() or ""):
+            return Unavailable(
+                f"{target}: the {self._kind} service no longer answers: its process is stopped, its host is frozen, or "
+                f"the network is cut ({_SILENT})",
+                target=target,
+            )
+        return from_rpc_error(error, target=target)
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
