@@ -27,7 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
-from services.rollout.compat.vllm.client import abort_samples
+from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.adapter import adapter_request
@@ -231,6 +231,7 @@ class Engine:
     async def close(self) -> None:
         """Ends the engine's processes."""
         self._forget_processes()
+        await stop_reading(self._llm)
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 

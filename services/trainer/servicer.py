@@ -52,6 +52,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._roles: dict[Role, OpenRole] = {}
         self._epoch, self._epoch_timeout_s = -1, 0.0
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
+        self._last_export = ("", -1, pb.ExportHuggingFaceResponse())  # its path and version, with its answer
         self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
         self._stream = OpenStream()  # the batch whose blocks are arriving
         self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
@@ -123,7 +124,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return replay(header, held)
             check_contract(header, samples, role, held)
             await self._stream.end()
-            metrics = await self._train(header, samples, role, held)
+            if header.groups_per_block and role is Role.POLICY:
+                training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
+                metrics = await training.whole(samples, held.state.version)
+            else:
+                parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
+                answers = await self._ranks.call(
+                    Worker.train,
+                    [parts[rank] for rank in held.data_ranks],
+                    temperature=header.temperature,
+                    version=held.state.version,
+                    role=role,
+                )
+                metrics = answers[0].body["metrics"]
             if role is Role.POLICY:
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
             held.state = TrainState(held.state.version + 1, header.batch_id, metrics)
@@ -229,10 +242,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.ExportHuggingFaceRequest, context: Context
     ) -> pb.ExportHuggingFaceResponse:
         async with self._changing:
-            self._require_open()
+            asked = request.path, self._require_open().state.version
+            if asked == self._last_export[:2] and Path(request.path).exists():
+                return self._last_export[2]  # the caller did not get this answer
             with checkpoint.staged(Path(request.path)):
                 answers = await self._ranks.call(Worker.export, path=request.path)
-        return pb.ExportHuggingFaceResponse(**answers[0].body)
+            self._last_export = (*asked, pb.ExportHuggingFaceResponse(**answers[0].body))
+        return self._last_export[2]
 
     async def SendTestBroadcast(
         self, request: pb.SendTestBroadcastRequest, context: Context
@@ -289,23 +305,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())
+        self._last_export = ("", -1, pb.ExportHuggingFaceResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
         await self._ranks.call(Worker.close)
-
-    async def _train(self, header: pb.TrainHeader, samples: pa.Table, role: Role, held: OpenRole) -> dict[str, float]:
-        """Updates a role on a whole batch. Returns the metrics."""
-        if header.groups_per_block and role is Role.POLICY:
-            training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
-            return await training.whole(samples, held.state.version)
-        parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
-        answers = await self._ranks.call(
-            Worker.train,
-            [parts[rank] for rank in held.data_ranks],
-            temperature=header.temperature,
-            version=held.state.version,
-            role=role,
-        )
-        return answers[0].body["metrics"]
 
     @contextlib.asynccontextmanager
     async def _streaming(self, training: BlockTraining) -> AsyncGenerator[None]:

@@ -1,8 +1,11 @@
 """Checkpoints and exports of a real trainer of two ranks over gRPC: they hold what was trained, or are refused."""
 
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
@@ -10,6 +13,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed, Reason
+from services.trainer.checkpoint import manifest as checkpoint
 from tests.small_disk import small_disk
 from tests.trainer.deployment import Deployment
 
@@ -77,7 +81,15 @@ async def test_export_is_what_was_published(trainer: Deployment, tmp_path: Path)
     assert (await trainer.publish()).digest == stamp.digest
 
 
-async def test_a_full_disk_is_named_and_the_trainer_goes_on(trainer: Deployment, tmp_path: Path) -> None:
+@pytest.mark.parametrize("megatron", [None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
+async def test_a_full_disk_is_named_and_the_trainer_goes_on(
+    deployment: Deployment, tmp_path: Path, megatron: dict[str, Any] | None
+) -> None:
+    trainer = deployment
+    await trainer.open(**({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron}))
+    await trainer.publish()
+    before = tmp_path / "before"
+    await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(before)))
     await trainer.train(trainer.batch())
     with small_disk(tmp_path / "disk") as disk:
         disk.fill_up_to(1 << 16)
@@ -100,6 +112,43 @@ async def test_a_full_disk_is_named_and_the_trainer_goes_on(trainer: Deployment,
         with pytest.raises(PreconditionFailed, match="make it writable"):
             await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path) + "1"))
     await trainer.publish()
+    assert checkpoint.verify(before).version == 0
+    await trainer.train(trainer.batch(seed=1))
+
+
+@pytest.mark.parametrize("megatron", [None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
+async def test_a_disk_that_is_full_for_the_last_files_is_named_too(
+    deployment: Deployment, tmp_path: Path, megatron: dict[str, Any] | None
+) -> None:
+    trainer = deployment
+    await trainer.open(**({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron}))
+    await trainer.publish()
+    await trainer.train(trainer.batch())
+    with small_disk(tmp_path / "disk") as disk:
+        request = pb.SaveCheckpointRequest(path=str(disk.path / "step-000001"))
+        await trainer.call(TrainerService.SaveCheckpoint, request)
+        used = os.statvfs(disk.path)
+        num_bytes = (used.f_blocks - used.f_bfree) * used.f_frsize
+        shutil.rmtree(request.path)
+        for num_missing in range(1, 7):  # pages: every small file has its own
+            disk.fill_up_to(num_bytes - num_missing * used.f_frsize)
+            with pytest.raises(PreconditionFailed, match="No space left") as caught:
+                await trainer.call(TrainerService.SaveCheckpoint, request)
+            assert caught.value.reason is Reason.STORAGE_FAILED
+            assert [path.name for path in disk.path.iterdir()] == ["filler"]
+            disk.free()
+        await trainer.call(TrainerService.SaveCheckpoint, request)
+        assert checkpoint.verify(Path(request.path)).version == 1
+
+
+async def test_a_repeated_export_is_answered(trainer: Deployment, tmp_path: Path) -> None:
+    request = pb.ExportHuggingFaceRequest(path=str(tmp_path / "out"))
+    answer = await trainer.call(TrainerService.ExportHuggingFace, request)
+    assert answer.num_bytes > 0
+    assert await trainer.call(TrainerService.ExportHuggingFace, request) == answer
+    await trainer.train(trainer.batch())
+    with pytest.raises(InvalidInput, match="exists already"):  # it has other weights
+        await trainer.call(TrainerService.ExportHuggingFace, request)
 
 
 async def test_an_export_has_the_hashes_and_the_dtype_of_its_weights(trainer: Deployment, tmp_path: Path) -> None:

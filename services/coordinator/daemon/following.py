@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -37,17 +37,16 @@ async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
         LockstepError: The run failed, or the coordinator is unreachable.
     """
     run, evaluations = pb.Run(), []
-    async with coordinator:
-        with ExitStack() as stack:
-            table = None
-            async for answer in coordinator.watch(name):
-                run = answer.run
-                if table is None:
-                    table = Terminal(console, run.num_steps)
-                    stack.callback(table.close)
-                if answer.HasField("evaluation"):
-                    evaluations.append({"version": answer.evaluation.version, **in_order(answer.evaluation.values)})
-                _show(answer, table)
+    async with coordinator, AsyncExitStack() as stack:
+        table = None
+        async for answer in coordinator.watch(name):
+            run = answer.run
+            if table is None:
+                table = Terminal(console, run.num_steps)
+                stack.callback(table.close)
+            if answer.HasField("evaluation"):
+                evaluations.append({"version": answer.evaluation.version, **in_order(answer.evaluation.values)})
+            _show(answer, table)
     if run.state == pb.RUN_STATE_FAILED:
         reason, _, message = run.error.partition(": ")
         raise LockstepError(f"run {name}: {message}", reason=Reason(reason))

@@ -4,8 +4,8 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.metrics import step_metrics
-from services.coordinator.rl.step import LoopContext, collect, warm_up
-from services.coordinator.rl.streaming import update_of
+from services.coordinator.rl.step import LoopContext, collect, update, warm_up
+from services.coordinator.rl.streaming import sending_blocks
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
 
@@ -27,13 +27,13 @@ async def train(run: Run, context: LoopContext) -> None:
         await _save_and_evaluate(run, context, stamp)
 
     while version < held or (version < run.num_steps and not run.stopping):
-        async with update_of(run, context, stamp) as update:
+        async with sending_blocks(run, context, stamp) as blocks:
             with run.phase(Phase.GENERATING):
                 batch = await run.recorded_batch(stamp)
                 if batch is None:
-                    batch = run.record.record_batch(await collect(run, context, stamp, version, update.take))
+                    batch = run.record.record_batch(await collect(run, context, stamp, version, blocks.take))
             with run.phase(Phase.TRAINING):
-                version, trained = await update.apply(batch)
+                version, trained = await blocks.commit(batch) or await update(run, context, batch, stamp)
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
         run.finish_step(version, step_metrics(run, trained, batch))

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.blocks import blocks_of
 from services.common.config.run import Config
 from services.common.config.streaming import groups_per_block
 from services.common.tasks import task_group
 from services.coordinator.data.curriculum import prompts_to_try
-from services.coordinator.data.groups import ScoredGroup, to_table
+from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record
@@ -89,21 +90,21 @@ async def collect(
         )
         groups = await forwards.complete(selected.groups)
     coef = kl_coef(run, stamp.version)
-    samples = to_samples(config, groups, coef)
+    samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
+    samples = with_advantages(config, samples, coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     decision = {**selected.decision, "metrics": selected.metrics | context.collector.take_metrics()}
     return CollectedBatch(samples, stamp, decision, selected.outcomes, context.data.digest, kl)
 
 
-def to_samples(config: Config, groups: Sequence[ScoredGroup], coef: float) -> pa.Table:
-    """Returns the samples of `groups` with their advantages; `coef` is that of the KL penalty in the reward.
+def with_advantages(config: Config, samples: pa.Table, coef: float) -> pa.Table:
+    """Returns `samples` with their advantages; `coef` is that of the KL penalty in the reward.
 
     Computes each block by itself, as a streamed step must, so that the numbers are the same to the last bit.
     """
-    size = groups_per_block(config) or len(groups)
-    blocks = [groups[begin : begin + size] for begin in range(0, len(groups), size)]
-    tables = [to_table(block, mask_truncated=config.selection.overlong.mask_truncated) for block in blocks]
-    return pa.concat_tables(compute_advantages(table, config.advantage, kl_coef=coef) for table in tables)
+    size = groups_per_block(config)
+    blocks = blocks_of(samples, size) if size else [samples]
+    return pa.concat_tables(compute_advantages(block, config.advantage, kl_coef=coef) for block in blocks)
 
 
 def kl_coef(run: Run, version: int) -> float:

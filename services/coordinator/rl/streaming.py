@@ -1,15 +1,13 @@
-"""A step whose blocks of groups are trained on while other groups are still generated.
+"""Sends the blocks of a step's batch to the trainer while other groups are still generated.
 
 The trainer keeps the gradients of the blocks and applies nothing before the commit, which is sent once the batch is on
 disk. A stream that is lost costs only time: the batch is then sent as a whole, which gives the same weights.
 """
 
 import asyncio
-import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -17,8 +15,8 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.config.streaming import streams
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import task_group
-from services.coordinator.data.groups import ScoredGroup
-from services.coordinator.rl.step import LoopContext, kl_coef, to_samples, update
+from services.coordinator.data.groups import ScoredGroup, to_table
+from services.coordinator.rl.step import LoopContext, kl_coef, with_advantages
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.blocks import BlockStream
 
@@ -29,83 +27,63 @@ _LOST = {Reason.UNREACHABLE, Reason.DEADLINE, Reason.STREAM_ENDED}
 Updated = tuple[int, dict[str, float]]
 
 
-class Update(Protocol):
-    """How the models of a step are updated."""
-
-    def take(self, groups: Sequence[ScoredGroup]) -> None:
-        """Gets the next block of groups as soon as it is complete."""
-        ...
-
-    async def apply(self, batch: pa.Table) -> Updated:
-        """Updates the models on the batch, which is on disk. Returns the new version and metrics."""
-        ...
-
-
-def update_of(run: Run, context: LoopContext, stamp: PolicyStamp) -> AbstractAsyncContextManager[Update]:
-    """Returns the update of one step from `stamp`. Leaving it without `apply` applies nothing."""
-    whole = _Whole(functools.partial(update, run, context, stamp=stamp))
-    return _streamed(run, context, stamp, whole) if streams(run.config) else nullcontext(whole)
-
-
-class _Whole:
-    """Sends the batch when it is complete."""
-
-    def __init__(self, train: Callable[[pa.Table], Awaitable[Updated]]):
-        self._train = train
-
-    def take(self, groups: Sequence[ScoredGroup]) -> None:
-        pass
-
-    async def apply(self, batch: pa.Table) -> Updated:
-        return await self._train(batch)
-
-
-class _Streamed:
-    """Sends each block when it is complete. A stream that fails for a reason of its own fails the step at once."""
+class Blocks:
+    """The blocks of one batch. A stream that fails for a reason of its own fails the step at once."""
 
     def __init__(
         self,
-        begin: Callable[[], BlockStream],
+        begin: Callable[[], BlockStream] | None,
         to_block: Callable[[Sequence[ScoredGroup]], pa.Table],
-        whole: _Whole,
         tasks: asyncio.TaskGroup,
     ):
-        self._begin, self._to_block, self._whole, self._tasks = begin, to_block, whole, tasks
-        self._stream: BlockStream | None = None
-        self._answer: asyncio.Task[Updated | None] | None = None
+        self._begin, self._to_block, self._tasks = begin, to_block, tasks
+        self._sent: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
 
     def take(self, groups: Sequence[ScoredGroup]) -> None:
-        if self._stream is None:
-            self._stream = self._begin()
-            self._answer = self._tasks.create_task(_unless_lost(self._stream))
-        self._stream.send(self._to_block(groups))
+        """Sends the next block, if the config streams; called as soon as it is complete."""
+        if self._begin is None:
+            return
+        if self._sent is None:
+            stream = self._begin()
+            self._sent = stream, self._tasks.create_task(_unless_lost(stream))
+        self._sent[0].send(self._to_block(groups))
 
-    async def apply(self, batch: pa.Table) -> Updated:
-        if self._stream is not None and self._answer is not None:
-            self._stream.commit(batch)
-            if (updated := await self._answer) is not None:
-                return updated
-        return await self._whole.apply(batch)
+    async def commit(self, batch: pa.Table) -> Updated | None:
+        """Applies the blocks, which are those of `batch`, as it is on disk. Returns the new version and metrics.
+
+        Returns None if no block was sent or the stream was lost: `batch` must be sent as a whole.
+        """
+        if self._sent is None:
+            return None
+        stream, answer = self._sent
+        stream.commit(batch)
+        return await answer
 
     def end(self) -> None:
-        if self._answer is not None:
-            self._answer.cancel()
+        """Ends the stream; without a commit, nothing is applied."""
+        if self._sent is not None:
+            self._sent[1].cancel()
 
 
 @asynccontextmanager
-async def _streamed(run: Run, context: LoopContext, stamp: PolicyStamp, whole: _Whole) -> AsyncGenerator[Update, None]:
-    coef = kl_coef(run, stamp.version)
+async def sending_blocks(run: Run, context: LoopContext, stamp: PolicyStamp) -> AsyncGenerator[Blocks, None]:
+    """Yields the blocks of the batch sampled from `stamp`. Leaving it without `commit` applies nothing.
+
+    Raises:
+        LockstepError: As the trainer.
+    """
+    config, coef = run.config, kl_coef(run, stamp.version)
+
+    def to_block(groups: Sequence[ScoredGroup]) -> pa.Table:
+        return with_advantages(config, to_table(groups, mask_truncated=config.selection.overlong.mask_truncated), coef)
+
+    begin = (lambda: context.trainer.stream(run.batch_id(stamp), stamp)) if streams(config) else None
     async with task_group() as tasks:
-        streamed = _Streamed(
-            lambda: context.trainer.stream(run.batch_id(stamp), stamp),
-            lambda groups: to_samples(run.config, groups, coef),
-            whole,
-            tasks,
-        )
+        blocks = Blocks(begin, to_block, tasks)
         try:
-            yield streamed
+            yield blocks
         finally:
-            streamed.end()
+            blocks.end()
 
 
 async def _unless_lost(stream: BlockStream) -> Updated | None:

@@ -18,7 +18,7 @@ _TWO_BLOCKS = {"max_tokens_per_microbatch": 48}
 
 def made(directory: Path, **trainer: Any) -> Any:
     directory.mkdir()
-    return make_run(directory, 2, **_TWO_BLOCKS, **trainer)
+    return make_run(directory, 2, trainer=_TWO_BLOCKS | trainer)
 
 
 async def test_the_ranks_get_the_same_blocks_with_and_without_streaming(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.blocks import BlockStream
 from services.coordinator.services.launch import Addresses
+from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 from services.trainer.servicer import NAME, TrainerServicer
@@ -47,13 +48,23 @@ class CountingRank:
         self.trained: list[int] = []
         self.blocks: list[list[str]] = []
         self._added: list[str] = []
+        self.critic_trained: list[int] = []
 
     @rank_command
     def open(self, **_: Any) -> Message:
         return Message({"data_rank": 0}, [b""])
 
     @rank_command
-    def train(self, *, version: int, **_: Any) -> Message:
+    def forward(self, *, frames: Sequence[bytes], **_: Any) -> Message:
+        values = [[0.5] * len(tokens) for tokens in batches.decode(frames)["tokens"].to_pylist()]
+        answer = pa.table({"values": pa.array(values, pa.list_(pa.float32()))})
+        return Message({}, list(batches.encode(answer)))
+
+    @rank_command
+    def train(self, *, version: int, role: str, **_: Any) -> Message:
+        if role == Role.CRITIC:
+            self.critic_trained.append(version)
+            return Message({"metrics": {"critic_loss": float(version)}})
         self.trained.append(version)
         metrics = {"entropy": 1.0, "grad_norm": 2.0, "logprob_gap_max": 0.0, "loss": float(version)}
         return Message({"metrics": metrics})
@@ -226,7 +237,7 @@ async def surviving_services() -> AsyncIterator[Services]:
     assert failures == []
 
 
-def make_run(directory: Path, num_steps: int, **trainer: Any) -> Config:
+def make_run(directory: Path, num_steps: int, **changes: Any) -> Config:
     """Returns the config of a run that is saved and evaluated after every step; its files are in `directory`."""
     model = directory / "model"
     model.mkdir()
@@ -251,9 +262,10 @@ def make_run(directory: Path, num_steps: int, **trainer: Any) -> Config:
         },
         rollout={"completions_per_prompt": 2, "max_model_len": 64, "sampling": {"max_tokens": 8}},
         reward={"scorers": [{"kind": "exact"}]},
-        trainer={"max_tokens_per_microbatch": 256, **trainer},
+        trainer={"max_tokens_per_microbatch": 256, **changes.pop("trainer", {})},
         evaluation={"eval_freq": 1},
-        checkpoint={"save_freq": 1, "max_ckpts_to_keep": 10},
+        checkpoint={"save_freq": 1, "max_ckpts_to_keep": 10, "max_critic_ckpts_to_keep": 10},
+        **changes,
     )  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,26 +23,27 @@ from tests.coordinator.runs.killing import (
 __all__ = ["deadline"]
 NUM_STEPS = 2
 STEPS = list(range(1, NUM_STEPS + 1))
+WITH_CRITIC = {"advantage": {"kind": "gae"}, "critic": {}}
 _LIFE = 12  # events of the first coordinator: enough to open the services and to publish
 
 
 # Two blocks of one group each: a group has at most 48 tokens.
-_STREAMED = {"max_tokens_per_microbatch": 48}
+_STREAMED = {"trainer": {"max_tokens_per_microbatch": 48}}
 
 
 @pytest.mark.parametrize(
-    ("trainer", "trains"), [({}, {"Train"}), (_STREAMED, {"send of a block", "commit", "TrainBlocks"})]
+    ("changes", "trains"), [({}, {"Train"}), (_STREAMED, {"send of a block", "commit", "TrainBlocks"})]
 )
 async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(
-    tmp_path: Path, deadline: Deadline, trainer: dict[str, int], trains: set[str]
+    tmp_path: Path, deadline: Deadline, changes: dict[str, Any], trains: set[str]
 ):
     async with surviving_services() as services:
-        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **trainer)
+        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **changes)
         blocks = [*services.rank.blocks]
         assert {"batch recorded", "SendWeights", "SaveCheckpoint", "line 2", "ledger evaluated 2"} | trains <= {*events}
         for num_events in range(1, len(events) + 1):
             where = f"killed after {num_events} events: {events[:num_events][-3:]}"
-            config = _made(tmp_path / f"killed-{num_events}", **trainer)
+            config = _made(tmp_path / f"killed-{num_events}", **changes)
             services.rank.trained.clear()
             services.rank.blocks.clear()
             deadline.restart(num_events)
@@ -54,11 +56,13 @@ async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_r
             assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS), where
 
 
-async def test_it_may_be_killed_again_and_again(tmp_path: Path, deadline: Deadline):
+@pytest.mark.parametrize("models", [{}, WITH_CRITIC], ids=["policy", "policy and critic"])
+async def test_it_may_be_killed_again_and_again(models: dict[str, Any], tmp_path: Path, deadline: Deadline):
     async with surviving_services() as services:
-        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline)
-        config = _made(tmp_path / "killed")
+        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **models)
+        config = _made(tmp_path / "killed", **models)
         services.rank.trained.clear()
+        services.rank.critic_trained.clear()
         num_lives = 1
         deadline.restart(_LIFE)
         while await _run_until_killed(services, config):
@@ -67,6 +71,7 @@ async def test_it_may_be_killed_again_and_again(tmp_path: Path, deadline: Deadli
             deadline.restart(_LIFE + num_lives)
         assert num_lives > 2
         assert services.rank.trained == [0, 1]
+        assert services.rank.critic_trained == ([0, 1] if models else [])
         assert metrics_lines(config.run_dir) == undisturbed
         assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS)
 
@@ -79,16 +84,16 @@ def _record(run_dir: Path) -> tuple[list[int], list[int], list[int]]:
     return finished, evaluated, saved
 
 
-def _made(directory: Path, **trainer: int) -> Config:
+def _made(directory: Path, **changes: Any) -> Config:
     directory.mkdir()
-    return make_run(directory, NUM_STEPS, **trainer)
+    return make_run(directory, NUM_STEPS, **changes)
 
 
 async def _undisturbed(
-    services: Services, directory: Path, deadline: Deadline, **trainer: int
+    services: Services, directory: Path, deadline: Deadline, **changes: Any
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Returns the lines of a run that nothing disturbs, and its events."""
-    config = _made(directory, **trainer)
+    config = _made(directory, **changes)
     deadline.restart()
     await services.run(config)
     return metrics_lines(config.run_dir), deadline.events

@@ -18,9 +18,8 @@ from services.common.errors import DataLoss, InternalError, InvalidInput, Precon
 from services.common.rpc.fence import new_token
 from services.coordinator.services.clients.blocks import BlockStream
 from tests.support import PATIENCE_S, make_batch
-from tests.trainer.ranks.test_calls import DIGEST, Crew, Service, crew, service
+from tests.trainer.ranks.crew import DIGEST, Crew, Service
 
-__all__ = ["crew", "service"]
 STAMP = PolicyStamp(version=0, digest=DIGEST)
 
 

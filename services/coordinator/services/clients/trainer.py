@@ -75,20 +75,19 @@ class Model:
         Safe to repeat: the trainer applies each batch id only once, and answers it again with the same metrics.
         """
         header = self._header(batch_id, stamp, critic_version)
-
-        async def train(timeout_s: float) -> pb.TrainResponse:
-            requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
-            return await self._client.call(TrainerService.Train, requests, timeout_s=timeout_s)
-
-        answer = await repeated(train, timeout_s=self._timeouts.train_s)
+        answer = await self._client.call(
+            TrainerService.Train,
+            lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
+            timeout_s=self._timeouts.train_s,
+            may_repeat=True,
+        )
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
-        answer = await repeated(
-            lambda timeout_s: self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=timeout_s),
-            timeout_s=self._timeouts.checkpoint_s,
+        answer = await self._client.call(
+            TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, may_repeat=True
         )
         return answer.manifest_digest
 
@@ -142,4 +141,7 @@ class Trainer(Model):
     async def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
-        await self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s)
+        await repeated(
+            lambda timeout_s: self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=timeout_s),
+            timeout_s=self._timeouts.checkpoint_s,
+        )
