@@ -92,10 +92,19 @@ class Backend(Protocol):
 
 @runtime_checkable
 class AddsBlocks(Protocol):
-    """A backend whose `accumulate`, called again before `step`, adds to the gradients of the calls before it."""
+    """A backend that can add up the gradients of several blocks before `step`."""
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiplies the accumulated gradients by `factor`."""
+    def accumulate_block(
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns what `accumulate` returns. Adds to the gradients of the blocks since `step` or `discard_gradients`.
+
+        `forward` may be called between blocks. Before `step`, `complete_blocks` must be.
+        """
+        ...
+
+    def complete_blocks(self, factor: float) -> None:
+        """Completes the sum of the blocks' gradients over ranks, and multiplies it by `factor`."""
         ...
 
 

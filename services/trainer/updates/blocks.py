@@ -23,7 +23,7 @@ class BlockUpdate:
 
     def __init__(self, backend: Backend, config: TrainerConfig, temperature: float):
         assert isinstance(backend, AddsBlocks), "TrainerConfig.adds_blocks, which the servicer requires"
-        self._backend, self._scale_gradients = backend, backend.scale_gradients
+        self._backend, self._blocks = backend, backend
         self._config, self._temperature = config, temperature
         self._sums: dict[str, float] = {}
         self._gaps = Gaps()
@@ -32,7 +32,7 @@ class BlockUpdate:
     def add(self, packs: Sequence[Pack]) -> None:
         """Adds the gradient of this rank's packs of a block."""
         loss = functools.partial(pack_loss, config=self._config.loss, totals=Totals(1, 1))
-        outputs, sums = self._backend.accumulate(packs, self._temperature, loss)
+        outputs, sums = self._blocks.accumulate_block(packs, self._temperature, loss)
         self._sums = {name: self._sums.get(name, 0.0) + float(value) for name, value in sums.items()}
         self._gaps.add(packs, outputs)
 
@@ -46,7 +46,7 @@ class BlockUpdate:
         gap = require_agreement(self._backend, self._gaps, totals.num_tokens, self._config)
         is_token_mean = self._config.loss.aggregation == "token_mean"
         count = totals.num_tokens if is_token_mean else totals.num_sequences
-        self._scale_gradients(1 / count)
+        self._blocks.complete_blocks(1 / count)
         applied = apply_gradient(self._backend, self._config, version)
         means = {name: value / (count if name in _LOSSES else totals.num_tokens) for name, value in self._sums.items()}
         return means | applied | gap

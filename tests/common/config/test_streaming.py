@@ -46,6 +46,22 @@ def test_advantages_of_a_group(kind: str) -> None:
     assert streams(config(advantage={"kind": kind}))
 
 
+MEGATRON = {"strategy": "megatron"}
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}])
+def test_both_backends_get_the_same_blocks(lora: dict[str, Any]) -> None:
+    made = config(trainer=MEGATRON | {"lora": lora})
+    assert (groups_per_block(made), streams(made)) == (groups_per_block(config()), True)
+
+
+@pytest.mark.parametrize(("stages", "max_tokens", "groups"), [(1, 400, 2), (2, 100, 2), (2, 400, 8), (2, 401, 0)])
+def test_a_block_fills_a_pipeline(stages: int, max_tokens: int, groups: int) -> None:
+    layout = {"megatron": {"pipeline_model_parallel_size": stages}}
+    made = config(trainer=MEGATRON | layout | {"max_tokens_per_microbatch": max_tokens})
+    assert groups_per_block(made) == groups
+
+
 WHOLE: dict[str, dict[str, Any]] = {
     "advantages of the whole batch": {"advantage": {"kind": "gpg"}},
     "whitened over the batch": {"advantage": {"kind": "grpo", "whiten": "batch"}},
@@ -56,7 +72,11 @@ WHOLE: dict[str, dict[str, Any]] = {
     "a loss that reads means of the batch": {"trainer": {"loss": {"kind": "clip_cov"}}},
     "a choice by arrival": {"selection": {"over_sampling": {"factor": 1.5, "keep": "arrival"}}},
     "a group smaller than the ranks": {"trainer": {"num_ranks": 8}},
-    "another backend": {"trainer": {"strategy": "megatron"}},
+    "a loss of the experts' router": {
+        "trainer": MEGATRON | {"megatron": {"moe": {"load_balancing_type": "aux_loss", "aux_loss_coeff": 0.1}}}
+    },
+    "another one": {"trainer": MEGATRON | {"megatron": {"transformer_config_kwargs": {"moe_z_loss_coeff": 0.1}}}},
+    "dropout": {"trainer": MEGATRON | {"lora": {"rank": 4, "dropout": 0.1}}},
 }
 
 

@@ -164,13 +164,18 @@ async def test_only_the_policy_is_trained_in_blocks(service: Service, role: pb.R
     assert service.crew.workers[1].calls == ["send"]
 
 
-WHOLE = {"updates": {"num_minibatches": 2}, "means": {"loss": {"kind": "clip_cov"}}, "data": {"loss": {"kind": "sft"}}}
+WHOLE: dict[str, dict[str, Any]] = {
+    "updates": {"num_minibatches": 2},
+    "means": {"loss": {"kind": "clip_cov"}},
+    "data": {"loss": {"kind": "sft"}},
+    "router": {"strategy": "megatron", "megatron": {"transformer_config_kwargs": {"moe_z_loss_coeff": 0.1}}},
+    "dropout": {"strategy": "megatron", "lora": {"rank": 4, "dropout": 0.1}},
+}
 
 
-@pytest.mark.parametrize("case", [*WHOLE, "megatron"])
+@pytest.mark.parametrize("case", WHOLE)
 async def test_blocks_are_refused_where_their_gradients_do_not_add_up(service: Service, case: str) -> None:
-    settings: dict[str, Any] = WHOLE.get(case, {"strategy": "megatron"})
-    await service.open("whole", config_json=json.dumps(settings))
+    await service.open("whole", config_json=json.dumps(WHOLE[case]))
     service.crew.workers[1].calls.clear()
     with pytest.raises(InvalidInput, match="trains on whole batches") as caught:
         await Streamed(service).whole()

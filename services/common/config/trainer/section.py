@@ -193,7 +193,9 @@ class TrainerConfig(Strict):
     def adds_blocks(self) -> bool:
         """Whether a batch can be trained on in blocks whose gradients are added up and applied once."""
         is_sum = self.loss.is_sampled and not self.loss.needs_covariance
-        return self.strategy == "fsdp" and self.num_minibatches == 1 and is_sum
+        # Auxiliary losses are divided by other counts than the loss. Of dropout, a stream that is lost uses up numbers.
+        is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
+        return self.num_minibatches == 1 and is_sum and is_alone
 
     @field_validator("streaming", mode="before")
     @classmethod
