@@ -9,6 +9,7 @@ from rich.table import Table
 
 from services.common.config.any import AnyConfig
 from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block, streams
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture, read_architecture, read_content
 from services.common.families.supported import require_supported
@@ -57,7 +58,8 @@ def show_plan(config: Config, console: Console) -> None:
         console.print(_memory_table([f"pp {pp}" for pp in range(layout.pp)], stages))
     else:
         console.print(_memory_table(["all"], [fsdp_memory(config, model)]))
-    _print_lines(console, [_offloaded(config), _publication(config, model), _batch(config), _assumptions(config)])
+    batch = (_batch(config), *_blocks(config))
+    _print_lines(console, [_offloaded(config), _publication(config, model), *batch, _assumptions(config)])
 
 
 def _layouts(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig]]:
@@ -131,6 +133,22 @@ def _batch(config: Config) -> str:
     samples, ranks = groups * config.rollout.completions_per_prompt, data_parallel_size(config.trainer)
     each = f"{samples // ranks}" + (f" or {samples // ranks + 1}" if samples % ranks else "")
     return f"batch: {samples} samples per mini-batch, {each} on each of {ranks} data-parallel ranks"
+
+
+def _blocks(config: Config) -> Iterator[str]:
+    size, trainer = groups_per_block(config), config.trainer
+    if not size:
+        return
+    when = "as soon as they are scored" if streams(config) else "when the batch is complete"
+    idle = ""
+    if trainer.strategy == "megatron" and trainer.megatron.pipeline_model_parallel_size > 1:
+        layout = Layout.of(trainer.megatron, trainer.num_ranks)
+        longest = config.data.max_prompt_tokens + config.max_response_tokens
+        num_tokens = size * config.rollout.completions_per_prompt * longest
+        num_packs = max(layout.pp, num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
+        share = (layout.pp - 1) / (layout.vpp * num_packs + layout.pp - 1)
+        idle = f"; the pipeline idles for {share:.0%} of each, more if samples are shorter than they may be"
+    yield f"blocks: {-(-config.data.prompts_per_step // size)} of {size} groups, trained on {when}{idle}"
 
 
 def _assumptions(config: Config) -> str:

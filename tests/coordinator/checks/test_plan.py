@@ -280,6 +280,17 @@ def test_plan_fits_the_terminal(moe: Path, width: int) -> None:
     assert "arXiv 2205.05198" in flat
 
 
+def test_blocks_and_how_long_a_pipeline_idles_in_each(dense: Path) -> None:
+    # 16 samples of up to 2048 tokens are 8 micro-batches of 4096, and a pipeline of two stages waits for 1 more.
+    config, _ = make(dense, num_ranks=2, megatron=sizes(pp=2), max_tokens_per_microbatch=4096)
+    text = " ".join(shown(config).split())
+    assert "blocks: 4 of 2 groups, trained on as soon as they are scored; the pipeline idles for 11% of each" in text
+    config, _ = make(dense, num_ranks=2, megatron=sizes(tp=2), max_tokens_per_microbatch=8192, streaming="off")
+    assert "blocks: 8 of 1 groups, trained on when the batch is complete\n" in shown(config)
+    config, _ = make(dense, num_ranks=2, megatron=sizes(pp=2), num_minibatches=2)
+    assert "blocks:" not in shown(config)
+
+
 def test_uneven_batch_and_own_layout_of_the_reference(dense: Path) -> None:
     config, _ = make(dense, num_ranks=3, megatron=sizes())
     assert "21 or 22 on each of 3" in shown(config)
