@@ -122,6 +122,7 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
         return self._gathered(kept, packs)
 
     def complete_blocks(self, factor: float) -> None:
+        self._offloader.load("params")  # which the step needs too
         self._model.complete_blocks(factor)
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
