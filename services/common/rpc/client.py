@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common.errors import InvalidInput, LockstepError, Unavailable, from_rpc_error
+from services.common.errors import InvalidInput, LockstepError, Reason, Unavailable, from_rpc_error
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
@@ -115,13 +115,14 @@ class Client:
                 address=self.address,
             )
         target = f"{method} at {self.address}"
-        if _SILENT in (error.details() or ""):
+        failure = from_rpc_error(error, target=target)
+        if failure.reason is Reason.UNREACHABLE and _SILENT in failure.message:
             return Unavailable(
                 f"{target}: the {self._kind} service no longer answers: its process is stopped, its host is frozen, or "
                 f"the network is cut ({_SILENT})",
                 target=target,
             )
-        return from_rpc_error(error, target=target)
+        return failure
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:
