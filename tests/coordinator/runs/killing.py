@@ -80,7 +80,7 @@ class CountingRank:
     @rank_command
     def apply_blocks(self, *, totals: dict[str, int], version: int) -> Message:
         self.blocks.append([*self._added, f"{totals}"])
-        return self.train(version=version)
+        return self.train(version=version, role=Role.POLICY)
 
     @rank_command
     def drop_blocks(self) -> None:
