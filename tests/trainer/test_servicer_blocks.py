@@ -17,6 +17,15 @@ from services.common.errors import Aborted, DataLoss, InvalidInput, LockstepErro
 from tests.trainer.deployment import Deployment
 from tests.trainer.test_servicer import changed, with_row
 
+BACKENDS: dict[str, dict[str, Any]] = {
+    "FSDP": {},
+    "Megatron": {"strategy": "megatron", "num_ranks": 2},
+    "Megatron, pipeline": {
+        "strategy": "megatron",
+        "num_ranks": 2,
+        "megatron": {"pipeline_model_parallel_size": 2},
+    },
+}
 Messages = list[pb.TrainBlocksRequest]
 
 
@@ -76,10 +85,12 @@ def without_times(metrics: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
-    trainer: Deployment, groups: int, aggregation: str
+    trainer: Deployment, groups: int, aggregation: str, backend: str
 ) -> None:
-    changes = {"loss": {"aggregation": aggregation, "entropy_coef": 0.01}, "max_tokens_per_microbatch": 64}
+    loss = {"aggregation": aggregation, "entropy_coef": 0.01}
+    changes = {"loss": loss, "max_tokens_per_microbatch": 64, **BACKENDS[backend]}
     whole, metrics = await digest_after_whole(trainer, groups, **changes)
     await trainer.open(**changes)
     await trainer.publish()
@@ -94,9 +105,10 @@ async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
     assert metrics == pytest.approx(at_once, rel=1e-4, abs=1e-5)
 
 
-async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer: Deployment) -> None:
-    whole, _ = await digest_after_whole(trainer, 0)
-    await trainer.open()
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer: Deployment, backend: str) -> None:
+    whole, _ = await digest_after_whole(trainer, 0, **BACKENDS[backend])
+    await trainer.open(**BACKENDS[backend])
     before = await trainer.publish()
     messages = messages_of(header_of(trainer, groups=2), trainer.batch())
     for length in range(len(messages)):
