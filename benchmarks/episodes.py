@@ -66,7 +66,9 @@ class _Engine(rollout_pb2_grpc.RolloutServiceServicer):
         yield seal(request, answer)
 
 
-class _Reward(reward_pb2_grpc.RewardServiceServicer):
+class ToyReward(reward_pb2_grpc.RewardServiceServicer):
+    """Opens a toy environment, and scores everything with 1."""
+
     async def OpenRun(self, request: Any, context: Any) -> reward_pb2.OpenRunResponse:
         return reward_pb2.OpenRunResponse(scorer="toy 1", environment="toy 1", roles=[""])
 
@@ -102,7 +104,7 @@ class _Environment(environment_pb2_grpc.EnvironmentServiceServicer):
 async def _serve() -> None:
     server = Server()
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(_Engine(), server.grpc)
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(_Reward(), server.grpc)
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(ToyReward(), server.grpc)
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(_Environment(), server.grpc)
     port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService", "lockstep.rollout.v1.RolloutService"])
     sys.stdout.write(f"{port}\n")
