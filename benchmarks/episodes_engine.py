@@ -103,9 +103,7 @@ class Comparison:
         config = self._config.model_copy(
             update={"environment": environment.model_copy(update={"max_turns": num_turns})}
         )
-        collector = EpisodeCollector(
-            self._service.rollout, self._rewards, self._tokenizer, config, self._environments
-        )
+        collector = EpisodeCollector(self._service.rollout, self._rewards, self._tokenizer, config, self._environments)
         sampling = config.rollout.sampling.model_copy(update={"max_tokens": turn_tokens})
         draw = Draw(_NUM_SAMPLES, sampling, self._service.stamp, self._step)
         cpu, begin = self._service.cpu_seconds(), time.perf_counter()
