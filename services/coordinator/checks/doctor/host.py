@@ -177,7 +177,7 @@ def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "servic
         why = f"no answer within {_PROBE_TIMEOUT_S:g} s"
     if not why:
         return Finding("sandbox", "bubblewrap runs")
-    fix = "apt-get install bubblewrap, and allow user namespaces; only scorers of kind code and tools of kind python need it"
+    fix = "apt-get install bubblewrap, and allow user namespaces; only code scorers and python tools need it"
     is_needed = config is not None and _needs_sandbox(config)
     return Finding("sandbox", why, Verdict.FAIL if is_needed else Verdict.WARN, fix)
 
