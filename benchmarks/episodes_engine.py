@@ -193,7 +193,7 @@ def main() -> None:
             samples = asyncio.run(measure(config, options.repeats))
         except (Exception, KeyboardInterrupt):
             for log in (config.run_dir / "logs").glob("*.log"):
-                Console().print(log.name, log.read_text(errors="replace")[-3000:], markup=False)
+                Console().print(log.name, log.read_text(errors="replace")[-6000:], markup=False)
             raise
     settings = {
         "episodes": _NUM_PROMPTS * _NUM_SAMPLES,

@@ -20,7 +20,8 @@ class BaseEnvironmentConfig(Strict):
     max_message_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of one message of the environment. The rest of a longer one is cut off."""
     turn_s: float = Field(default=30.0, gt=0, le=86400)
-    """Time limit in seconds for one reply of the environment."""
+    """Time limit in seconds for one reply of the environment. Waiting for a place among max_concurrent ones does not
+    count."""
     episode_s: float = Field(default=1800.0, gt=0, le=604800)
     """Time limit in seconds for a whole episode, generation included."""
     weight: float = 1.0
@@ -30,6 +31,11 @@ class BaseEnvironmentConfig(Strict):
     on_failure: Literal["drop_group", "fail"] = "drop_group"
     """What to do if the environment still fails. drop_group: the prompt group is left out of the batch; fail: the run
     fails. A failure of the environment never becomes a reward."""
+
+    @property
+    def longest_reply_s(self) -> float:
+        """Returns how long a reply may take, waiting included."""
+        return self.turn_s
 
 
 class WorkerEnvironmentConfig(BaseEnvironmentConfig):
@@ -69,11 +75,12 @@ class PythonToolConfig(Strict):
     kind: Literal["python"] = "python"
     """Offer `python`, which runs a program in the sandbox and returns what it prints. Each call starts anew."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Time limit in seconds for one program."""
+    """Time limit in seconds for one program. Several programs of a turn have turn_s together: each has its share of it,
+    if that is less. The policy is told of a program that took longer."""
     max_output_chars: int = Field(default=4096, ge=2, le=1_000_000)
     """Number of characters of the output to return. The middle of a longer output is cut out."""
     max_concurrent: int = Field(default=2, ge=1, le=1024)
-    """Maximum number of programs that run at the same time. The time that further ones wait counts for turn_s."""
+    """Maximum number of programs that run at the same time. Further ones wait, which does not count for turn_s."""
 
 
 class SearchToolConfig(Strict):
@@ -129,6 +136,11 @@ class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
     max_memory_gib: float = Field(default=4.0, gt=0.1)
     """Maximum address space of one worker, in GiB."""
 
+    @property
+    def longest_reply_s(self) -> float:
+        """Returns how long a reply may take; programs and searches may wait for others."""
+        return self.episode_s if {"python", "search"} & {tool.kind for tool in self.tools} else self.turn_s
+
     @model_validator(mode="after")
     def _tools_are_different(self) -> Self:
         names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in self.tools]
@@ -179,7 +191,12 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig):
     observation_field: str = ""
     """Field of the observation that is shown to the policy. By default, the whole observation as JSON."""
     max_concurrent: int = Field(default=128, ge=1, le=65536)
-    """Maximum number of open connections. Further episodes wait."""
+    """Maximum number of open connections. Further episodes wait, which does not count for turn_s."""
+
+    @property
+    def longest_reply_s(self) -> float:
+        """Returns how long a reply may take; the first may wait until other episodes end."""
+        return self.episode_s
 
 
 EnvironmentConfig = Annotated[

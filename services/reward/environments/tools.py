@@ -24,7 +24,7 @@ class ToolsEnvironment(CallingEnvironment):
         self._tools = {tool.kind: TOOLS[tool.kind](tool) for tool in config.tools if tool.kind != "function"}
         paths = [tool.path for tool in config.tools if tool.kind == "function"]
         self._functions = FunctionTools(paths, config.num_workers, int(config.max_memory_gib * 2**30))
-        self._has_functions = bool(paths)
+        self._has_functions, self._turn_s = bool(paths), config.turn_s
         self._parameters: dict[str, Mapping[str, object]] = {}
 
     async def open(self) -> None:
@@ -45,8 +45,8 @@ class ToolsEnvironment(CallingEnvironment):
             await self._functions.begin(episode_id)
         return ()
 
-    async def call(self, episode_id: str, call: ToolCall) -> str:
-        """Calls a tool."""
+    async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
+        """Calls a tool. All calls of a turn together may take `turn_s`, if they take as long as they may."""
         parameters = self._parameters.get(call.name)
         if parameters is None:
             raise BadArgumentsError(f"there is no tool {call.name[:100]!r}: there are {', '.join(self._parameters)}")
@@ -55,7 +55,7 @@ class ToolsEnvironment(CallingEnvironment):
         tool = self._tools.get(call.name)
         if tool is None:
             return await self._functions.call(episode_id, call)
-        return await tool.call({name: str(value) for name, value in call.arguments.items()})
+        return await tool.call({name: str(value) for name, value in call.arguments.items()}, share * self._turn_s)
 
     async def end(self, episode_id: str) -> None:
         """Frees the episode's place among the workers."""
