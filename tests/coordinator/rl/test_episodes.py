@@ -33,6 +33,11 @@ class DigitTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [int(digit) if digit.isdigit() else 9 for digit in text]
 
+    encode_marked = encode
+
+    def as_text(self, text: str) -> str:
+        return text
+
     def decode(self, tokens: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(str(token % 10) for token in tokens)
 
