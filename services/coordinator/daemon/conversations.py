@@ -1,0 +1,17 @@
+"""Conversations as messages of the wire."""
+
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+
+from services.coordinator.data.conversation import Conversation, Part
+
+
+def to_message(conversation: Conversation) -> pb.Conversation:
+    """Returns the message of a conversation."""
+    fields = vars(conversation) | {"parts": [pb.ConversationPart(**vars(part)) for part in conversation.parts]}
+    return pb.Conversation(**fields)
+
+
+def from_message(message: pb.Conversation) -> Conversation:
+    """Returns the conversation of a message."""
+    parts = [Part(part.text, part.reward if part.HasField("reward") else None) for part in message.parts]
+    return Conversation(message.prompt_id, message.sample, message.prompt, parts, message.reward, message.finish_reason)
