@@ -101,8 +101,38 @@ class CalculatorToolConfig(Strict):
     """Offer `calculator`, which computes an arithmetic expression."""
 
 
+class McpToolConfig(Strict):
+    """Offers the tools of an MCP server."""
+
+    kind: Literal["mcp"] = "mcp"
+    """Offer the tools of an MCP server (`pip install 'lockstep-rl[mcp]'` on the reward service). All episodes share one
+    session, so the tools may keep no state. Set command or url."""
+    command: tuple[str, ...] = ()
+    """Program and arguments of a server that the reward service starts, and calls over stdio."""
+    url: str = Field(default="", pattern=r"^(https?://.+)?$")
+    """Address of a running server, called over streamable HTTP."""
+    names: tuple[str, ...] = ()
+    """Names of the tools to offer; by default all that the server has."""
+    timeout_s: float = Field(default=20.0, gt=0, le=3600)
+    """Time limit in seconds for one answer of the server. A server that exceeds it has failed, not the policy."""
+    max_output_chars: int = Field(default=4096, ge=2, le=1_000_000)
+    """Number of characters of a result to return. The middle of a longer one is cut out."""
+
+    @property
+    def place(self) -> str:
+        """Returns where the server is, for messages."""
+        return self.url or " ".join(self.command)
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("a tool of kind mcp needs either command or url")
+        return self
+
+
 ToolConfig = Annotated[
-    FunctionToolConfig | PythonToolConfig | SearchToolConfig | CalculatorToolConfig, Field(discriminator="kind")
+    FunctionToolConfig | PythonToolConfig | SearchToolConfig | CalculatorToolConfig | McpToolConfig,
+    Field(discriminator="kind"),
 ]
 
 
@@ -143,7 +173,8 @@ class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
 
     @model_validator(mode="after")
     def _tools_are_different(self) -> Self:
-        names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in self.tools]
+        known = [tool for tool in self.tools if tool.kind != "mcp"]  # an MCP server says its tools' names later
+        names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in known]
         if len(set(names)) < len(names):
             raise ValueError(f"tools: two have the same name: {', '.join(names)}")
         return self
@@ -151,8 +182,8 @@ class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
     @model_validator(mode="after")
     def _programs_end_before_the_turn(self) -> Self:
         for tool in self.tools:
-            if tool.kind == "python" and tool.timeout_s >= self.turn_s:
-                raise ValueError(f"a program's timeout_s {tool.timeout_s:g} must be below turn_s {self.turn_s:g}")
+            if tool.kind in ("python", "mcp") and tool.timeout_s >= self.turn_s:
+                raise ValueError(f"{tool.kind}: timeout_s {tool.timeout_s:g} must be below turn_s {self.turn_s:g}")
         return self
 
 

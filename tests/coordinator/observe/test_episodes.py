@@ -1,4 +1,4 @@
-"""Tests that an episode of the last step is shown as a conversation, in few lines and without what commands terminals."""
+"""Tests that an episode of the last step is shown as a conversation, in few lines and as plain text."""
 
 import io
 from pathlib import Path
@@ -6,11 +6,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from rich.console import Console
 
 from services.common.batch import SAMPLE_SCHEMA
 from services.coordinator.daemon.conversations import from_message, to_message
+from services.coordinator.daemon.following import _show
 from services.coordinator.data.conversation import Conversation, Part
 from services.coordinator.observe.episodes import LastEpisode
 from services.coordinator.observe.reporters import Terminal
@@ -58,6 +60,16 @@ def test_a_conversation_is_below_the_table(width: int, height: int) -> None:
     if height > 16:
         assert "turn 1 I ask. <tool_call>" in text and "+0.250" in text and "turn_limit" in text
         assert " … " in text and "[red]\ufffd[2Jevil" in text and text.count(" reply user a page") == 1
+
+
+def test_a_watcher_sees_the_conversation_with_its_step() -> None:
+    terminal = Terminal(make_console(80, 24, is_terminal=True), 9)
+    numbers = pb.Numbers(version=4, values=STEP)
+    _show(pb.WatchRunResponse(run=pb.Run(), step=numbers, conversation=to_message(CONVERSATION)), terminal)
+    terminal.close()
+    console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
+    console.print(terminal._shown())
+    assert "turn 2 Rome." in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_long_conversation_loses_its_middle() -> None:
