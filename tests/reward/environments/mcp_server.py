@@ -5,6 +5,7 @@ import os
 import sys
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tiny", version="1.2")
 
@@ -24,7 +25,7 @@ def page(size: int) -> str:
 @server.tool()
 def refuse(what: str) -> str:
     """Finds nothing."""
-    raise ValueError(f"there is no {what}")
+    raise ToolError(f"there is no {what}")
 
 
 @server.tool()
