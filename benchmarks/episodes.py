@@ -118,7 +118,13 @@ async def _measure(address: str) -> dict[str, list[float]]:
             "model": _MODEL,
             "data": {"train": "-", "prompts_per_step": _NUM_PROMPTS, "max_prompt_tokens": _PROMPT_TOKENS},
             "rollout": {"max_model_len": 512, "sampling": {"max_tokens": _TURN_TOKENS}},
-            "environment": {"kind": "python", "path": "toy:Toy", "max_turns": _NUM_TURNS, "on_failure": "fail"},
+            "environment": {
+                "kind": "python",
+                "path": "toy:Toy",
+                "max_turns": _NUM_TURNS,
+                "turn_s": 600,
+                "on_failure": "fail",
+            },
             "reward": {"scorers": [{"kind": "exact"}]},
             "timeouts": {"generate_s": 600, "score_s": 600},
         }
@@ -127,7 +133,8 @@ async def _measure(address: str) -> dict[str, list[float]]:
     await rollout.open("run", ModelCard())
     await rewards.open("run")
     await rollout.replicas[0].commit(_STAMP)
-    environments = Environments(rewards, 600.0)
+    assert config.environment, "it was set"
+    environments = Environments(rewards, config.environment)
     collector = EpisodeCollector(rollout, rewards, Tokenizer.load(Path(_MODEL)), config, environments)
     samples: dict[str, list[float]] = {"coordinator CPU per turn [ms]": [], "turns [1/s]": []}
     for step in range(1 + _ROUNDS):  # one to warm up

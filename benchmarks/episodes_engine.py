@@ -72,7 +72,7 @@ class Comparison:
     def __init__(self, service: Service, rewards: Rewards, config: Config):
         assert config.environment, "episodes have one"
         self._service, self._config = service, config
-        self._environments = Environments(rewards, config.environment.turn_s)
+        self._environments = Environments(rewards, config.environment)
         self._rewards, self._tokenizer = rewards, Tokenizer.load(Path(_TOKENIZER))
         self._tokenizer.eos_token_ids = ()  # so that each turn has as many tokens
         self._step = 0

@@ -12,6 +12,7 @@ from lockstep.reward.v1 import environment_pb2_grpc
 from lockstep.reward.v1.environment_pb2_grpc import EnvironmentServiceServicer as EnvironmentService
 from lockstep.types.v1.types_pb2 import FinishReason
 
+from services.common.config.environment import EnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Answer, Client, Method, Request
@@ -51,8 +52,8 @@ class EpisodeFailed(LockstepError):
 class EpisodeClient:
     """Calls the environment of one reward service about one episode."""
 
-    def __init__(self, service: "_Service", episode_id: str, reply_s: float):
-        self._service, self._reply_s = service, reply_s
+    def __init__(self, service: "_Service", episode_id: str, settings: EnvironmentConfig):
+        self._service, self._reply_s, self._end_s = service, settings.longest_reply_s, settings.turn_s
         self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
         self._num_turns = 0
         self.environment = service.reward.opened.environment
@@ -85,9 +86,9 @@ class EpisodeClient:
         return answer
 
     async def close(self) -> None:
-        """Ends the episode. If that fails, its lease ends it."""
+        """Ends the episode. If that fails, its lease ends it, or it was lost with its service."""
         try:
-            await self._service.call(EnvironmentService.Close, pb.CloseRequest(**self._ids), self._reply_s)
+            await self._service.end(pb.CloseRequest(**self._ids), self._end_s)
         except LockstepError as error:
             log.info("episode %s is left to its lease: %s", self._ids["episode_id"], error.message)
 
@@ -95,10 +96,10 @@ class EpisodeClient:
 class Environments:
     """Plays each episode on the reward service that has the fewest open episodes."""
 
-    def __init__(self, rewards: Rewards, reply_s: float, transport: Transport = LOCAL):
+    def __init__(self, rewards: Rewards, settings: EnvironmentConfig, transport: Transport = LOCAL):
         """Creates the clients. The reward services must be open."""
         self._services = [_Service(reward, transport) for reward in rewards.services]
-        self._reply_s = reply_s
+        self._settings = settings
         self._ends: set[asyncio.Task[None]] = set()
         opened = rewards.services[0].opened
         self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
@@ -110,7 +111,7 @@ class Environments:
     async def episode(self, episode_id: str) -> AsyncIterator[EpisodeClient]:
         """Yields the client of a new episode, which ends afterwards; nobody waits for its end."""
         service = min(self._services, key=lambda service: service.num_episodes)
-        client = EpisodeClient(service, episode_id, self._reply_s)
+        client = EpisodeClient(service, episode_id, self._settings)
         service.num_episodes += 1
         try:
             yield client
@@ -134,7 +135,7 @@ async def open_environments(
     if config.environment is None:
         yield None
         return
-    environments = Environments(rewards, config.environment.longest_reply_s, transport)
+    environments = Environments(rewards, config.environment, transport)
     try:
         yield environments
     finally:
@@ -157,6 +158,9 @@ class _Service:
             if error.reason is Reason.RUN_NOT_OPEN or isinstance(error, Unavailable):
                 await self.reward.reopen(num_opens, why=error.message)
             raise EpisodeFailed(EnvironmentFailure.LOST, error.message) from error
+
+    async def end(self, request: pb.CloseRequest, end_s: float) -> None:
+        await self._client.call(EnvironmentService.Close, request, timeout_s=end_s + _MARGIN_S)
 
     async def close(self) -> None:
         await self._client.close()
