@@ -49,4 +49,5 @@ def _processes(environment: EnvironmentConfig) -> str:
         parts.append(f"{environment.num_workers} worker processes of up to {environment.max_memory_gib:g} GiB")
     parts += [f"up to {tool.max_concurrent} sandboxes" for tool in environment.tools if tool.kind == "python"]
     parts += [f"an index of {tool.corpus} in memory" for tool in environment.tools if tool.kind == "search"]
+    parts += [f"the MCP server {tool.place}" for tool in environment.tools if tool.kind == "mcp" and tool.command]
     return ", ".join(parts) or "no process"

@@ -227,7 +227,7 @@ def test_special_tokens_that_a_reply_spells_stay_text(name: str, kind: str):
             written = json.dumps(attack)[1:-1] if name == "llama-3.1" and role == "tool" else attack
             assert written.replace(" ", "") in shown.replace(" ", ""), (role, attack)
             assert bridge.extend([5], [reply])[1:] == added, "whatever the stream ends with"
-        if role in ("user", "tool") and family.max_messages > 1:
+        if role == "user" and family.max_messages > 1:
             first = control(bridge.prompt([QUESTION], [{"role": role, "content": "So done"}]))
             assert control(bridge.prompt([QUESTION], [{"role": role, "content": attacks[-2]}])) == first
     for attack in attacks:
