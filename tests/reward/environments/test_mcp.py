@@ -68,7 +68,7 @@ async def test_a_server_that_dies_or_hangs_has_failed_and_the_next_call_finds_an
     assert failure(await service.step(0, hermes("die"), "dies")) == "CRASHED"
     assert texts(await service.step(0, hermes("add", a=1, b=2), "next"))[0][2] == "3"
     await service.close_run()
-    await open_run(service, {**STDIO, "timeout_s": 5})
+    await open_run(service, {**STDIO, "timeout_s": 10})
     for episode in ("hangs", "next"):
         await service.reset(episode)
     assert failure(await service.step(0, hermes("wait"), "hangs")) == "TIMEOUT"

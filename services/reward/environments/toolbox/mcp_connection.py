@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mcp import ClientSession
 
 Answer = TypeVar("Answer")
+START_TIMEOUT_S = 60.0
+"""Time limit for a session to begin; its server may import much."""
 _CLOSE_S = 10.0
 """How long the end of a session may take; a process is killed by then."""
 _MAX_DETAIL_CHARS = 500
@@ -29,26 +31,21 @@ class Connection:
         self._config = config
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
-        self._asked: set[asyncio.Task[Any]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
         self._holding = asyncio.create_task(self._hold())
 
     async def ask(self, request: Callable[[ClientSession], Awaitable[Answer]]) -> Answer:
         """Returns the answer to a request.
 
         Raises:
-            EpisodeError: TIMEOUT if there is none within `timeout_s`, CRASHED if the session ended.
+            EpisodeError: TIMEOUT if there is none within `timeout_s`, CRASHED if the session did not begin or ended.
             Exception: Whatever else the request raises, such as MCPError.
         """
-        asked = asyncio.create_task(self._ask(request))
+        session = await self._limited(asyncio.shield(self._session), START_TIMEOUT_S)
+        asked = asyncio.ensure_future(request(session))
         self._asked.add(asked)
         try:
-            timeout_s = self._config.timeout_s
-            await asyncio.wait({asked, self._holding}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                return asked.result()
-            if self._holding.done():
-                raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(self._holding.exception())}")
-            raise failed(EnvironmentFailure.TIMEOUT, f"{self._config.place}: no answer within {timeout_s:g} s")
+            return await self._limited(asked, self._config.timeout_s)
         finally:
             asked.cancel()
             self._asked.discard(asked)
@@ -62,8 +59,13 @@ class Connection:
         self._holding.cancel()
         await asyncio.wait({self._holding}, timeout=_CLOSE_S)
 
-    async def _ask(self, request: Callable[[ClientSession], Awaitable[Answer]]) -> Answer:
-        return await request(await asyncio.shield(self._session))
+    async def _limited(self, answer: asyncio.Future[Answer], timeout_s: float) -> Answer:
+        await asyncio.wait({answer, self._holding}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        if self._holding.done():
+            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(self._holding.exception())}")
+        raise failed(EnvironmentFailure.TIMEOUT, f"{self._config.place}: no answer within {timeout_s:g} s")
 
     async def _hold(self) -> None:
         from mcp import ClientSession
