@@ -35,6 +35,7 @@ class Counts:
 """
 _SECTIONS = {
     "num_steps": NUM_STEPS,
+    "data": {"train": "data/train.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16},
     "environment": {"kind": "python", "path": "game:Counts", "max_turns": 4, "on_failure": "fail"},
     "reward": {"on_failure": "fail"},
     "rollout": {
@@ -46,7 +47,7 @@ _SECTIONS = {
         "engine": {"enable_prefix_caching": False},
     },
     "trainer": {"num_ranks": 1, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
-    "evaluation": {"eval_freq": 0},
+    "evaluation": {},
     "checkpoint": {"save_freq": 1},
 }
 
