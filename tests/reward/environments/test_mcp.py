@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,10 +76,9 @@ async def test_a_server_that_dies_or_hangs_has_failed_and_the_next_call_finds_an
 
 
 async def test_a_closed_run_leaves_no_process(service):
-    import os
-
     await open_run(service, STDIO)
-    pids = [pid for pid, command in descendants(os.getpid()).items() if "mcp_server.py" in command]
+    servers = descendants(os.getpid()).items()
+    pids = [pid for pid, command in servers if "mcp_server.py" in command and " http " not in command]
     assert pids
     await service.close_run()
     assert not await asyncio.to_thread(still_there, pids)
