@@ -1,4 +1,6 @@
-"""Compares episodes of several turns with the same number of sampled tokens in one turn, on real engines.
+"""Compares episodes of several turns with the same number of tokens in one turn, on real engines.
+
+In one turn, the environment's tokens are part of the prompt, and as many tokens are sampled as in all turns together.
 
 `python -m benchmarks.episodes_engine NAME [key=value ...] [--repeats 3] [--busy]`
 
@@ -107,7 +109,9 @@ class Comparison:
         sampling = config.rollout.sampling.model_copy(update={"max_tokens": turn_tokens})
         draw = Draw(_NUM_SAMPLES, sampling, self._service.stamp, self._step)
         cpu, begin = self._service.cpu_seconds(), time.perf_counter()
-        groups = await gather(collector.one(i, self._prompt(i), draw) for i in range(_NUM_PROMPTS))
+        num_tokens = _PROMPT_TOKENS + (_NUM_TURNS - num_turns) * len(_REPLY)
+        prompts = [self._prompt(index, num_tokens) for index in range(_NUM_PROMPTS)]
+        groups = await gather(collector.one(i, prompt, draw) for i, prompt in enumerate(prompts))
         duration, spent = time.perf_counter() - begin, self._service.cpu_seconds()
         for group in groups:
             assert group, "nothing fails"
@@ -119,10 +123,10 @@ class Comparison:
             numbers["cache hit share"] = metrics["environment/cache_hit_share"]
         return numbers
 
-    def _prompt(self, index: int) -> Prompt:
+    def _prompt(self, index: int, num_tokens: int) -> Prompt:
         """Returns a prompt that is in no prefix cache yet."""
         random = np.random.default_rng([self._step, index])
-        tokens = tuple(random.integers(2, 12, _PROMPT_TOKENS).tolist())
+        tokens = tuple(random.integers(2, 12, num_tokens).tolist())
         return Prompt(f"{self._step}/{index}", "", tokens, "", {}, ({"role": "", "content": ""},))
 
 
@@ -177,9 +181,9 @@ def main() -> None:
             f"runs_dir={directory}/runs",
             "name=episodes",
             "trainer.num_ranks=1",
-            f"data.max_prompt_tokens={_PROMPT_TOKENS}",
+            f"data.max_prompt_tokens={_PROMPT_TOKENS + _NUM_TURNS * len(_REPLY)}",
             "rollout.num_replicas=1",
-            "rollout.max_model_len=2304",
+            "rollout.max_model_len=2400",
             "rollout.max_samples=16",
             f"rollout.sampling.max_tokens={_NUM_TURNS * _TURN_TOKENS}",
             f"rollout.engine.kv_cache_memory_bytes={1 << 30}",
@@ -193,7 +197,7 @@ def main() -> None:
             samples = asyncio.run(measure(config, options.repeats))
         except (Exception, KeyboardInterrupt):
             for log in (config.run_dir / "logs").glob("*.log"):
-                Console().print(log.name, log.read_text(errors="replace")[-6000:], markup=False)
+                Console().print(log.name, log.read_text(errors="replace")[-3000:], markup=False)
             raise
     settings = {
         "episodes": _NUM_PROMPTS * _NUM_SAMPLES,
