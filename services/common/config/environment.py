@@ -182,7 +182,7 @@ class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
     @model_validator(mode="after")
     def _programs_end_before_the_turn(self) -> Self:
         for tool in self.tools:
-            if tool.kind in ("python", "mcp") and tool.timeout_s >= self.turn_s:
+            if isinstance(tool, PythonToolConfig | McpToolConfig) and tool.timeout_s >= self.turn_s:
                 raise ValueError(f"{tool.kind}: timeout_s {tool.timeout_s:g} must be below turn_s {self.turn_s:g}")
         return self
 

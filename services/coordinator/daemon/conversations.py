@@ -7,8 +7,14 @@ from services.coordinator.data.conversation import Conversation, Part
 
 def to_message(conversation: Conversation) -> pb.Conversation:
     """Returns the message of a conversation."""
-    fields = vars(conversation) | {"parts": [pb.ConversationPart(**vars(part)) for part in conversation.parts]}
-    return pb.Conversation(**fields)
+    return pb.Conversation(
+        prompt_id=conversation.prompt_id,
+        sample=conversation.sample,
+        prompt=conversation.prompt,
+        parts=[pb.ConversationPart(text=part.text, reward=part.reward) for part in conversation.parts],
+        reward=conversation.reward,
+        finish_reason=conversation.finish_reason,
+    )
 
 
 def from_message(message: pb.Conversation) -> Conversation:
