@@ -56,7 +56,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "completions_per_prompt": NUM_SAMPLES,
             "max_model_len": 64,
             "max_samples": 8,
-            "engine": {"block_size": 16},  # with vLLM's default for CPU, 128, no context would be in the prefix cache
             "sampling": {"max_tokens": MAX_TURN_TOKENS},
         },
         "environment": {"kind": "python", "path": "game:Echo", "max_turns": MAX_TURNS, "on_failure": "fail"},
@@ -107,7 +106,6 @@ def test_the_trainer_computes_the_engines_logprobs_over_all_turns(workspace: Pat
     assert max(line["train/logprob_gap_max"] for line in steps) <= 1e-4
     assert all(line["train/grad_norm"] > 0 for line in steps)
     assert all(1 < line["episode/turns_mean"] <= MAX_TURNS for line in steps)
-    assert all(0 < line["environment/cache_hit_share"] <= 1 for line in steps)
 
 
 def test_the_same_run_again_asks_for_the_same_samples(workspace: Path):
