@@ -1,5 +1,6 @@
 """Policies that call tools, through the service: results, mistakes of theirs, and failures of ours."""
 
+import asyncio
 import json
 
 import pyarrow as pa
@@ -232,7 +233,20 @@ async def test_a_program_that_does_not_end_is_the_policys_fault(service):
     await service.open(kind="tools", tools=[{"kind": "python", "timeout_s": 0.5, "max_output_chars": 60}], turn_s=600)
     await service.reset()
     ((_, _, text),) = texts(await service.step(0, hermes("python", code="print(1, flush=True)\nwhile True: pass")))
-    assert text.endswith("error: stopped after 0.5 s") or text.startswith("error: the program was stopped")
+    assert text.endswith("error: timed out after 0.5 s") or text.startswith("error: the program was stopped")
     flood = "import os\nwhile os.fork() or True: print('a' * 1000, flush=True)"
     ((_, _, text),) = texts(await service.step(1, hermes("python", code=flood)))
     assert "error: " in text and len(text) < 400
+
+
+async def test_slow_programs_of_a_turn_share_its_time_and_none_drops_the_episode(service):
+    tool = {"kind": "python", "timeout_s": 1.5, "max_concurrent": 1}
+    await service.open(kind="tools", tools=[tool], turn_s=2.0)
+    for episode in ("one", "other"):
+        await service.reset(episode)
+    four = hermes("python", code="while True: pass") * 4
+    answers = await asyncio.gather(*(service.step(0, four, episode) for episode in ("one", "other")))
+    for answer in answers:
+        assert len(texts(answer)) == 4
+        for _, _, text in texts(answer):
+            assert text.endswith("error: timed out after 0.5 s") or text.startswith("error: the program was stopped")

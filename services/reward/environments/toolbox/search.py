@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from services.common.config.environment import SearchToolConfig
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
+from services.reward.environments.clock import off_the_clock
 from services.reward.environments.schema import text_tool_schema
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
 
@@ -41,12 +42,13 @@ class Search(Tool):
             detail = f"search in {self._path}: {type(error).__name__}: {error}"
             raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error
 
-    async def call(self, arguments: Mapping[str, str]) -> str:
-        """Returns the documents with their numbers and titles."""
+    async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
+        """Returns the documents with their numbers and titles. Waiting for a thread does not count for `turn_s`."""
         query = arguments["query"]
         if not query.strip():
             raise BadArgumentsError("the query is empty")
-        return await asyncio.to_thread(self._find, query)
+        with off_the_clock():
+            return await asyncio.to_thread(self._find, query)
 
     def _load(self) -> None:
         import bm25s
