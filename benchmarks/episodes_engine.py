@@ -44,7 +44,7 @@ from services.coordinator.services.clients.environment import Environments
 from services.coordinator.services.clients.rewards import Rewards
 
 _CONFIG, _TOKENIZER = "deploy/runs/quickstart.yaml", "deploy/quickstart/model"
-_NUM_PROMPTS, _NUM_SAMPLES, _NUM_TURNS = 2, 4, 8
+_NUM_PROMPTS, _NUM_SAMPLES, _NUM_TURNS = 2, 2, 8
 _PROMPT_TOKENS, _TURN_TOKENS, _REPLY = 1024, 256, "47+85=" * 3
 _SHAPE = {
     "hidden_size": 256,
@@ -183,7 +183,7 @@ def main() -> None:
             "trainer.num_ranks=1",
             f"data.max_prompt_tokens={_PROMPT_TOKENS + _NUM_TURNS * len(_REPLY)}",
             "rollout.num_replicas=1",
-            "rollout.max_model_len=3300",
+            f"rollout.max_model_len={_PROMPT_TOKENS + _NUM_TURNS * (_TURN_TOKENS + 2 * len(_REPLY)) + 1}",
             "rollout.max_samples=16",
             f"rollout.sampling.max_tokens={_NUM_TURNS * _TURN_TOKENS}",
             f"rollout.engine.kv_cache_memory_bytes={1 << 30}",
