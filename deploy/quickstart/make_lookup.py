@@ -39,7 +39,7 @@ TEMPLATE = (
 )
 MAX_TOKENS = 128
 
-NUM_CONVERSATIONS, NUM_HELD_OUT = 60_000, 200
+NUM_CONVERSATIONS, NUM_HELD_OUT = 24_000, 200
 RIGHT, GUESSES, WRONG_KEY, MISREADS = 0.3, 0.25, 0.2, 0.15
 """Shares of the pupil's conversations; in the rest, the call is left open."""
 
@@ -82,7 +82,7 @@ def write_start(folder: str) -> None:
     tokenizer = make_tokenizer(words, r"</?[a-z]+>|[\s\S]", MAX_TOKENS)
     tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
     tokenizer.chat_template = TEMPLATE
-    make_start(128, 2, len(tokenizer), MAX_TOKENS).save_pretrained(folder)
+    make_start(64, 2, len(tokenizer), MAX_TOKENS).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
