@@ -18,7 +18,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,12 +42,12 @@ PATTERN = r"</?[a-z]+>| ?[A-Za-z]+| ?[0-9]+|\n\n| ?[^\w\s]|[\s\S]"
 MAX_TOKENS = 512
 
 NUM_HELD_OUT = 100
-NUM_WORLDS = 16
+NUM_WORLDS = 20
 """Worlds of the pupil's questions; all questions of each are asked once."""
-GUESSES, WRONG_WORD, MISREADS, TOO_EARLY = 0.2, 0.2, 0.2, 0.3
+GUESSES, WRONG_WORD, MISREADS, TOO_EARLY = 0.25, 0.2, 0.1, 0.3
 """Shares of the pupil's mistakes, the last of the questions that need two documents and of no other mistake."""
 WRONG_WORDS = ("city", "work", "lives", "country")
-CHOICES: Mapping[str, tuple[str, ...]] = {"city": tuple(CITIES), "work": WORKS, "country": COUNTRIES}
+CHOICES: Mapping[str, Sequence[str]] = {"city": CITIES, "work": WORKS, "country": COUNTRIES}
 
 
 def write_questions() -> None:
@@ -97,7 +97,8 @@ async def write_homework() -> list[str]:
 
 def write_start(folder: str, texts: list[str]) -> None:
     """Writes the model with random weights, and a tokenizer for the words of `texts`. The instruction is one token."""
-    words = {word for text in texts for word in re.findall(PATTERN, text.replace(INSTRUCTION, ""))}
+    words = {f" {name}" for name in (*PEOPLE, *CITIES, *COUNTRIES, *WORKS)}
+    words |= {word for text in texts for word in re.findall(PATTERN, text.replace(INSTRUCTION, ""))}
     tokenizer = make_tokenizer(sorted(words), PATTERN, MAX_TOKENS)
     tokenizer.add_tokens([AddedToken(INSTRUCTION, normalized=False)])
     make_start(128, 2, len(tokenizer), MAX_TOKENS).save_pretrained(folder)

@@ -8,9 +8,12 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-NUM_PEOPLE, NUM_CITIES = 200, 50
-COUNTRIES = ("Avaria", "Belmark", "Corinth", "Dolmen", "Estova", "Fenland", "Galdor", "Hesper")
-WORKS = ("baker", "carpenter", "doctor", "farmer", "lawyer", "painter", "sailor", "teacher")
+NUM_PEOPLE, NUM_CITIES, NUM_COUNTRIES = 200, 50, 24
+WORKS = (
+    "baker", "barber", "builder", "butcher", "carpenter", "clerk", "dancer", "doctor", "farmer", "fisher", "hunter",
+    "judge", "lawyer", "miller", "miner", "painter", "pilot", "potter", "sailor", "singer", "tailor", "teacher",
+    "waiter", "weaver",
+)  # fmt: skip
 _SYLLABLES = ("ba", "ko", "ri", "mu", "ne", "lo", "ta", "vi", "sa", "du", "pe", "zo")
 
 
@@ -22,8 +25,9 @@ def _names(count: int) -> list[str]:
     return list(drawn)
 
 
-_NAMES = _names(NUM_PEOPLE + NUM_CITIES)
-PEOPLE, CITIES = _NAMES[:NUM_PEOPLE], _NAMES[NUM_PEOPLE:]
+_NAMES = _names(NUM_PEOPLE + NUM_CITIES + NUM_COUNTRIES)
+PEOPLE, CITIES = _NAMES[:NUM_PEOPLE], _NAMES[NUM_PEOPLE : NUM_PEOPLE + NUM_CITIES]
+COUNTRIES = [f"{name}ia" for name in _NAMES[NUM_PEOPLE + NUM_CITIES :]]
 
 
 @dataclass(frozen=True)

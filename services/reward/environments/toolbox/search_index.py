@@ -1,6 +1,5 @@
 """Makes the BM25 index of a corpus once: later runs read it from a folder beside the corpus."""
 
-import hashlib
 import logging
 import shutil
 import tempfile
