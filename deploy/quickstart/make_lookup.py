@@ -16,7 +16,7 @@ import random
 import string
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -114,8 +114,8 @@ def _slip(rng: random.Random, number: str) -> str:
     return f"{number[:place]}{digit}{number[place + 1 :]}"
 
 
-def _write(name: str, rows: Sequence[dict[str, object]]) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), OUT / f"{name}.parquet")
+def _write(name: str, rows: Sequence[Mapping[str, object]]) -> None:
+    pq.write_table(pa.Table.from_pylist(list(map(dict, rows))), OUT / f"{name}.parquet")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenizers import AddedToken
+from transformers import AddedToken
 
 from deploy.quickstart.make_model import LOCKSTEP, SEED, make_start
 from deploy.quickstart.small_world import CITIES, COUNTRIES, PEOPLE, WORKS, Question, World

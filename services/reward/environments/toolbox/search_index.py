@@ -28,7 +28,8 @@ def open_index(corpus: Path, version: str, documents: Iterable[str]) -> Any:
     folder = corpus.with_name(f"{corpus.name}.{version}")
     if folder.is_dir():
         log.info("reading the index %s", folder)
-        return bm25s.BM25.load(folder, show_progress=False, override_params=_BACKEND)
+        reader: Any = bm25s.BM25
+        return reader.load(folder, show_progress=False, override_params=_BACKEND)
     index = _build(documents)
     try:
         _save(index, folder)
