@@ -37,7 +37,7 @@ class Question:
     text: str
     names: tuple[str, ...]
     answer: str
-    kind: Literal["city", "work", "country"]
+    kind: Literal["city", "country"]
     """What is asked for."""
 
 
@@ -61,7 +61,6 @@ class World:
         asked = [Question(f"In which country is {city}?", (city,), self._country[city], "country") for city in CITIES]
         for name in PEOPLE:
             city = self._city[name]
-            asked.append(Question(f"What is the work of {name}?", (name,), self._work[name], "work"))
             asked.append(Question(f"In which city lives {name}?", (name,), city, "city"))
             asked.append(Question(f"In which country lives {name}?", (name, city), self._country[city], "country"))
         return asked
