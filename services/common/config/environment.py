@@ -89,7 +89,8 @@ class SearchToolConfig(Strict):
     kind: Literal["search"] = "search"
     """Offer `search`, which ranks the documents of a Parquet file for a query by BM25."""
     corpus: str
-    """Parquet file on the reward service's host, with a column `text` and optionally `title`."""
+    """Parquet file on the reward service's host, with a column `text` and optionally `title`. The index is kept in a
+    folder beside it, for later runs."""
     top_k: int = Field(default=3, ge=1, le=100)
     """Number of documents to return."""
 
