@@ -125,7 +125,6 @@ class Trainer(Model):
     async def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
-        await repeated(
-            lambda timeout_s: self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=timeout_s),
-            timeout_s=self._timeouts.checkpoint_s,
+        await self._client.call(
+            TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s, may_repeat=True
         )
