@@ -121,7 +121,7 @@ async def _search_for(world: World, words: list[str]) -> dict[str, str]:
     pq.write_table(pa.Table.from_pylist(world.documents()), corpus)
     tool = Search(SearchToolConfig(corpus=str(corpus)))
     await tool.open()
-    return {word: await tool.call({"query": word}) for word in words}
+    return {word: await tool.call({"query": word}, 60.0) for word in words}
 
 
 def _search(word: str, found: Mapping[str, str]) -> str:

@@ -75,7 +75,7 @@ async def test_searches_get_documents_and_answers_get_exact_match(workspace: Pat
         for turn, end, begin in zip(turns, ends, begins[1:], strict=False):
             query = turn.partition("<search>")[2].removesuffix("</search>").strip()
             if turn.endswith("</search>") and turn.count("<search>") == 1 and query:
-                found = await tool.call({"query": query})
+                found = await tool.call({"query": query}, 60.0)
                 expected = tokenizer.encode(f"\n\n<information>{found}</information>\n\n")
                 assert tokens[end:begin] == expected[:96]
                 assert not any(row["loss_mask"][end:begin])

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 
@@ -52,7 +52,8 @@ CLOCK: ContextVar[Clock] = ContextVar("clock")
 def off_the_clock() -> Iterator[None]:
     """Does not count the time of the block for `turn_s`. What is in it must have a limit of its own.
 
-    That of the episode (`episode_s`) holds in any case.
+    That of the episode (`episode_s`) holds in any case. Outside an episode there is no clock, and nothing to stop.
     """
-    with CLOCK.get().stopped():
+    clock = CLOCK.get(None)
+    with clock.stopped() if clock else nullcontext():
         yield

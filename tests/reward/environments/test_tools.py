@@ -223,7 +223,7 @@ async def test_an_index_is_made_once(tmp_path, monkeypatch):
     async def found() -> str:
         tool = Search(SearchToolConfig(corpus=str(corpus)))
         await tool.open()
-        return await tool.call({"query": "capital of Italy"})
+        return await tool.call({"query": "capital of Italy"}, 60.0)
 
     documents = [{"text": "Rome is the capital of Italy."}, {"text": "Paris is the capital of France."}]
     pq.write_table(pa.Table.from_pylist(documents), corpus)
