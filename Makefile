@@ -23,7 +23,7 @@ run: setup
 test: setup lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-services test-parts
 
-FIRST_HALF := tests/common tests/coordinator tests/deploy tests/e2e tests/fault tests/reward
+FIRST_HALF := tests/common tests/deploy tests/e2e tests/fault tests/reward
 
 # Everything that starts no engine and no trainer ranks.
 test-fast: setup

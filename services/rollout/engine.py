@@ -70,6 +70,10 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
             "enforce_eager": True,
             "kv_cache_memory_bytes": 1 << 28,
             "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+            # A part of a prompt with a seed ends vLLM's engine (seen with 0.32): it winds the random generator back,
+            # which torch cannot do on CPU. So a prompt is always computed as a whole.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
         }
     if adapter_rank:
         arguments |= {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -81,13 +82,19 @@ async def test_export_is_what_was_published(trainer: Deployment, tmp_path: Path)
     assert (await trainer.publish()).digest == stamp.digest
 
 
-@pytest.mark.parametrize("megatron", [None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
-async def test_a_full_disk_is_named_and_the_trainer_goes_on(
-    deployment: Deployment, tmp_path: Path, megatron: dict[str, Any] | None
-) -> None:
-    trainer = deployment
-    await trainer.open(**({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron}))
-    await trainer.publish()
+@pytest_asyncio.fixture(params=[None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
+async def saver(deployment: Deployment, request: pytest.FixtureRequest) -> Deployment:
+    """A trainer of each way to save, whose weights are published."""
+    megatron: dict[str, Any] | None = request.param
+    await deployment.open(
+        **({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron})
+    )
+    await deployment.publish()
+    return deployment
+
+
+async def test_a_full_disk_is_named_and_the_trainer_goes_on(saver: Deployment, tmp_path: Path) -> None:
+    trainer = saver
     before = tmp_path / "before"
     await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(before)))
     await trainer.train(trainer.batch())
@@ -116,13 +123,8 @@ async def test_a_full_disk_is_named_and_the_trainer_goes_on(
     await trainer.train(trainer.batch(seed=1))
 
 
-@pytest.mark.parametrize("megatron", [None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
-async def test_a_disk_that_is_full_for_the_last_files_is_named_too(
-    deployment: Deployment, tmp_path: Path, megatron: dict[str, Any] | None
-) -> None:
-    trainer = deployment
-    await trainer.open(**({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron}))
-    await trainer.publish()
+async def test_a_disk_that_is_full_for_the_last_files_is_named_too(saver: Deployment, tmp_path: Path) -> None:
+    trainer = saver
     await trainer.train(trainer.batch())
     with small_disk(tmp_path / "disk") as disk:
         request = pb.SaveCheckpointRequest(path=str(disk.path / "step-000001"))

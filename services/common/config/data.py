@@ -74,10 +74,11 @@ class FilesConfig(Strict):
         given: object = (value,) if isinstance(value, str | Path) else value
         if not isinstance(given, list | tuple):
             return value
-        paths = cast(Sequence[object], given)
-        named = {_name_of(Path(path)): path for path in paths if isinstance(path, str | Path)}
-        if not all(isinstance(path, str | Path) for path in paths):
+        items = cast(Sequence[object], given)
+        paths = [path for path in items if isinstance(path, str | Path)]
+        if len(paths) < len(items):
             return value
+        named = {_name_of(Path(path)): path for path in paths}
         if len(named) < len(paths):
             raise ValueError("two files would get the same name: name them, as in {short: a.parquet, long: b.parquet}")
         return named

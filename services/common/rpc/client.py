@@ -10,7 +10,7 @@ from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
 from services.common.rpc.options import OPTIONS
-from services.common.rpc.retry import MAX_RETRY_S, Retries
+from services.common.rpc.retry import Retries
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.telemetry.context import outgoing
 
@@ -53,11 +53,11 @@ class Client:
         *,
         timeout_s: float,
         wait_for_ready: bool = False,
-        may_repeat: bool = False,
+        max_retry_s: float = 0.0,
     ) -> Answer:
         """Returns the answer to `request`: a message or, for a client stream, messages or a function that makes them.
 
-        With `may_repeat`, the call is made again after a lost connection (see `Retries`); it must change nothing when
+        With `max_retry_s`, the call is made again after a lost connection (see `Retries`); it must change nothing when
         it is repeated, and messages must come from a function.
 
         Raises:
@@ -68,7 +68,7 @@ class Client:
         name = method.__name__
         if wait_for_ready:
             timeout_s = await self._channel.connect(timeout_s, target=f"{name} at {self.address}")
-        retries = Retries(timeout_s, MAX_RETRY_S if may_repeat else 0.0)
+        retries = Retries(timeout_s, max_retry_s)
         while True:
             stub, sent = self._channel.stub(), request() if callable(request) else request
             try:

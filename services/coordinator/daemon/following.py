@@ -12,6 +12,7 @@ from rich.table import Table
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
 from services.coordinator.daemon.client import Coordinator
+from services.coordinator.daemon.conversations import from_message
 from services.coordinator.observe.columns import fitting
 from services.coordinator.observe.outcome import Outcome
 from services.coordinator.observe.reporters import Terminal
@@ -99,6 +100,8 @@ def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
 
 def _show(answer: pb.WatchRunResponse, table: Terminal) -> None:
     run = answer.run
+    if answer.HasField("conversation"):
+        table.conversation(answer.step.version, from_message(answer.conversation))
     if answer.HasField("step"):
         table.step(answer.step.version, dict(answer.step.values))
     elif answer.HasField("evaluation"):

@@ -39,5 +39,15 @@ class _Files(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
         except BaseException as error:
-            self.error = self.error or error
+            hidden = _system_error(error)
+            self.error = self.error or hidden or error
+            if hidden is not None:
+                raise hidden from None
             raise
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Returns the system's error that `error` hides: torch ends a file that it could not write with one of its own."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error

@@ -97,11 +97,11 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class _SlowTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Lets the test do something in the first Train, and in each export."""
+    """Lets the test do something in the first Train, and in each publication."""
 
     def __init__(self) -> None:
         self.batch_ids: list[str] = []
-        self.num_exports = 0
+        self.num_sent = 0
         self.entered = asyncio.Event()
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: object) -> pb.TrainResponse:
@@ -111,8 +111,8 @@ class _SlowTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             await asyncio.Event().wait()
         return pb.TrainResponse(version=1, metrics={"loss": 0.5}, replayed=True)
 
-    async def ExportHuggingFace(self, request: pb.ExportHuggingFaceRequest, context: object) -> None:
-        self.num_exports += 1
+    async def SendWeights(self, request: pb.SendWeightsRequest, context: object) -> None:
+        self.num_sent += 1
         self.entered.set()
         await asyncio.Event().wait()
 
@@ -142,10 +142,10 @@ async def test_a_connection_that_is_reset_in_train_does_not_end_the_run(slow: tu
 
 async def test_a_call_that_must_not_be_repeated_is_made_once(slow: tuple[_SlowTrainer, _Proxy, Trainer]):
     trainer, proxy, client = slow
-    exporting = asyncio.create_task(client.export("model"))
+    sending = asyncio.create_task(client.send(1, 0))
     async with asyncio.timeout(PATIENCE_S):
         await trainer.entered.wait()
         proxy.reset()
         with pytest.raises(Unavailable):
-            await exporting
-    assert trainer.num_exports == 1
+            await sending
+    assert trainer.num_sent == 1

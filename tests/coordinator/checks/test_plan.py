@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.architecture import Architecture, read_architecture
@@ -375,3 +376,11 @@ def test_a_model_of_another_family_needs_no_plan_with_fsdp(tmp_path: Path) -> No
     config, _ = make(write(tmp_path / "model", DENSE), strategy="fsdp")
     (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "olmo2"}))
     check_model(config)
+
+
+def test_a_plan_of_a_run_with_an_environment_shows_it(dense: Path) -> None:
+    config, _ = make(dense, num_ranks=2, megatron=sizes(tp=2))
+    environment = PythonEnvironmentConfig(path="m:C")
+    console = Console(file=io.StringIO(), width=200)
+    show_plan(config.model_copy(update={"environment": environment}), console)
+    assert "environment python: up to 8 turns" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """Tests that a thread that cannot write makes the whole save fail."""
 
 import errno
+import shutil
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from services.common.errors import PreconditionFailed, Reason
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.checkpoint.torch_writer import ThreadedWriter
+from tests.small_disk import small_disk
 from tests.support import PATIENCE_S
 
 STATE = {name: torch.arange(8.0) for name in "abcd"}
@@ -51,6 +53,19 @@ def test_torch_itself_completes_such_a_checkpoint(full_for_others: None, tmp_pat
     dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "state", thread_count=2), no_dist=True)
     assert (tmp_path / "state" / ".metadata").exists()
     assert len(list((tmp_path / "state").glob("*.distcp"))) < 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_named_wherever_in_a_file_it_is_found(tmp_path: Path) -> None:
+    """Once a file is begun, torch ends it with an error of its own, "unexpected pos", which hides the system's."""
+    large = {name: torch.arange(1500.0 + 37 * index) for index, name in enumerate("abcdefghijkl")}
+    with small_disk(tmp_path / "disk") as disk:
+        for num_pages in range(24):
+            disk.fill_up_to(num_pages * 4096)
+            with pytest.raises(PreconditionFailed, match="No space left"), typed_errors("checkpoint"):
+                dcp.save(large, storage_writer=ThreadedWriter(disk.path / "state", num_threads=2), no_dist=True)
+            shutil.rmtree(disk.path / "state", ignore_errors=True)
+            disk.free()
 
 
 def test_what_all_threads_wrote_is_read(tmp_path: Path) -> None:

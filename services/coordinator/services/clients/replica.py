@@ -12,7 +12,6 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, Wei
 from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import LockstepError
 from services.common.rpc.client import Client
-from services.common.rpc.retry import repeated
 from services.common.rpc.tls import LOCAL, Transport
 
 log = logging.getLogger(__name__)
@@ -65,10 +64,8 @@ class Replica:
     async def is_alive(self) -> bool:
         """Returns whether the service answers and still has its engine."""
         try:
-            info = await repeated(
-                lambda timeout_s: self._client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=timeout_s),
-                timeout_s=self._timeouts.info_s,
-                max_retry_s=_MAX_RETRY_S,
+            info = await self._client.call(
+                RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s, max_retry_s=_MAX_RETRY_S
             )
         except LockstepError as error:
             log.warning("replica %s does not answer: %s", self.address, error.message)

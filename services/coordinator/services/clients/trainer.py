@@ -14,7 +14,7 @@ from services.common.config.run import Config
 from services.common.config.streaming import groups_per_block
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
-from services.common.rpc.retry import repeated
+from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
 from services.coordinator.services.clients.blocks import BlockStream
@@ -79,7 +79,7 @@ class Model:
             TrainerService.Train,
             lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
             timeout_s=self._timeouts.train_s,
-            may_repeat=True,
+            max_retry_s=MAX_RETRY_S,
         )
         return answer.version, dict(answer.metrics)
 
@@ -87,7 +87,7 @@ class Model:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
         answer = await self._client.call(
-            TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, may_repeat=True
+            TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
         )
         return answer.manifest_digest
 
@@ -141,7 +141,6 @@ class Trainer(Model):
     async def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
-        await repeated(
-            lambda timeout_s: self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=timeout_s),
-            timeout_s=self._timeouts.checkpoint_s,
+        await self._client.call(
+            TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
         )

@@ -5,7 +5,7 @@ Megatron's loader requires the file, and is never read here. `.metadata` is a pi
 read only checkpoints that the trainer's manifest has verified, or that you trust like a program.
 """
 
-import io
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
@@ -64,10 +64,10 @@ def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup |
     with typed_errors(f"checkpoint {directory}: not written"):
         dcp.save(dict(staged), storage_writer=writer, planner=planner, process_group=group)
     if dist.get_rank() == 0:
-        common = io.BytesIO()
-        torch.save({}, common)  # in memory: torch's own files fail without the system's error
-        with writing(directory):
-            (directory / COMMON_STATE_FNAME).write_bytes(common.getvalue())
+        with tempfile.TemporaryDirectory() as empty, writing(directory):
+            # Beside the checkpoint, since a file that torch writes fails without the system's error.
+            TorchCommonSaveStrategy("torch", 1).save_common({}, empty)
+            (directory / COMMON_STATE_FNAME).write_bytes((Path(empty) / COMMON_STATE_FNAME).read_bytes())
             save_config(CheckpointingConfig("torch_dist"), str(directory))
 
 
