@@ -38,6 +38,8 @@ class Reason(StrEnum):
     PROMPT_MISMATCH = "PROMPT_MISMATCH"
     REPLAYED_BATCH = "REPLAYED_BATCH"
     LOGPROB_GAP = "LOGPROB_GAP"
+    TOO_STALE = "TOO_STALE"
+    LOW_ESS = "LOW_ESS"
     # The weight group
     OLD_EPOCH = "OLD_EPOCH"
     NOT_JOINED = "NOT_JOINED"

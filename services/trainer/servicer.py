@@ -139,8 +139,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 metrics = answers[0].body["metrics"]
             if role is Role.POLICY:
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
-            held.state = TrainState(held.state.version + 1, header.batch_id, metrics)
-            held.digest = ""
+            held.trained(header.batch_id, metrics)
             self._metrics.trained(role, samples)
         return pb.TrainResponse(version=held.state.version, metrics=metrics)
 
@@ -166,7 +165,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             async with self._streaming(training):
                 metrics = await training.apply(held.state.version)
                 metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
-                held.state, held.digest = TrainState(held.state.version + 1, header.batch_id, metrics), ""
+                held.trained(header.batch_id, metrics)
                 self._metrics.trained(Role.POLICY, training.samples)
                 return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics)
         finally:
@@ -207,7 +206,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 skips_base = agreed[0].body["skips_base"]
             answers = await self._killing_epoch_on_cancel(Worker.send, version=request.version, skips_base=skips_base)
             sent = answers[0].body
-            policy.digest = sent["digest"]
+            policy.published(sent["digest"])
             self._metrics.sent(sent["num_bytes"], sent["duration_s"])
         return pb.SendWeightsResponse(
             stamp=policy.stamp,

@@ -24,7 +24,7 @@ async def train(run: Run, context: LoopContext) -> None:
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
         await warm_up(run, context, stamp)
-        await _save_and_evaluate(run, context, stamp)
+        await save_and_evaluate(run, context, stamp)
 
     while version < held or (version < run.num_steps and not run.stopping):
         async with sending_blocks(run, context, stamp) as blocks:
@@ -37,13 +37,13 @@ async def train(run: Run, context: LoopContext) -> None:
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
         run.finish_step(version, step_metrics(run, trained, batch))
-        await _save_and_evaluate(run, context, stamp)
+        await save_and_evaluate(run, context, stamp)
         run.checkpoints.check()
     with run.phase(Phase.CHECKPOINTING):
         await run.end_checkpoints(context.trained_models)
 
 
-async def _save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
+async def save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
     """Saves and evaluates the policy of `stamp`, as far as that is due and not recorded."""
     if run.checkpoint_due(stamp.version):
         with run.phase(Phase.CHECKPOINTING):

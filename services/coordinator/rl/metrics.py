@@ -18,7 +18,7 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
     kl = (run.record.ledger.last(Kind.COLLECTED, run.version) or {}).get("kl")
     metrics |= {"kl/coef": kl["kl_coef"], "kl/penalized_per_sample": kl["kl_per_sample"]} if kl else {}
     metrics |= _idle(metrics)
-    if not run.record.batch_is_from_disk:
+    if not run.record.batch_is_from_disk and not run.config.trainer.lag.versions:  # it generates another step's batch
         metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
     return metrics
 

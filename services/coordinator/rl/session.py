@@ -17,6 +17,7 @@ from services.coordinator.observe.reporters import files
 from services.coordinator.rl.advantages.python import require_importable
 from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.lagged import train_lagged
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.rl.step import LoopContext
@@ -65,7 +66,8 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
             frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
             async with open_services(run, addresses) as services:
                 context = _begin(run, services, data, frontend)
-                await train(run, context)
+                loop = train_lagged if config.trainer.lag.versions else train
+                await loop(run, context)
                 return await finish(run, services.trainer)
 
 

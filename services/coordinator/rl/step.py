@@ -73,15 +73,16 @@ async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyS
 async def collect(
     run: Run, context: LoopContext, stamp: PolicyStamp, step: int, take: TakeBlock | None = None
 ) -> CollectedBatch:
-    """Samples a batch from `stamp`: scores and selects groups, runs the other models, computes advantages.
+    """Samples the batch of `step` from `stamp`: scores and selects groups, runs other models, computes advantages.
 
     `take` gets its groups in blocks, each as soon as it is complete.
     """
     config, rollout = run.config, run.config.rollout
     draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step)
-    # A critic's warm-up has step numbers beyond the run's; its success rates are those known at the policy's version.
+    # A critic's warm-up has step numbers beyond the run's; it reads what is known at the policy's version.
+    version = step if step < run.num_steps else stamp.version
     prompts = prompts_to_try(
-        context.data, config, step, lambda _, window: run.record.ledger.success_rates(stamp.version, window)
+        context.data, config, step, lambda _, window: run.record.ledger.success_rates(version, window)
     )
     async with context.forwards.of_batch(take) as forwards:
         collect_one = context.collector.with_baseline if config.advantage.needs_baseline else context.collector.one
@@ -89,12 +90,12 @@ async def collect(
             config, prompts, lambda index, prompt: collect_one(index, prompt, draw), forwards.decide
         )
         groups = await forwards.complete(selected.groups)
-    coef = kl_coef(run, stamp.version)
+    coef = kl_coef(run, version)
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     samples = with_advantages(config, samples, coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     decision = {**selected.decision, "metrics": selected.metrics | context.collector.take_metrics()}
-    return CollectedBatch(samples, stamp, decision, selected.outcomes, context.data.digest, kl)
+    return CollectedBatch(samples, version, stamp, decision, selected.outcomes, context.data.digest, kl)
 
 
 def with_advantages(config: Config, samples: pa.Table, coef: float) -> pa.Table:
@@ -108,6 +109,6 @@ def with_advantages(config: Config, samples: pa.Table, coef: float) -> pa.Table:
 
 
 def kl_coef(run: Run, version: int) -> float:
-    """Returns the coefficient of the KL penalty in the reward of the batch sampled from `version`."""
+    """Returns the coefficient of the KL penalty in the reward of the batch that updates `version`."""
     before = run.record.ledger.last(Kind.COLLECTED, version - 1) or {}
     return coef_after(before.get("kl"), run.config.advantage.kl)

@@ -43,7 +43,8 @@ def require_agreement(backend: Backend, gaps: Gaps, num_tokens: int, config: Tra
     they agree exactly.
 
     Raises:
-        PreconditionFailed: The mean gap is above the config's limit. The gradients are discarded.
+        PreconditionFailed: The mean gap is above the config's limit or, with a lag, the effective sample size is below
+            its limit. The gradients are discarded.
     """
     assert gaps.sums_4 is not None and gaps.largest is not None, "there is at least one pack"
     gap, kl, weight, weight_square = backend.reduce(gaps.sums_4, dist.ReduceOp.SUM) / num_tokens
@@ -59,6 +60,15 @@ def require_agreement(backend: Backend, gaps: Gaps, num_tokens: int, config: Tra
             f"the engine and the trainer disagree: their log-probabilities differ by {found['logprob_gap_mean']:.4g} "
             f"on average, more than trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
             reason=Reason.LOGPROB_GAP,
+            **found,
+        )
+    if config.lag.versions and not found["logprob_gap_ess"] >= config.lag.min_ess:
+        backend.discard_gradients()
+        raise PreconditionFailed(
+            f"the effective sample size of the importance weights is {found['logprob_gap_ess']:.4g} of the tokens, "
+            f"less than trainer.lag.min_ess {config.lag.min_ess:g}: the policy has moved too far from the "
+            "weights that were sampled; nothing was applied",
+            reason=Reason.LOW_ESS,
             **found,
         )
     return found

@@ -66,7 +66,8 @@ class CountingRank:
             self.critic_trained.append(version)
             return Message({"metrics": {"critic_loss": float(version)}})
         self.trained.append(version)
-        metrics = {"entropy": 1.0, "grad_norm": 2.0, "logprob_gap_max": 0.0, "loss": float(version)}
+        metrics = {"entropy": 1.0, "grad_norm": 2.0, "loss": float(version)}
+        metrics |= {"logprob_gap_max": 0.0, "logprob_gap_ess": 0.75}
         return Message({"metrics": metrics})
 
     @rank_command

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Strict
+from services.common.config.trainer.lag import LagConfig, check_lag
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.megatron import MegatronConfig
 
@@ -171,6 +172,8 @@ class TrainerConfig(Strict):
     """auto: send prompt groups to the trainer in blocks, in prompt order, while others are still generated, wherever
     the result is the same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same
     with both, to the bit on CPU."""
+    lag: LagConfig = LagConfig()
+    """Training on samples of earlier weights."""
     max_logprob_gap: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
     trainer's log-probabilities over a batch is above this."""
@@ -201,6 +204,11 @@ class TrainerConfig(Strict):
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
         return "off" if value is False else value  # YAML reads off without quotes as false
+
+    @model_validator(mode="after")
+    def _lag_is_bounded(self) -> Self:
+        check_lag(self.lag, self.loss, self.num_minibatches)
+        return self
 
     @model_validator(mode="after")
     def _lora_needs_megatron(self) -> Self:

@@ -68,13 +68,19 @@ class Model:
         return batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))[self._answer]
 
     async def train(
-        self, batch: pa.Table, batch_id: str, stamp: PolicyStamp, critic_version: int = 0
+        self,
+        batch: pa.Table,
+        batch_id: str,
+        stamp: PolicyStamp,
+        critic_version: int = 0,
+        drawn: PolicyStamp | None = None,
     ) -> tuple[int, dict[str, float]]:
-        """Makes one update on `batch`, which must be sampled from `stamp`. Returns the new version and metrics.
+        """Makes one update of `stamp` on `batch`, which must be sampled from `drawn`, or else from `stamp`.
 
-        Safe to repeat: the trainer applies each batch id only once, and answers it again with the same metrics.
+        Returns the new version and metrics. Safe to repeat: the trainer applies each batch id only once, and
+        answers it again with the same metrics.
         """
-        header = self._header(batch_id, stamp, critic_version)
+        header = self._header(batch_id, stamp, critic_version, drawn)
         answer = await self._client.call(
             TrainerService.Train,
             lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
@@ -95,10 +101,13 @@ class Model:
         """Closes the channel."""
         await self._client.close()
 
-    def _header(self, batch_id: str, stamp: PolicyStamp, critic_version: int = 0) -> pb.TrainHeader:
+    def _header(
+        self, batch_id: str, stamp: PolicyStamp, critic_version: int = 0, drawn: PolicyStamp | None = None
+    ) -> pb.TrainHeader:
         config, is_policy = self._config, self._role == pb.ROLE_POLICY
         return pb.TrainHeader(
             expected_stamp=stamp,
+            drawn_stamp=drawn,
             batch_id=batch_id,
             temperature=self._temperature,
             role=self._role,
@@ -116,6 +125,12 @@ class Trainer(Model):
 
     def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL):
         super().__init__("trainer", address, config, transport)
+
+    async def go_back(self, run_id: str, checkpoint: str) -> int:
+        """Closes the run and opens it again at `checkpoint`, or at the model it began with. Returns the version."""
+        request = pb.CloseRunRequest(run_id=run_id)
+        await self._client.call(TrainerService.CloseRun, request, timeout_s=self._timeouts.open_s)
+        return await self.open(run_id, checkpoint)
 
     def stream(self, batch_id: str, stamp: PolicyStamp) -> BlockStream:
         """Begins to send the blocks of a batch that is sampled from `stamp`, whose result is that of `train`."""
