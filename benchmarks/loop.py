@@ -16,6 +16,7 @@ from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.coordinator.observe.frontend import TerminalFrontend
+from services.coordinator.observe.report.lanes import drawing
 from services.coordinator.rl.session import run_session
 from services.coordinator.services.launch import Addresses
 
@@ -26,6 +27,10 @@ _KEPT = {
     "time/generating_s": "generate and score [s]",
     "time/training_s": "train [s]",
     "time/publishing_s": "publish [s]",
+    "time/generate_busy_s": "replicas generate [s]",
+    "time/score_busy_s": "reward services score [s]",
+    "time/train_busy_s": "trainer trains [s]",
+    "time/publish_busy_s": "weights are sent [s]",
     "time/idle_rollout_s": "replicas do not generate [s]",
     "time/idle_trainer_s": "trainer does not train [s]",
     "time/outside_share": "outside these [share of step]",
@@ -43,7 +48,10 @@ def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -
 
 
 def run(overrides: list[str], directory: Path) -> tuple[Path, dict[str, list[float]]]:
-    """Runs the quickstart with `overrides` in `directory`. Returns the run's directory and its raw samples."""
+    """Runs the quickstart with `overrides` in `directory`. Draws the lanes of its last step.
+
+    Returns the run's directory and its raw samples.
+    """
     config = load(Config, [_CONFIG, *overrides, f"runs_dir={directory}"])
     outcome = asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -53,6 +61,7 @@ def run(overrides: list[str], directory: Path) -> tuple[Path, dict[str, list[flo
     samples["training reward"] = [step["reward/mean"] for step in steps]
     for evaluation in outcome.evaluations:
         samples[f"held-out reward after {evaluation['version']} steps"] = [evaluation["eval/held-out/reward"]]
+    Console().print(drawing(warm[-1]), highlight=False)
     return config.run_dir, samples
 
 

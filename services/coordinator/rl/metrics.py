@@ -26,14 +26,15 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
 def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the seconds of the step in which the replicas did not generate, and the trainer did not train.
 
-    The trainer's own time is that of its updates; publishing and forwards of other models count as idle.
+    The trainer's own time is that of its updates, as it measured them; while a streamed update waits for blocks, it is
+    idle. Publishing, scoring and forwards of other models count as idle.
     """
-    step_s, generating_s = metrics["time/step_s"], metrics.get("time/generating_s", 0.0)
-    training_s = metrics.get("train/train_s", metrics.get("time/training_s", 0.0))
-    return {
-        "time/idle_rollout_s": max(step_s - generating_s, 0.0),
-        "time/idle_trainer_s": max(step_s - training_s, 0.0),
-    }
+    step_s, generate_s = metrics["time/step_s"], metrics.get("time/generate_busy_s", 0.0)
+    called_s = metrics.get("time/train_busy_s", 0.0)
+    train_s = min(metrics.get("train/train_s", called_s), called_s)
+    busy = {"time/train_busy_s": train_s} if called_s else {}
+    idle = {"rollout": step_s - generate_s, "trainer": step_s - train_s}
+    return busy | {f"time/idle_{side}_s": max(seconds, 0.0) for side, seconds in idle.items()}
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:

@@ -104,6 +104,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     frontend.say(run.describe_start(version, trainer.opened.version))
     shown = frontend.begin(run, version)
     episodes = [LastEpisode(config.run_dir, data.tokenizer.decode, shown)] if config.environment else []
+    run.clock.lanes |= {"generate": services.rollout.busy, "score": services.reward.busy, "train": trainer.busy}
     run.begin(version, [*files(run, version), *episodes, shown])
     return LoopContext(
         data=data.train,

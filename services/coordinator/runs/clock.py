@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
+
+from services.coordinator.runs.lanes import Busy, lane_metrics
 
 
 class Phase(StrEnum):
@@ -20,6 +22,8 @@ class StepClock:
     """Adds up the seconds that a step spends in each phase. Phases may overlap."""
 
     def __init__(self) -> None:
+        self.lanes = {"publish": Busy()}
+        """What can be busy at the same time; clients add themselves."""
         self.restart()
 
     def restart(self) -> None:
@@ -35,7 +39,8 @@ class StepClock:
         self._busy_began = self._busy_began if self._num_active else begin
         self._num_active += 1
         try:
-            yield
+            with self.lanes["publish"].working() if phase is Phase.PUBLISHING else nullcontext():
+                yield
         finally:
             end = time.perf_counter()
             self._seconds[phase] += end - begin
@@ -50,11 +55,13 @@ class StepClock:
         return seconds
 
     def metrics(self) -> dict[str, float]:
-        """Returns `time/<phase>_s` of every phase that took any time, `time/step_s` and `time/outside_share`.
+        """Returns `time/<phase>_s` of the phases that took time, the lanes, `time/step_s` and `time/outside_share`.
 
         `time/outside_share` is the fraction of the step that was spent outside of all phases.
         """
-        step_s = time.perf_counter() - self._step_began
+        now = time.perf_counter()
+        step_s = now - self._step_began
         times = {f"time/{phase.value}_s": seconds for phase, seconds in self._seconds.items() if seconds}
         outside = 1 - self._busy_s / step_s
+        times |= lane_metrics(self.lanes, self._step_began, now)
         return times | {"time/step_s": step_s, "time/outside_share": outside}

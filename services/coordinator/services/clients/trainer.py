@@ -1,6 +1,6 @@
 """Clients of the trainers: the policy's, and those of the reference and the critic."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
@@ -17,6 +17,7 @@ from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
+from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.blocks import BlockStream
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
@@ -36,6 +37,7 @@ class Model:
         self._config, self._timeouts = config, config.timeouts
         self._role, self._answer, self.column = _ROLES[name]
         self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
+        self.busy = Busy()
 
     async def open(self, run_id: str, checkpoint: str = "") -> int:
         """Loads the model or, if given, the checkpoint at path `checkpoint`. Returns the version that was loaded."""
@@ -81,12 +83,13 @@ class Model:
         answers it again with the same metrics.
         """
         header = self._header(batch_id, stamp, critic_version, drawn)
-        answer = await self._client.call(
-            TrainerService.Train,
-            lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
-            timeout_s=self._timeouts.train_s,
-            max_retry_s=MAX_RETRY_S,
-        )
+        with self.busy.working():
+            answer = await self._client.call(
+                TrainerService.Train,
+                lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
+                timeout_s=self._timeouts.train_s,
+                max_retry_s=MAX_RETRY_S,
+            )
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
@@ -136,10 +139,12 @@ class Trainer(Model):
         """Begins to send the blocks of a batch that is sampled from `stamp`, whose result is that of `train`."""
         # While blocks are sent, other groups are generated.
         timeout_s = self._timeouts.generate_s + self._timeouts.train_s
-        return BlockStream(
-            self._header(batch_id, stamp),
-            lambda requests: self._client.call(TrainerService.TrainBlocks, requests, timeout_s=timeout_s),
-        )
+
+        async def call(requests: AsyncIterator[pb.TrainBlocksRequest]) -> pb.TrainBlocksResponse:
+            with self.busy.working():
+                return await self._client.call(TrainerService.TrainBlocks, requests, timeout_s=timeout_s)
+
+        return BlockStream(self._header(batch_id, stamp), call)
 
     async def join(self, group: WeightGroup) -> str:
         """Joins the weight group as its first members. Returns the digest of the plan that the trainer built."""
