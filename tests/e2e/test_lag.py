@@ -41,6 +41,8 @@ def test_a_killed_run_ends_like_one_that_is_not(lag: int, tmp_path: Path) -> Non
     assert [line["lag/versions"] for line in steps] == [min(n, lag) for n in range(_STEPS)]
     # Samples of the same weights agree to rounding; later ones do not.
     assert [line["lag/ess"] > 1 - 1e-6 for line in steps] == [n == 0 for n in range(_STEPS)]
+    replayed = invoke("replay", "runs/run", "--step", 4, "--what", "train", cwd=disturbed)
+    assert "step 4: identical to the record" in replayed.stdout + replayed.stderr
     report = invoke("report", "runs/run", cwd=disturbed)
     assert report.returncode == 0, report.stderr
     assert "Effective sample size" in (disturbed / "runs" / "run" / "report.html").read_text()
