@@ -12,12 +12,12 @@ from pathlib import Path
 from string import Template
 
 from services.common.errors import LockstepError, NotFound
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, facts, samples
 from services.coordinator.observe.report.failures import failures
 from services.coordinator.observe.report.lanes import lanes
 from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.text.tokenizer import Tokenizer
 
 _SCRIPTS = ("draw.js", "plots.js", "lanes.js", "samples.js", "page.js")
 
