@@ -1,0 +1,143 @@
+"""Estimates what a micro-batch needs on a rank, in bytes: kept activations, a layer at work, and the logits.
+
+With GPU kernels the activations are those of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2; with
+flash attention there is no 5as/h term), with this model's widths in every term. torch.compile keeps the same. On CPU
+every operator of a layer keeps its own inputs, which is about twice as much; torch's flash attention for CPU keeps no
+scores either. benchmarks/memory.py compares the estimates for CPU with measured peaks.
+"""
+
+from dataclasses import dataclass
+
+from services.common.config.trainer.section import TrainerConfig
+from services.common.families.architecture import Architecture
+from services.common.megatron.layout import Layout
+
+_FLOAT32 = 4
+# As services.trainer.updates.logprobs computes the logits: entries at a time, and bytes for each in forward and
+# backward. On CPU several float32 copies exist at once; on GPU one kernel reads and another writes.
+_ENTRIES_AT_ONCE = {False: 64 << 20, True: 256 << 20}
+_LOGITS_BYTES = {False: (16, 21), True: (4, 4)}
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per token of one layer on one rank."""
+
+    kept: int
+    """Everything that it keeps for the backward pass."""
+    inputs: int
+    """Its input alone, which is kept if it is recomputed."""
+    working: int
+    """Largest intermediate results while it computes, without what it keeps."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Bytes of one micro-batch of max_tokens_per_microbatch tokens on one rank."""
+
+    activations: int
+    """What it keeps between forward and backward."""
+    forward: int
+    """Intermediate results of a forward pass that keeps nothing."""
+    backward: int
+    """Intermediate results of forward and backward, besides what is kept."""
+
+
+def microbatch(
+    trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool
+) -> Microbatch:
+    """Returns the bytes of a micro-batch; only the last pipeline stage (`is_last`) computes logits."""
+    tokens = trainer.max_tokens_per_microbatch // layout.cp
+    layer = _layer(trainer, model, layout, is_gpu=is_gpu)
+    forward, backward = tokens * layer.working, tokens * layer.working
+    if trainer.gradient_checkpointing and not _is_selective(trainer):
+        backward += tokens * layer.kept
+    if is_last:
+        logits = _logits(trainer, model, layout, is_gpu=is_gpu)
+        forward, backward = max(forward, logits[0]), max(backward, logits[1])
+    return Microbatch(_kept(trainer, model, layout, layer), forward, backward)
+
+
+def in_flight(layout: Layout, pp: int) -> float:
+    """Returns the most micro-batches that a stage holds between forward and backward in 1F1B (interleaved with VPP)."""
+    if layout.vpp == 1:
+        return layout.pp - pp
+    return (2 * (layout.pp - pp - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+
+
+def weight_bytes(trainer: TrainerConfig, *, is_gpu: bool) -> int:
+    """Returns the bytes of one weight in the compute dtype, in which it is also published."""
+    if trainer.compute_dtype == "auto":
+        return 2 if is_gpu else _FLOAT32
+    return _FLOAT32 if trainer.compute_dtype == "float32" else 2
+
+
+def _is_selective(trainer: TrainerConfig) -> bool:
+    return trainer.strategy == "megatron" and trainer.megatron.recompute_granularity == "selective"
+
+
+def _kept(trainer: TrainerConfig, model: Architecture, layout: Layout, layer: LayerBytes) -> int:
+    tokens, num_layers = trainer.max_tokens_per_microbatch // layout.cp, model.num_layers // layout.pp
+    if not trainer.gradient_checkpointing or _is_selective(trainer):
+        return tokens * num_layers * layer.kept
+    if trainer.strategy != "megatron":
+        return tokens * num_layers * layer.inputs
+    every = trainer.megatron.recompute_num_layers
+    if trainer.megatron.recompute_method == "block":
+        recomputed = min(every * layout.vpp, num_layers)
+        return tokens * (recomputed * layer.inputs + (num_layers - recomputed) * layer.kept)
+    return tokens * -(-num_layers // every) * layer.inputs
+
+
+def _layer(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool) -> LayerBytes:
+    size = weight_bytes(trainer, is_gpu=is_gpu)
+    # Only sequence parallelism shards the hidden states between the matrices.
+    is_sharded = trainer.strategy == "megatron" and trainer.megatron.has_sequence_parallel
+    hidden_ranks = layout.tp if is_sharded else 1
+    common, cut = (_fused if is_gpu else _plain)(trainer, model, layout, size)
+    widest = max(model.intermediate_size + model.shared_expert_intermediate_size, model.query_size)
+    working = size * (3 * widest // layout.tp + 3 * model.hidden_size)
+    return LayerBytes(common // hidden_ranks + cut // layout.tp, size * model.hidden_size // hidden_ranks, working)
+
+
+def _fused(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
+    """Returns the bytes per token that fused kernels keep of hidden states, and of what TP cuts."""
+    # Inputs of the two norms, of q k v and of the MLP.
+    common = 4 * size * model.hidden_size
+    # q, k, v and the input of the output projection.
+    attention = size * (2 * model.query_size + 2 * model.key_value_size)
+    # Gate, up and their product.
+    feed_forward = 3 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
+    # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
+    expert = 3 * size * model.moe_intermediate_size + 2 * size * model.hidden_size * layout.etp
+    return common, attention + feed_forward + model.num_experts_per_tok * expert
+
+
+def _plain(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
+    """Returns the bytes per token that plain torch operators keep of hidden states, and of what TP cuts."""
+    is_frozen = trainer.lora.rank > 0
+    # Each norm: its input in float32, the normalized values (for the gradient of its weight), and its output.
+    norm = _FLOAT32 + (0 if is_frozen else size) + size
+    common = 2 * norm * model.hidden_size
+    # q, k and v as attention gets them, its output and logsumexp, and the input of the output projection.
+    attention = size * (3 * model.query_size + 2 * model.key_value_size) + _FLOAT32 * model.num_attention_heads
+    if trainer.strategy == "megatron":
+        # v is a view that keeps all of q, k and v before the rotation.
+        attention += size * (model.query_size + model.key_value_size)
+        common += size * 4 * model.head_dim  # cosine and sine, of q and of k
+    if model.has("self_attention.q_layernorm.weight"):
+        attention += (_FLOAT32 + size) * (model.query_size + model.key_value_size)
+    # Gate, its activation, up and their product.
+    feed_forward = 4 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
+    expert = 4 * size * model.moe_intermediate_size + 3 * size * model.hidden_size * layout.etp
+    return common, attention + feed_forward + model.num_experts_per_tok * expert
+
+
+def _logits(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool) -> tuple[int, int]:
+    """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
+    rows = model.vocab_size // layout.tp
+    tokens = min(trainer.max_tokens_per_microbatch // layout.cp, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
+    forward, backward = (each * tokens * rows for each in _LOGITS_BYTES[is_gpu])
+    # The gradient of the output layer's weight, unless it is frozen.
+    gradient = 0 if trainer.lora.rank else _FLOAT32 * rows * model.hidden_size
+    return forward, backward + gradient
