@@ -75,9 +75,7 @@ class _Rank:
         with self._split_updates():
             for repeat in range(self._case["repeats"]):
                 with self._phase("forward"):
-                    self._worker.forward(
-                        role=Role.POLICY, **forward.body, frames=forward.frames, temperature=1.0
-                    )
+                    self._worker.forward(role=Role.POLICY, **forward.body, frames=forward.frames, temperature=1.0)
                 self._worker.train(**train.body, frames=train.frames, temperature=1.0, version=repeat)
                 with self._phase("publication"):
                     self._publish(epoch=repeat)
@@ -116,8 +114,14 @@ class _Rank:
         host, port, secret = json.loads(self._store.get(f"group/{epoch}"))
         members = self._worker._members  # pyright: ignore[reportPrivateUsage]
         group = WeightGroup(
-            run_id="memory", epoch=epoch + 1, store_host=host, store_port=port, store_secret=secret,
-            world_size=len(members), backend="gloo", timeout_s=300,
+            run_id="memory",
+            epoch=epoch + 1,
+            store_host=host,
+            store_port=port,
+            store_secret=secret,
+            world_size=len(members),
+            backend="gloo",
+            timeout_s=300,
         )
         self._worker.join(group=group.SerializeToString().hex())
         self._worker.send(version=epoch + 1, skips_base=False)

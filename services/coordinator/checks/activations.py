@@ -8,9 +8,11 @@ scores either. benchmarks/memory.py compares the estimates for CPU with measured
 
 from dataclasses import dataclass
 
+from services.common.config.any import AnyConfig
+from services.common.config.sft import SftConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture
-from services.common.megatron.layout import Layout
+from services.common.megatron.layout import Layout, data_parallel_size
 
 _FLOAT32 = 4
 # As services.trainer.updates.logprobs computes the logits: entries at a time, and bytes for each in forward and
@@ -33,7 +35,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Bytes of one micro-batch of max_tokens_per_microbatch tokens on one rank."""
+    """Bytes of the largest micro-batch on one rank."""
 
     activations: int
     """What it keeps between forward and backward."""
@@ -43,19 +45,28 @@ class Microbatch:
     """Intermediate results of forward and backward, besides what is kept."""
 
 
-def microbatch(
-    trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool
-) -> Microbatch:
-    """Returns the bytes of a micro-batch; only the last pipeline stage (`is_last`) computes logits."""
-    tokens = trainer.max_tokens_per_microbatch // layout.cp
+def microbatch(config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool) -> Microbatch:
+    """Returns the bytes of the largest micro-batch; only the last pipeline stage (`is_last`) computes logits."""
+    trainer, tokens = config.trainer, microbatch_tokens(config) // layout.cp
     layer = _layer(trainer, model, layout, is_gpu=is_gpu)
     forward, backward = tokens * layer.working, tokens * layer.working
     if trainer.gradient_checkpointing and not _is_selective(trainer):
         backward += tokens * layer.kept
     if is_last:
-        logits = _logits(trainer, model, layout, is_gpu=is_gpu)
+        logits = _logits(trainer, model, layout, tokens, is_gpu=is_gpu)
         forward, backward = max(forward, logits[0]), max(backward, logits[1])
-    return Microbatch(_kept(trainer, model, layout, layer), forward, backward)
+    return Microbatch(_kept(trainer, model, layout, layer, tokens), forward, backward)
+
+
+def microbatch_tokens(config: AnyConfig) -> int:
+    """Returns the most tokens of a micro-batch: the budget, or all of a mini-batch if its longest samples fit."""
+    if isinstance(config, SftConfig):
+        samples, longest = config.data.samples_per_step, config.data.max_tokens
+    else:
+        samples = config.data.prompts_per_step * config.rollout.completions_per_prompt
+        longest = config.rollout.max_model_len
+    each = -(-samples // config.trainer.num_minibatches // data_parallel_size(config.trainer))
+    return min(config.trainer.max_tokens_per_microbatch, each * longest)
 
 
 def in_flight(layout: Layout, pp: int) -> float:
@@ -76,8 +87,8 @@ def _is_selective(trainer: TrainerConfig) -> bool:
     return trainer.strategy == "megatron" and trainer.megatron.recompute_granularity == "selective"
 
 
-def _kept(trainer: TrainerConfig, model: Architecture, layout: Layout, layer: LayerBytes) -> int:
-    tokens, num_layers = trainer.max_tokens_per_microbatch // layout.cp, model.num_layers // layout.pp
+def _kept(trainer: TrainerConfig, model: Architecture, layout: Layout, layer: LayerBytes, tokens: int) -> int:
+    num_layers = model.num_layers // layout.pp
     if not trainer.gradient_checkpointing or _is_selective(trainer):
         return tokens * num_layers * layer.kept
     if trainer.strategy != "megatron":
@@ -133,10 +144,12 @@ def _plain(trainer: TrainerConfig, model: Architecture, layout: Layout, size: in
     return common, attention + feed_forward + model.num_experts_per_tok * expert
 
 
-def _logits(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool) -> tuple[int, int]:
+def _logits(
+    trainer: TrainerConfig, model: Architecture, layout: Layout, tokens: int, *, is_gpu: bool
+) -> tuple[int, int]:
     """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
     rows = model.vocab_size // layout.tp
-    tokens = min(trainer.max_tokens_per_microbatch // layout.cp, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
+    tokens = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
     forward, backward = (each * tokens * rows for each in _LOGITS_BYTES[is_gpu])
     # The gradient of the output layer's weight, unless it is frozen.
     gradient = 0 if trainer.lora.rank else _FLOAT32 * rows * model.hidden_size

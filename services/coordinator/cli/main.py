@@ -4,7 +4,7 @@ import asyncio
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -160,12 +160,19 @@ def doctor(
 
 
 @app.command()
-def plan(config: _Configs) -> None:
+def plan(
+    config: _Configs,
+    device: Annotated[
+        Literal["auto", "cpu", "gpu"], typer.Option(help="Where the ranks compute; auto is as on this host.")
+    ] = "auto",
+) -> None:
     """Show each trainer rank's layers and memory and the size of a publication. Starts nothing."""
-    from services.common.config.run import Config
+    from services.common.config.any import load_any
     from services.coordinator.checks.plan import show_plan
+    from services.coordinator.services.devices import visible_gpus
 
-    show_plan(load(Config, config), _console)
+    is_gpu = device == "gpu" or (device == "auto" and bool(visible_gpus()))
+    show_plan(load_any(config), _console, is_gpu=is_gpu)
 
 
 @app.command()
