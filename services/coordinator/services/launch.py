@@ -13,6 +13,7 @@ from pathlib import Path
 from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
+from services.common.memory import killed_hint
 from services.common.rpc.ports import hold_free_port
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
@@ -27,6 +28,11 @@ _HOST = "127.0.0.1"
 _GRACE_S = 10.0
 _MAX_RESTARTS = 3
 _LOG_LINES = 15
+# What to lower when a service is killed for memory.
+_MEMORY_KEYS = {
+    "reward": "reward.max_memory_gib, which each of its worker processes may use",
+    "rollout": "rollout.max_samples or rollout.engine.kv_cache_memory_bytes",
+}
 SERVICES = ("trainer", "reward", "rollout")
 
 
@@ -108,11 +114,12 @@ class Child:
                 then = "; run the same command again to resume from the newest checkpoint" if resumes else ""
                 tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
                 raise Unavailable(
-                    f"{self.name} exited with code {code}{then}; the last lines of {self.log_path}:\n{tail}",
+                    f"{self.name} exited with code {code}{self._hint(code)}{then}; "
+                    f"the last lines of {self.log_path}:\n{tail}",
                     reason=Reason.SERVICE_DIED,
                 )
             self.restarts_left -= 1
-            log.warning("%s exited with code %d; restarting it", self.name, code)
+            log.warning("%s exited with code %d%s; restarting it", self.name, code, self._hint(code))
             self._signal(signal.SIGKILL)  # processes that it left in its session
             await self.start()
 
@@ -126,6 +133,12 @@ class Child:
                 await asyncio.wait_for(self.process.wait(), _GRACE_S)
         self._signal(signal.SIGKILL)
         await self.process.wait()
+
+    def _hint(self, code: int) -> str:
+        if code != -signal.SIGKILL:
+            return ""
+        service = self.name.partition("-")[0]
+        return f": {killed_hint(_MEMORY_KEYS.get(service, f'{service}.max_tokens_per_microbatch'))}"
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.process is not None, "it was started"
