@@ -151,10 +151,10 @@ def doctor(
     **given: Unpack[Given],
 ) -> None:
     """Check this host and running services before a run. Changes nothing; the exit code is 1 if a check fails."""
-    from services.common.config.run import Config
+    from services.common.config.any import load_any
     from services.coordinator.checks.doctor.session import examine
 
-    services, settings = addresses(given), load(Config, config) if config else None
+    services, settings = addresses(given), load_any(config) if config else None
     is_well = examine(settings, services, _console)
     raise typer.Exit(0 if is_well else 1)
 
