@@ -113,6 +113,23 @@ def evaluate(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of a run, such as runs/NAME/checkpoints/step-000100.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
+    config: Annotated[
+        list[str] | None, typer.Argument(help="Overrides of the run's config, or its config if it was moved.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16; auto is as in the starting model.")] = "auto",
+) -> None:
+    """Write a checkpoint as a Hugging Face model directory, on the CPU; adapters are merged, and also in adapter/."""
+    from services.coordinator.services.export import export, export_config
+
+    settings = export_config(checkpoint, config or [], dtype)
+    asyncio.run(export(checkpoint, settings, out))
+    _console.print(f"wrote {out}", soft_wrap=True)
+
+
+@app.command()
 def report(
     run_dir: _RunDir,
     out: Annotated[

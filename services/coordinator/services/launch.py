@@ -159,18 +159,26 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def launch(
-    config: AnyConfig, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
+    config: AnyConfig,
+    given: Addresses,
+    *,
+    services: Collection[str] = SERVICES,
+    sharing: Config | None = None,
+    on_cpu: bool = False,
 ) -> AsyncIterator[Fleet]:
     """Yields the services for `config`: those of `given`, and the others, which are started here and always stopped.
 
     Only kinds in `services` are started; an SFT run, for example, needs no rollout and no reward. If `sharing` is
     given, each rank gets as many CPU threads as in a run of that config, because sums depend on the number of threads.
+    With `on_cpu`, the services use no GPU.
     """
     num_replicas = 0
     if isinstance(config, Config) and "rollout" in services and not given.rollout:
         num_replicas = config.rollout.num_replicas
     ranks = started_ranks(config, given) if "trainer" in services else {}
-    gpus = split_gpus(ranks, config, available=visible_gpus(), start_rollout=num_replicas > 0)
+    gpus = dict.fromkeys(ranks, "")
+    if not on_cpu:
+        gpus = split_gpus(ranks, config, available=visible_gpus(), start_rollout=num_replicas > 0)
     children: list[Child] = []
     started: set[str] = set()
     with contextlib.ExitStack() as ports:
