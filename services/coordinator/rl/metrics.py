@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
+from services.coordinator.rl.health import warning_metrics
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
 
@@ -19,7 +20,8 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
     metrics |= {"kl/coef": kl["kl_coef"], "kl/penalized_per_sample": kl["kl_per_sample"]} if kl else {}
     if not run.record.batch_is_from_disk:
         metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
-    return metrics
+    before = run.record.ledger.last(Kind.FINISHED, run.version) or {}
+    return metrics | warning_metrics(run.version + 1, metrics, before, run.config.observability.warnings)
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:
