@@ -7,6 +7,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.tasks import task_group
+from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.curriculum import prompts_to_try
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
@@ -85,7 +86,8 @@ async def collect(run: Run, context: LoopContext, stamp: PolicyStamp, step: int)
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     samples = compute_advantages(samples, config.advantage, kl_coef=coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
-    decision = {**selected.decision, "metrics": selected.metrics | context.collector.take_metrics()}
+    metrics = selected.metrics | context.collector.take_metrics()
+    decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
     return CollectedBatch(samples, stamp, decision, selected.outcomes, context.data.digest, kl)
 
 
