@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from services.common.batch import SAMPLE_SCHEMA
 from services.common.errors import DataLoss, NotFound
 from services.coordinator.observe.report import curves, samples
+from services.coordinator.observe.report.failures import failures
 from services.coordinator.observe.report.page import gather, render, write_report
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import LEDGER
