@@ -31,7 +31,6 @@ from services.trainer.ranks.worker import Worker
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # of clear_refs, proc_pid_clear_refs(5)
-_BUCKET_BYTES = 64 << 20
 
 
 def main() -> None:
@@ -68,7 +67,7 @@ class _Rank:
                 model_path=str(self._model),
                 checkpoint_path="",
                 seed=0,
-                bucket_bytes=_BUCKET_BYTES,
+                bucket_bytes=self._case["bucket_bytes"],
             )
         data_rank = answer.body["data_rank"]
         forward, train = self._parts(data_rank, self._case["data_ranks"])
@@ -110,7 +109,7 @@ class _Rank:
         if self._rank == 0:
             self._served = ServedStore("127.0.0.1")
             address = self._served.renew()
-            self._store.set(f"group/{epoch}", json.dumps([address.host, address.port, address.secret]))
+            self._store.set(f"group/{epoch}", json.dumps([address.host, address.port, address.secret.hex()]))
         host, port, secret = json.loads(self._store.get(f"group/{epoch}"))
         members = self._worker._members  # pyright: ignore[reportPrivateUsage]
         group = WeightGroup(
@@ -118,7 +117,7 @@ class _Rank:
             epoch=epoch + 1,
             store_host=host,
             store_port=port,
-            store_secret=secret,
+            store_secret=bytes.fromhex(secret),
             world_size=len(members),
             backend="gloo",
             timeout_s=300,
