@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from services.common.config.any import AnyConfig, role_section
@@ -168,17 +169,15 @@ async def launch(
 ) -> AsyncIterator[Fleet]:
     """Yields the services for `config`: those of `given`, and the others, which are started here and always stopped.
 
-    Only kinds in `services` are started; an SFT run, for example, needs no rollout and no reward. If `sharing` is
-    given, each rank gets as many CPU threads as in a run of that config, because sums depend on the number of threads.
-    With `on_cpu`, the services use no GPU.
+    Only kinds in `services` are started, and with `on_cpu` they use no GPU. If `sharing` is given, each rank gets as
+    many CPU threads as in a run of that config, because sums depend on the number of threads.
     """
     num_replicas = 0
     if isinstance(config, Config) and "rollout" in services and not given.rollout:
         num_replicas = config.rollout.num_replicas
     ranks = started_ranks(config, given) if "trainer" in services else {}
-    gpus = dict.fromkeys(ranks, "")
-    if not on_cpu:
-        gpus = split_gpus(ranks, config, available=visible_gpus(), start_rollout=num_replicas > 0)
+    split = partial(split_gpus, ranks, config, start_rollout=num_replicas > 0)
+    gpus = dict.fromkeys(ranks, "") if on_cpu else split(available=visible_gpus())
     children: list[Child] = []
     started: set[str] = set()
     with contextlib.ExitStack() as ports:

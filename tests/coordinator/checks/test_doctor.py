@@ -202,22 +202,25 @@ def test_scorers_are_imported() -> None:
 
 def test_engine_arguments() -> None:
     pytest.importorskip("vllm")
-    right = config_with(rollout={"engine": {"enforce_eager": True}})
-    assert settings.check_engine(right).verdict is OK
-    wrong = config_with(rollout={"engine": {"gpu_memory_utilisation": 0.5}})
-    assert_fails(settings.check_engine(wrong), FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
+    config = config_with(rollout={"engine": {"enforce_eager": True, "gpu_memory_utilisation": 0.5}})
+    finding = settings.check_engine(config)
+    assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
+    assert "enforce_eager" not in finding.found
+    assert settings.check_engine(config, ("-c", "")).verdict is OK
 
 
 def test_lengths(tmp_path: Path) -> None:
     def lengths(**changes: object) -> Finding:
-        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512} | changes))
-        config = make_config(model=str(tmp_path), rollout={"max_model_len": 1024})
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024} | changes))
+        config = make_config(model=str(tmp_path), rollout={"max_model_len": 2048})
         (finding,) = settings.check_lengths(config)
         return finding
 
-    assert_fails(lengths(), FAIL, "rollout.max_model_len 1024, the model's max_position_embeddings 512", "at most 512")
+    assert_fails(
+        lengths(), FAIL, "rollout.max_model_len 2048, the model's max_position_embeddings 1024", "at most 1024"
+    )
     assert lengths(rope_scaling={"rope_type": "yarn", "factor": 4.0}).verdict is WARN
-    assert lengths(max_position_embeddings=1024).verdict is OK
+    assert lengths(max_position_embeddings=2048).verdict is OK
 
 
 def test_memory_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def _rows(config: AnyConfig, given: Addresses) -> str:
         rows = sft.load_data(config, given)
         assert rows is not None, "the model is on this host"
         return f"{len(rows.train)} rows" + "".join(
-            f", {len(held)} held out in {name}" for name, held in rows.eval.items()
+            f", {len(held)} held out in {name}" for name, held in rows.held_out.items()
         )
     data = rl.load_data(config, given)
     assert data is not None, "the model is on this host"

@@ -19,7 +19,7 @@ from services.coordinator.checks.memory import rank_memory
 from services.coordinator.services.devices import visible_gpus
 from services.coordinator.services.launch import Addresses
 
-_PROBE_TIMEOUT_S = 120.0
+_PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
 _GIB = 2**30
 _MEMINFO = Path("/proc/meminfo")
 
