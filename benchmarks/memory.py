@@ -56,13 +56,12 @@ class Case:
         trainer = {"num_ranks": self.num_ranks, "max_tokens_per_microbatch": self.max_tokens, "max_logprob_gap": 1e9}
         tree = {
             "model": "random",
-            "data": {"train": "none", "prompts_per_step": NUM_SAMPLES, "max_prompt_tokens": PROMPT_TOKENS},
+            "data": {"train": "none", "prompts_per_step": NUM_SAMPLES // 2, "max_prompt_tokens": PROMPT_TOKENS},
             "rollout": {
-                "completions_per_prompt": 1,
+                "completions_per_prompt": 2,
                 "max_model_len": PROMPT_TOKENS + COMPLETION_TOKENS,
                 "sampling": {"max_tokens": COMPLETION_TOKENS},
             },
-            "advantage": {"kind": "reinforce"},
             "reward": {"scorers": [{"kind": "exact"}]},
             "weights": {"bucket_bytes": BUCKET_BYTES},
             "trainer": trainer | {"compute_dtype": "float32"} | dict(self.trainer),
