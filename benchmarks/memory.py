@@ -75,15 +75,15 @@ _PP2 = {**_MEGATRON, "megatron": {"pipeline_model_parallel_size": 2}}
 _RECOMPUTE = {"gradient_checkpointing": True}
 CASES = {
     "fsdp 1 rank": Case(1, 2048),
-    "fsdp 1 rank, 512 tokens": Case(1, 512),
-    "fsdp 1 rank, recompute": Case(1, 2048, _RECOMPUTE),
+    "megatron TP2": Case(2, 2048, _TP2),
     "fsdp 2 ranks": Case(2, 1024),
+    "fsdp 1 rank, recompute": Case(1, 2048, _RECOMPUTE),
+    "megatron PP2": Case(2, 2048, _PP2),
+    "megatron DP2": Case(2, 1024, _MEGATRON),
+    "megatron 1 rank, LoRA": Case(1, 2048, _MEGATRON | {"lora": {"rank": 8}}),
+    "fsdp 1 rank, 512 tokens": Case(1, 512),
     "megatron 1 rank": Case(1, 2048, _MEGATRON),
     "megatron 1 rank, recompute": Case(1, 2048, _MEGATRON | _RECOMPUTE),
-    "megatron 1 rank, LoRA": Case(1, 2048, _MEGATRON | {"lora": {"rank": 8}}),
-    "megatron DP2": Case(2, 1024, _MEGATRON),
-    "megatron TP2": Case(2, 2048, _TP2),
-    "megatron PP2": Case(2, 2048, _PP2),
 }
 
 
@@ -136,7 +136,7 @@ def compare(measured: list[dict[str, list[int]]], estimated: list[Memory]) -> di
 
 
 def main() -> None:
-    """Measures the cases and saves their peaks, the estimates and the ratios."""
+    """Measures the cases; saves their peaks, the estimates and the ratios after each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", nargs="?", default="memory-cpu")
     parser.add_argument("--only", default="*")
@@ -154,9 +154,14 @@ def main() -> None:
                 samples[f"{name}: {phase} [MiB]"] = [value / 2**20 for value in values]
                 samples[f"{name}: {phase}, estimated [MiB]"] = [estimated / 2**20]
                 samples[f"{name}: {phase}, estimated over measured"] = [estimated / values[-1]]
-    cases = {name: {"num_ranks": c.num_ranks, "max_tokens": c.max_tokens, **c.trainer} for name, c in CASES.items()}
+            _keep(options.name, samples)
+
+
+def _keep(name: str, samples: dict[str, list[float]]) -> None:
+    """Saves what was measured so far."""
+    cases = {case: {"num_ranks": c.num_ranks, "max_tokens": c.max_tokens, **c.trainer} for case, c in CASES.items()}
     libraries = ("torch", "transformers", "megatron-core")
-    keep(options.name, samples, libraries=libraries, model=SHAPE, cases=cases, samples_per_step=NUM_SAMPLES)
+    keep(name, samples, libraries=libraries, model=SHAPE, cases=cases, samples_per_step=NUM_SAMPLES)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from services.coordinator.checks.activations import Microbatch, in_flight, micro
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _BUCKETS_IN_FLIGHT = 3  # one that is packed, and two on their way
-FSDP_BASE, MEGATRON_BASE = 500 << 20, 500 << 20
+FSDP_BASE, MEGATRON_BASE = 400 << 20, 440 << 20
 """Resident bytes of a rank on CPU that has imported torch, transformers and, for the second, Megatron-Core, and has a
 process group, but no model. Measured by benchmarks/memory.py; file pages of libraries are included."""
 _ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common.weights.plan
@@ -60,12 +60,15 @@ class Memory:
         state = 0 if "optimizer" in self.offloads else self.optimizer
         held = 0 if "grads" in self.offloads else self.gradients
         kept = int(self.micro.activations * self.in_flight)
-        return {
+        # Later phases find the heap that the backward pass has left.
+        least = always + state + self.gradients + int(self.micro.retained * self.in_flight) if self.base else 0
+        phases = {
             "forward": always + state + held + self.gathered + self.micro.forward,
             "backward": always + state + self.gradients + self.gathered + kept + self.micro.backward,
             "optimizer": always + self.optimizer + self.gradients,
             "publication": always + state + held + self.publication,
         }
+        return {name: max(least, num_bytes) for name, num_bytes in phases.items()}
 
     @property
     def peak(self) -> int:
