@@ -166,7 +166,7 @@ def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
         state = f"{of_weights}, grads {bytes_.gradient}, optimizer: {optimizer}"
     computes = f"in {'bfloat16' if held == 2 else 'float32'} on {'GPU' if is_gpu else 'CPU'}"
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
-    kernels = "fused kernels (arXiv 2205.05198)" if is_gpu else "plain torch operators"
+    kernels = "fused kernels (arXiv 2205.05198)" if is_gpu else "plain torch operators, with the holes of the heap"
     left_out = "buffers of collectives, fragmentation" if is_gpu else "padding of samples of unequal length"
     return (
         f"Bytes per parameter: {state}. Activations {computes}: micro-batches of {microbatch_tokens(config)} "
