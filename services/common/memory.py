@@ -13,7 +13,7 @@ def killed_hint(key: str, *, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -
     The kernel kills a process when the host, or the container's limit (cgroup v2), has no memory left.
     """
     known = {name: int(value.split()[0]) * 1024 for name, _, value in map(_parts, _lines(meminfo)) if value}
-    parts = []
+    parts: list[str] = []
     if {"MemTotal", "MemAvailable"} <= known.keys():
         total, free = known["MemTotal"] / _GIB, known["MemAvailable"] / _GIB
         parts.append(f"this host has {total:.1f} GiB, of which {free:.1f} are available now")
