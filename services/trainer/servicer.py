@@ -76,6 +76,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._roles: dict[Role, _OpenRole] = {}
         self._epoch, self._epoch_timeout_s = -1, 0.0
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
+        self._last_export = ("", -1, pb.ExportHuggingFaceResponse())  # its path and version, with its answer
         self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
         self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
@@ -227,10 +228,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.ExportHuggingFaceRequest, context: Context
     ) -> pb.ExportHuggingFaceResponse:
         async with self._changing:
-            self._require_open()
+            asked = request.path, self._require_open().state.version
+            if asked == self._last_export[:2] and Path(request.path).exists():
+                return self._last_export[2]  # the caller did not get this answer
             with checkpoint.staged(Path(request.path)):
                 answers = await self._ranks.call(Worker.export, path=request.path)
-        return pb.ExportHuggingFaceResponse(**answers[0].body)
+            self._last_export = (*asked, pb.ExportHuggingFaceResponse(**answers[0].body))
+        return self._last_export[2]
 
     async def SendTestBroadcast(
         self, request: pb.SendTestBroadcastRequest, context: Context
@@ -286,6 +290,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())
+        self._last_export = ("", -1, pb.ExportHuggingFaceResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
         await self._ranks.call(Worker.close)
 

@@ -15,6 +15,7 @@ from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
 from services.coordinator.checks.activations import microbatch_tokens, weight_bytes
 from services.coordinator.checks.memory import Memory, StateBytes, publication, rank_memory
+from services.coordinator.checks.plan_environment import environment_plan
 
 _GPUS_PER_HOST = 8
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
@@ -58,13 +59,15 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     memories = [rank_memory(config, model, pp, is_gpu=is_gpu) for pp in range(stages)]
     console.print(_parts_table(names, memories))
     console.print(_phases_table(names, memories))
-    lines = [_offloaded(config), _batch(config), _assumptions(config, is_gpu=is_gpu)]
+    lines = [_offloaded(config)]
     if not is_gpu:
         total = sum(memory.peak for memory in memories) * config.trainer.num_ranks // len(memories)
         lines.insert(0, f"all {config.trainer.num_ranks} ranks together, at their peaks: {total / 2**30:.2f} GiB")
-    if not isinstance(config, SftConfig):
-        lines.insert(-2, _publication(config, model, is_gpu=is_gpu))
-    _print_lines(console, lines)
+    if isinstance(config, SftConfig):
+        lines += [_batch(config)]
+    else:
+        lines += [_publication(config, model, is_gpu=is_gpu), _batch(config), *environment_plan(config)]
+    _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
 
 
 def _layouts(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig]]:

@@ -219,8 +219,10 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
     def _saving(self) -> Iterator[None]:
         self._offloader.load("params", "optimizer")
         self._finish_update()
-        yield
-        self._offloader.release("params", "optimizer")
+        try:
+            yield
+        finally:
+            self._offloader.release("params", "optimizer")
 
     def _finish_update(self) -> None:
         for chunk in self._model.ddp_chunks():

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from rich.console import Console
 
 from services.common.config.any import AnyConfig
+from services.common.config.run import Config
+from services.coordinator.checks.doctor.environment import examine_environment
 from services.coordinator.checks.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.checks.doctor.host import examine_host
 from services.coordinator.checks.doctor.inputs import examine_inputs
@@ -20,6 +22,8 @@ def examine(config: AnyConfig | None, given: Addresses, console: Console) -> boo
         findings = list(examine_host(config, given))
         if config:
             findings += [*examine_inputs(config, given), *examine_settings(config, given)]
+        if isinstance(config, Config):
+            findings += examine_environment(config, given)
         if not (given.trainer and given.rollout):
             findings.append(_broadcast())
         findings += asyncio.run(examine_services(given))

@@ -16,6 +16,9 @@ from services.common.rpc.tls import LOCAL, Transport
 
 log = logging.getLogger(__name__)
 
+# Enough for a connection that was reset. The others wait for the answer of a replica that is gone.
+_MAX_RETRY_S = 2.0
+
 
 class ReplicaState(StrEnum):
     """State of a replica. A DEAD one becomes STALE first: after its return it has no weights until a publication."""
@@ -61,7 +64,9 @@ class Replica:
     async def is_alive(self) -> bool:
         """Returns whether the service answers and still has its engine."""
         try:
-            info = await self._client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s)
+            info = await self._client.call(
+                RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s, max_retry_s=_MAX_RETRY_S
+            )
         except LockstepError as error:
             log.warning("replica %s does not answer: %s", self.address, error.message)
             return False

@@ -13,7 +13,7 @@ from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
-from services.common.rpc.retry import repeated
+from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
 
@@ -79,20 +79,19 @@ class Model:
             role=self._role,
             critic_version=critic_version,
         )
-
-        async def train(timeout_s: float) -> pb.TrainResponse:
-            requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
-            return await self._client.call(TrainerService.Train, requests, timeout_s=timeout_s)
-
-        answer = await repeated(train, timeout_s=self._timeouts.train_s)
+        answer = await self._client.call(
+            TrainerService.Train,
+            lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
+            timeout_s=self._timeouts.train_s,
+            max_retry_s=MAX_RETRY_S,
+        )
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
-        answer = await repeated(
-            lambda timeout_s: self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=timeout_s),
-            timeout_s=self._timeouts.checkpoint_s,
+        answer = await self._client.call(
+            TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
         )
         return answer.manifest_digest
 
@@ -126,4 +125,6 @@ class Trainer(Model):
     async def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
-        await self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s)
+        await self._client.call(
+            TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
+        )
