@@ -470,5 +470,5 @@ def test_a_plan_of_a_run_with_an_environment_shows_it(dense: Path) -> None:
     config, _ = make(dense, num_ranks=2, megatron=sizes(tp=2))
     environment = PythonEnvironmentConfig(path="m:C")
     console = Console(file=io.StringIO(), width=200)
-    show_plan(config.model_copy(update={"environment": environment}), console)
+    show_plan(config.model_copy(update={"environment": environment}), console, is_gpu=True)
     assert "environment python: up to 8 turns" in console.file.getvalue()  # type: ignore[attr-defined]
