@@ -24,6 +24,12 @@ def configure_logging(service: str, kind: LogFormat = "text") -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
+def own_log() -> str:
+    """Returns the path of the file that this process's stderr goes to; "" if that is not a file."""
+    path = os.readlink("/proc/self/fd/2")
+    return path if os.path.isfile(path) else ""
+
+
 def keep_files_private() -> None:
     """Makes files of this process and its children accessible to their owner only: batches have prompts and answers."""
     os.umask(os.umask(0o077) | 0o077)

@@ -30,6 +30,7 @@ from services.common.model_card import write_model_card
 from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.scheduler import scheduler
+from services.rollout.failures import log_size, see_log, start_failure
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
 
@@ -126,7 +127,9 @@ class Engine:
 
         Raises:
             InvalidInput: The model card or an engine argument is invalid.
+            InternalError: ENGINE_DEAD, with the cause if this process's log has it.
         """
+        begin = log_size()
         directory = tempfile.TemporaryDirectory(prefix="")  # short: the path of a socket has at most 107 bytes
         write_model_card(card, Path(directory.name))
         os.environ["VLLM_RPC_BASE_PATH"] = directory.name  # vLLM never removes the sockets that it makes there
@@ -138,6 +141,8 @@ class Engine:
         except (TypeError, ValueError) as error:  # vLLM raises these for unknown or invalid arguments
             message = " ".join(str(error).split())
             raise InvalidInput(f"rollout: vLLM refuses its arguments: {message}", field="rollout.engine") from error
+        except RuntimeError as error:
+            raise start_failure(error, begin) from error
         return cls(llm, directory, on_death, adapter_request(directory.name) if adapter_rank else None)
 
     @property
@@ -180,7 +185,7 @@ class Engine:
             async for last in outputs:
                 output = last
         except EngineDeadError as error:
-            raise Unavailable("the engine died", reason=Reason.ENGINE_DEAD) from error
+            raise Unavailable(f"the engine died{see_log()}", reason=Reason.ENGINE_DEAD) from error
         except (ValueError, VLLMValidationError) as error:
             raise InvalidInput(f"sampling: {error}", field="sampling") from error
         finally:

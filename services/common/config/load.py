@@ -37,13 +37,23 @@ def load(model: type[Model], args: Sequence[str]) -> Model:
         InvalidInput: A file is missing or not YAML, a key is unknown, or a value is invalid. The message names the key
             and where it was set.
     """
+    tree, origin = read(args)
+    return validate(model, tree, origin)
+
+
+def read(args: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Merges `args` as `load` does, without validation. Returns the tree of values and the source of each.
+
+    Raises:
+        InvalidInput: A file is missing or not YAML.
+    """
     tree: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for arg in args:
         is_override = "=" in arg and not os.path.exists(arg)  # Path.exists raises if arg is too long for a path
         part = _parse_override(arg) if is_override else _read_yaml(Path(arg))
         _merge(tree, part, origin, source="command line" if is_override else arg)
-    return _validate(model, tree, origin)
+    return tree, origin
 
 
 def parse_json(model: type[Model], text: str) -> Model:
@@ -160,7 +170,7 @@ def _merge(tree: dict[str, Any], part: Mapping[str, Any], origin: dict[str, str]
             origin[path] = source
 
 
-def _validate(model: type[Model], tree: Mapping[str, Any], origin: Mapping[str, str]) -> Model:
+def validate(model: type[Model], tree: Mapping[str, Any], origin: Mapping[str, str]) -> Model:
     try:
         return model.model_validate(tree)
     except ValidationError as error:

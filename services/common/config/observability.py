@@ -37,6 +37,20 @@ class MlflowConfig(Strict):
 TrackerConfig = Annotated[WandbConfig | MlflowConfig, Field(discriminator="kind")]
 
 
+class WarningsConfig(Strict):
+    """Says when a run warns that it learns little. Warnings are in the log, in metrics.jsonl and in the report."""
+
+    entropy_ratio: float = Field(default=0.1, ge=0, lt=1)
+    """Warn if the policy's entropy per token falls below this share of its value in the run's first step; 0 never
+    warns. The starting entropy differs between models by a factor of ten, so there is no limit in nats."""
+    steps_without_mixed_group: int = Field(default=3, ge=0)
+    """Warn after this many steps in a row in which no prompt group had different rewards, so that nothing was learned.
+    0 never warns. With few prompts per step, one such step is chance."""
+    dropped_groups: float = Field(default=0.1, ge=0, le=1)
+    """Warn if more than this share of a step's prompt groups was dropped because a sample had no score; 1 never
+    warns. The batch is then a biased choice of prompts."""
+
+
 class ObservabilityConfig(Strict):
     """Configures metrics, traces, trackers and logs. All keys may be changed when a run resumes."""
 
@@ -52,3 +66,5 @@ class ObservabilityConfig(Strict):
     """Format of the lines in logs/: text for people, or JSON objects."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Experiment trackers to log metrics to; each entry has a kind, wandb or mlflow."""
+    warnings: WarningsConfig = WarningsConfig()
+    """When to warn that a run learns little."""

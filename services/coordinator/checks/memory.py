@@ -1,26 +1,31 @@
-"""Estimates for `lockstep plan`: device memory of a run, in bytes per rank, and the size of one publication.
+"""Estimates for `lockstep plan`: memory of a trainer's rank by phase, in bytes, and the size of one publication.
 
 Weights, gradients and optimizer state are exact, except for the padding of Megatron's buffers and for
-optimizer_offload_fraction, which Megatron rounds to whole weights. Activations follow
-Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2; with flash attention there is no 5as/h term), with
-this model's widths in every term: grouped-query attention, a gated MLP, and num_experts_per_tok MLPs with experts.
+optimizer_offload_fraction, which Megatron rounds to whole weights. services.coordinator.checks.activations estimates
+the rest. `is_gpu` says whether the ranks compute on GPUs: the dtype auto, the kernels and the process's own memory
+depend on it.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from services.common.config.run import Config
+from services.common.config.any import AnyConfig, role_section
+from services.common.config.sft import SftConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.record import Weight
 from services.common.megatron.layout import Layout
 from services.common.megatron.lora import FUSED, PARTS, lora_layer
+from services.coordinator.checks.activations import Microbatch, in_flight, microbatch, weight_bytes
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-_ACTIVATION = 2  # bfloat16
+_BUCKETS_IN_FLIGHT = 3  # one that is packed, and two on their way
+FSDP_BASE, MEGATRON_BASE = 400 << 20, 440 << 20
+"""Resident bytes of a rank on CPU that has imported torch, transformers and, for the second, Megatron-Core, and has a
+process group, but no model. Measured by benchmarks/memory.py; file pages of libraries are included."""
 _ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common.weights.plan
 
 
@@ -32,27 +37,49 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    activations: int = 0
+    micro: Microbatch
     in_flight: float = 1
     reference: int = 0
+    gathered: int = 0
+    """Unsharded weights of the layers that are computed, with strategy fsdp."""
+    publication: int = 0
+    """Gathered weights and buckets of a publication."""
+    base: int = 0
+    """What the process needs without a model: on CPU torch and the other libraries; on GPU it is not counted."""
     offloads: frozenset[str] = frozenset()
 
     @property
+    def activations(self) -> int:
+        """Returns what one micro-batch keeps for its backward pass."""
+        return self.micro.activations
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Returns the peak of each phase of a step: forward without gradients, backward, optimizer and publication."""
+        always = self.base + self.weights + self.reference
+        state = 0 if "optimizer" in self.offloads else self.optimizer
+        held = 0 if "grads" in self.offloads else self.gradients
+        kept = int(self.micro.activations * self.in_flight) + self.micro.holes
+        # Later phases find the heap that the backward pass has left.
+        least = always + state + self.gradients + kept if self.micro.is_in_heap else 0
+        phases = {
+            "forward": always + state + held + self.gathered + self.micro.forward,
+            "backward": always + state + self.gradients + self.gathered + kept + self.micro.backward,
+            "optimizer": always + self.optimizer + self.gradients,
+            "publication": always + state + held + self.publication,
+        }
+        return {name: max(least, num_bytes) for name, num_bytes in phases.items()}
+
+    @property
     def peak(self) -> int:
-        """The larger of the backward pass (without offloaded optimizer state) and the update (without activations)."""
-        backward = int(self.activations * self.in_flight) + (0 if "optimizer" in self.offloads else self.optimizer)
-        return self.weights + self.gradients + self.reference + max(backward, self.optimizer)
+        """Returns the largest of the phases."""
+        return max(self.phases.values())
 
     @property
     def idle(self) -> int:
-        """Bytes that stay on the device between updates."""
+        """Returns the bytes that stay on the device between updates."""
         parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
-        return self.reference + sum(size for name, size in parts.items() if name not in self.offloads)
-
-
-def weight_bytes(trainer: TrainerConfig) -> int:
-    """Returns the bytes of one weight in the compute dtype, in which it is also published; auto counts as bfloat16."""
-    return 4 if trainer.compute_dtype == "float32" else 2
+        return self.base + self.reference + sum(size for name, size in parts.items() if name not in self.offloads)
 
 
 @dataclass(frozen=True)
@@ -66,13 +93,17 @@ class StateBytes:
     """Fraction of the parameters whose master weights and moments are on the device; the CPU updates the others."""
 
     @classmethod
-    def of(cls, trainer: TrainerConfig) -> "StateBytes":
+    def of(cls, trainer: TrainerConfig, *, is_gpu: bool) -> "StateBytes":
         """Derives the sizes from the trainer's dtype, `ddp_config` and `optimizer_config_kwargs`.
 
         Raises:
             InvalidInput: `optimizer_config_kwargs` has an unknown dtype.
         """
-        held, megatron, options = weight_bytes(trainer), trainer.megatron, trainer.megatron.optimizer_config_kwargs
+        held, megatron, options = (
+            weight_bytes(trainer, is_gpu=is_gpu),
+            trainer.megatron,
+            trainer.megatron.optimizer_config_kwargs,
+        )
         gradient = _GRADIENT if megatron.ddp_config.get("grad_reduce_in_fp32", True) else held
         master, moments = _MASTER if held == 2 else 0, _MOMENTS
         if options.get("use_precision_aware_optimizer"):
@@ -91,13 +122,20 @@ def _num_bytes(options: Mapping[str, object], name: str) -> int:
     return _BYTES[dtype]
 
 
-def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
+def rank_memory(config: AnyConfig, model: Architecture, pp: int = 0, *, is_gpu: bool) -> Memory:
+    """Returns the memory of a rank of the policy's trainer, with strategy megatron of one in pipeline stage `pp`."""
+    if config.trainer.strategy == "megatron":
+        return stage_memory(config, model, pp, is_gpu=is_gpu)
+    return fsdp_memory(config, model, is_gpu=is_gpu)
+
+
+def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: bool) -> Memory:
     """Returns the memory of a rank in pipeline stage `pp` with strategy megatron."""
     trainer, megatron = config.trainer, config.trainer.megatron
     layout = Layout.of(megatron, trainer.num_ranks)
     dense, expert = stage_parameters(model, layout, pp)
     trained = (adapter_parameters(trainer, model, layout), 0) if trainer.lora.rank else (dense, expert)
-    held, state = weight_bytes(trainer), StateBytes.of(trainer)
+    held, state = weight_bytes(trainer, is_gpu=is_gpu), StateBytes.of(trainer, is_gpu=is_gpu)
     per_parameter = (state.master + state.moments) * state.device_share
     shards = (layout.dp * layout.cp, layout.edp) if megatron.use_distributed_optimizer else (1, 1)
     return Memory(
@@ -105,24 +143,40 @@ def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
         weights=held * (dense + expert + (trained[0] if trainer.lora.rank else 0)),
         gradients=state.gradient * sum(trained),
         optimizer=sum(math.ceil(per_parameter * count / ranks) for count, ranks in zip(trained, shards, strict=True)),
-        activations=stage_activations(trainer, model, layout),
-        in_flight=_in_flight(layout, pp),
-        reference=_reference(config, model),
+        micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=pp == layout.pp - 1),
+        in_flight=in_flight(layout, pp),
+        reference=_reference(config, model, is_gpu=is_gpu),
+        publication=_in_publication(config, model, is_gpu=is_gpu),
+        base=0 if is_gpu else MEGATRON_BASE,
         offloads=megatron.offloads,
     )
 
 
-def fsdp_memory(config: Config, model: Architecture) -> Memory:
-    """Returns the memory of any rank with strategy fsdp, without activations. Weights are float32; all is sharded.
+def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memory:
+    """Returns the memory of any rank with strategy fsdp. Weights are float32; all is sharded.
 
     Unless `reduce_each_microbatch` is set, gradients are unsharded until the last micro-batch. They are freed after the
     update.
     """
-    fsdp, count = config.trainer.fsdp, -(-model.num_parameters // config.trainer.num_ranks)
-    offloads = frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",))
-    gradients = _GRADIENT * (count if fsdp.reduce_each_microbatch else model.num_parameters)
-    memory = Memory(count, _MASTER * count, gradients, _MOMENTS * count, offloads=offloads)
-    return replace(memory, reference=_MASTER * count) if "reference" in config.models else memory
+    trainer, fsdp, ranks = config.trainer, config.trainer.fsdp, config.trainer.num_ranks
+    count, held = -(-model.num_parameters // ranks), weight_bytes(trainer, is_gpu=is_gpu)
+    layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
+    ends = sum(map(model.weight_parameters, model.outside_layers))
+    layer = model.layer_parameters() + model.num_experts * model.expert_parameters()
+    # The next layer is gathered while one computes; without resharding all stay gathered.
+    gathered = ends + (2 * layer if fsdp.reshard_after_forward else model.num_layers * layer)
+    return Memory(
+        parameters=count,
+        weights=_MASTER * count,
+        gradients=_GRADIENT * (count if fsdp.reduce_each_microbatch else model.num_parameters),
+        optimizer=_MOMENTS * count,
+        micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=True),
+        reference=held * count if "reference" in config.models else 0,
+        gathered=held * gathered,
+        publication=_in_publication(config, model, is_gpu=is_gpu),
+        base=0 if is_gpu else FSDP_BASE,
+        offloads=frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",)),
+    )
 
 
 def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int, int]:
@@ -134,42 +188,6 @@ def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int,
     num_embeddings = is_first + (is_last and not (is_first and model.tie_word_embeddings))
     dense += num_embeddings * model.embedding_parameters(layout.tp) + is_last * model.hidden_size
     return dense, num_layers * model.num_experts // layout.ep * model.expert_parameters(layout.etp)
-
-
-def _in_flight(layout: Layout, pp: int) -> float:
-    """Returns the most micro-batches that a stage holds between forward and backward in 1F1B (interleaved with VPP)."""
-    if layout.vpp == 1:
-        return layout.pp - pp
-    return (2 * (layout.pp - pp - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
-
-
-def stage_activations(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
-    """Returns the bytes that a micro-batch of max_tokens_per_microbatch keeps on a rank for the backward pass."""
-    megatron, tokens = trainer.megatron, trainer.max_tokens_per_microbatch // layout.cp
-    num_layers = model.num_layers // layout.pp
-    whole, inputs = _layer_activations(model, layout, megatron.has_sequence_parallel)
-    if not trainer.gradient_checkpointing or megatron.recompute_granularity == "selective":
-        return tokens * num_layers * whole
-    every = megatron.recompute_num_layers
-    if megatron.recompute_method == "block":
-        recomputed = min(every * layout.vpp, num_layers)
-        return tokens * (recomputed * inputs + (num_layers - recomputed) * whole)
-    return tokens * -(-num_layers // every) * inputs
-
-
-def _layer_activations(model: Architecture, layout: Layout, has_sequence_parallel: bool) -> tuple[int, int]:
-    """Returns the bytes per token of everything a layer keeps for backward, and of its input alone."""
-    size = _ACTIVATION * model.hidden_size
-    # Inputs of the two norms, of q k v and of the MLP; only sequence parallelism shards them.
-    common = 4 * size // (layout.tp if has_sequence_parallel else 1)
-    # q, k, v and the input of the output projection.
-    attention = _ACTIVATION * (2 * model.query_size + 2 * model.key_value_size)
-    # Gate, up and their product.
-    feed_forward = 3 * _ACTIVATION * (model.intermediate_size + model.shared_expert_intermediate_size)
-    # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
-    experts = model.num_experts_per_tok * (3 * _ACTIVATION * model.moe_intermediate_size + 2 * size * layout.etp)
-    inputs = size // (layout.tp if has_sequence_parallel else 1)
-    return common + (attention + feed_forward + experts) // layout.tp, inputs
 
 
 def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layout) -> int:
@@ -185,13 +203,14 @@ def adapter_parameters(trainer: TrainerConfig, model: Architecture, layout: Layo
     return total * (model.num_layers // layout.pp)
 
 
-def publication(config: Config, model: Architecture) -> tuple[int, int]:
+def publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> tuple[int, int]:
     """Returns the bytes and buckets of one publication: all weights, or each adapter's two factors."""
     trainer, sizes = config.trainer, model.tensor_sizes()
     if rank := trainer.lora.published_rank:
         layer = [shape for weight, parts in _lora_targets(trainer, model) for shape in _adapted(weight, parts)]
         sizes = (rank * n for _ in range(model.num_layers) for rows, cols in layer for n in (cols, rows))
-    return _cut((size * weight_bytes(trainer) for size in sizes), config.weights.bucket_bytes)
+    held = weight_bytes(trainer, is_gpu=is_gpu)
+    return _cut((size * held for size in sizes), config.weights.bucket_bytes)
 
 
 def _lora_targets(trainer: TrainerConfig, model: Architecture) -> Iterator[tuple[Weight, list[Shape]]]:
@@ -220,10 +239,19 @@ def _cut(sizes: Iterable[int], bucket_bytes: int) -> tuple[int, int]:
     return total, buckets + (offset > 0)
 
 
-def _reference(config: Config, model: Architecture) -> int:
+def _in_publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> int:
+    """Returns the bytes of the buckets in flight, up to three, on a rank that sends."""
+    if isinstance(config, SftConfig):
+        return 0
+    num_bytes, _ = publication(config, model, is_gpu=is_gpu)
+    return min(num_bytes, _BUCKETS_IN_FLIGHT * config.weights.bucket_bytes)
+
+
+def _reference(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> int:
     """Returns the bytes of a reference on the policy's ranks; with adapters it is the base model and adds nothing."""
-    reference = config.models.get("reference")
-    if reference is None or config.reference.deployment == "own" or "params" in reference.megatron.offloads:
+    reference, section = config.models.get("reference"), role_section(config, "reference")
+    if reference is None or section is None or section.deployment == "own" or "params" in reference.megatron.offloads:
         return 0
     layout = Layout.of(reference.megatron, reference.num_ranks)
-    return weight_bytes(reference) * max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))
+    parameters = max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))
+    return weight_bytes(reference, is_gpu=is_gpu) * parameters

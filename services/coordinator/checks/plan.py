@@ -9,12 +9,14 @@ from rich.table import Table
 
 from services.common.config.any import AnyConfig
 from services.common.config.run import Config
+from services.common.config.sft import SftConfig
 from services.common.config.streaming import groups_per_block, streams
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture, read_architecture, read_content
 from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
-from services.coordinator.checks.memory import Memory, StateBytes, fsdp_memory, publication, stage_memory, weight_bytes
+from services.coordinator.checks.activations import microbatch_tokens, weight_bytes
+from services.coordinator.checks.memory import Memory, StateBytes, publication, rank_memory
 from services.coordinator.checks.plan_environment import environment_plan
 
 _GPUS_PER_HOST = 8
@@ -34,8 +36,8 @@ def check_model(config: AnyConfig) -> None:
         _check(config, read_architecture(config.model))
 
 
-def show_plan(config: Config, console: Console) -> None:
-    """Prints the plan of `config`.
+def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
+    """Prints the plan of `config` for ranks that compute on GPUs, or on CPU.
 
     Raises:
         NotFound: The model has no config.json on this host.
@@ -44,7 +46,6 @@ def show_plan(config: Config, console: Console) -> None:
     model = read_architecture(config.model)
     _check_supported(config)
     _check(config, model)
-    is_megatron = config.trainer.strategy == "megatron"
     lines = [f"{model.model_type}: {model.num_layers} layers, {_count(model.num_parameters)} parameters"]
     for name, settings in _layouts(config):
         layout = Layout.of(settings.megatron, settings.num_ranks)
@@ -52,16 +53,24 @@ def show_plan(config: Config, console: Console) -> None:
         if model.num_experts:
             lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
     _print_lines(console, lines)
-    if is_megatron:
+    names, stages = ["all"], 1
+    if config.trainer.strategy == "megatron":
         layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
         console.print(_rank_table(layout, model))
-        stages = [stage_memory(config, model, pp) for pp in range(layout.pp)]
-        console.print(_memory_table([f"pp {pp}" for pp in range(layout.pp)], stages))
+        names, stages = [f"pp {pp}" for pp in range(layout.pp)], layout.pp
+    memories = [rank_memory(config, model, pp, is_gpu=is_gpu) for pp in range(stages)]
+    console.print(_parts_table(names, memories))
+    console.print(_phases_table(names, memories))
+    lines = [_offloaded(config)]
+    if not is_gpu:
+        total = sum(memory.peak for memory in memories) * config.trainer.num_ranks // len(memories)
+        lines.insert(0, f"all {config.trainer.num_ranks} ranks together, at their peaks: {total / 2**30:.2f} GiB")
+    if isinstance(config, SftConfig):
+        lines += [_batch(config)]
     else:
-        console.print(_memory_table(["all"], [fsdp_memory(config, model)]))
-    batch = (_batch(config), *_blocks(config), *_lag(config))
-    _print_lines(console, [_offloaded(config), _publication(config, model), *batch])
-    _print_lines(console, [*environment_plan(config), _assumptions(config)])
+        lines += [_publication(config, model, is_gpu=is_gpu), _batch(config), *_blocks(config), *_lag(config)]
+        lines += [*environment_plan(config)]
+    _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
 
 
 def _layouts(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig]]:
@@ -93,24 +102,33 @@ def _holds(layout: Layout, model: Architecture, at: Coordinates) -> tuple[str, s
     return layers, _range(layout.experts(model.num_experts, at.ep)) if model.num_experts else "-"
 
 
-def _memory_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
+def _parts_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
+    """Returns what is in memory: `working` is the largest intermediate results, usually logits and their gradients, and
+    on CPU the holes that they leave in the heap.
+    """
     unit, size = _unit(max(memory.peak for memory in memories))
-    has_activations, has_reference = any(m.activations for m in memories), any(m.reference for m in memories)
-    columns = ["ranks", "params", "weights", "grads", "optimizer"]
-    columns += ["activations"] * has_activations + ["ref"] * has_reference + ["peak", "idle"]
+    has_reference, has_base = any(m.reference for m in memories), any(m.base for m in memories)
+    columns = ["ranks", "params", "weights", "grads", "optimizer", "activations", "working"]
+    columns += ["ref"] * has_reference + ["process"] * has_base
     table = _table(*columns, title=f"Memory per rank in {unit}")
     for name, memory in zip(names, memories, strict=True):
         cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
-        if has_activations:
-            cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
-        if has_reference:
-            cells.append(f"{memory.reference / size:.2f}")
-        cells += [f"{memory.peak / size:.2f}", f"{memory.idle / size:.2f}"]
+        cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
+        cells.append(f"{(memory.gathered + memory.micro.backward + memory.micro.holes) / size:.2f}")
+        cells += [f"{memory.reference / size:.2f}"] * has_reference + [f"{memory.base / size:.2f}"] * has_base
         table.add_row(name, _count(memory.parameters), *cells)
     return table
 
 
-def _offloaded(config: Config) -> str:
+def _phases_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
+    unit, size = _unit(max(memory.peak for memory in memories))
+    table = _table("ranks", *memories[0].phases, "peak", "idle", title=f"Peak of each phase per rank in {unit}")
+    for name, memory in zip(names, memories, strict=True):
+        table.add_row(name, *(f"{one / size:.2f}" for one in (*memory.phases.values(), memory.peak, memory.idle)))
+    return table
+
+
+def _offloaded(config: AnyConfig) -> str:
     trainer = config.trainer
     if trainer.strategy == "megatron":
         names = sorted(trainer.megatron.offloads)
@@ -119,8 +137,8 @@ def _offloaded(config: Config) -> str:
     return f"offloaded to host memory between phases (idle): {', '.join(names) or 'nothing'}"
 
 
-def _publication(config: Config, model: Architecture) -> str:
-    num_bytes, buckets = publication(config, model)
+def _publication(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> str:
+    num_bytes, buckets = publication(config, model, is_gpu=is_gpu)
     unit, size = _unit(num_bytes)
     rank = config.trainer.lora.published_rank
     what = f"adapters of rank {rank}" if rank else "whole checkpoint"
@@ -130,9 +148,13 @@ def _publication(config: Config, model: Architecture) -> str:
     return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {least}{buckets}"
 
 
-def _batch(config: Config) -> str:
-    groups = config.data.prompts_per_step // config.trainer.num_minibatches
-    samples, ranks = groups * config.rollout.completions_per_prompt, data_parallel_size(config.trainer)
+def _batch(config: AnyConfig) -> str:
+    if isinstance(config, SftConfig):
+        samples = config.data.samples_per_step // config.trainer.num_minibatches
+    else:
+        groups = config.data.prompts_per_step // config.trainer.num_minibatches
+        samples = groups * config.rollout.completions_per_prompt
+    ranks = data_parallel_size(config.trainer)
     each = f"{samples // ranks}" + (f" or {samples // ranks + 1}" if samples % ranks else "")
     return f"batch: {samples} samples per mini-batch, {each} on each of {ranks} data-parallel ranks"
 
@@ -158,28 +180,27 @@ def _lag(config: Config) -> Iterator[str]:
         yield f"lag: the batch that updates version t is generated by version t - {lag}, during earlier updates"
 
 
-def _assumptions(config: Config) -> str:
+def _assumptions(config: AnyConfig, *, is_gpu: bool) -> str:
     trainer = config.trainer
+    held = weight_bytes(trainer, is_gpu=is_gpu)
     if trainer.strategy == "fsdp":
         whole = "" if trainer.fsdp.reduce_each_microbatch else ", whole on each rank until the last micro-batch"
-        return (
-            f"Bytes per parameter: float32 weights 4, grads 4{whole}, Adam moments 8. Not counted: activations, "
-            "logits, the gathered layer."
-        )
-    held = weight_bytes(trainer)
-    of_weights = "bf16 weights 2" if held == 2 else "float32 weights 4"
-    state = StateBytes.of(trainer)
-    optimizer = (f"master {state.master} + " if state.master else "") + f"Adam moments {state.moments}"
-    if state.device_share < 1:
-        optimizer += f" of {state.device_share:.0%} of them, the rest in host memory"
-    if trainer.gradient_checkpointing and trainer.megatron.recompute_granularity == "full":
-        activations = "layer inputs (full recompute)"
+        state = f"float32 weights 4, grads 4{whole}, Adam moments 8"
     else:
-        activations = "Korthikanti et al. 2022, arXiv 2205.05198, flash attention, this model's widths"
+        bytes_ = StateBytes.of(trainer, is_gpu=is_gpu)
+        optimizer = (f"master {bytes_.master} + " if bytes_.master else "") + f"Adam moments {bytes_.moments}"
+        if bytes_.device_share < 1:
+            optimizer += f" of {bytes_.device_share:.0%} of them, the rest in host memory"
+        of_weights = "bf16 weights 2" if held == 2 else "float32 weights 4"
+        state = f"{of_weights}, grads {bytes_.gradient}, optimizer: {optimizer}"
+    computes = f"in {'bfloat16' if held == 2 else 'float32'} on {'GPU' if is_gpu else 'CPU'}"
+    recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
+    kernels = "fused kernels (arXiv 2205.05198)" if is_gpu else "plain torch operators, with the holes of the heap"
+    left_out = "buffers of collectives, fragmentation" if is_gpu else "padding of samples of unequal length"
     return (
-        f"Bytes per parameter: {of_weights}, grads {state.gradient}, optimizer: {optimizer}. Activations: one "
-        f"micro-batch of {trainer.max_tokens_per_microbatch} tokens x those in flight, {activations}. Not counted: "
-        "logits, buffers of collectives and kernels."
+        f"Bytes per parameter: {state}. Activations {computes}: micro-batches of {microbatch_tokens(config)} "
+        f"tokens x those in flight, {kernels}{recomputed}. Working: a layer, or logits and their gradients, whichever "
+        f"is larger, and gathered weights. Not counted: {left_out}."
     )
 
 

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -113,6 +113,23 @@ def evaluate(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of a run, such as runs/NAME/checkpoints/step-000100.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
+    config: Annotated[
+        list[str] | None, typer.Argument(help="Overrides of the run's config, or its config if it was moved.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16; auto is as in the starting model.")] = "auto",
+) -> None:
+    """Write a checkpoint as a Hugging Face model directory, on the CPU; adapters are merged, and also in adapter/."""
+    from services.coordinator.services.export import export, export_config
+
+    settings = export_config(checkpoint, config or [], dtype)
+    asyncio.run(export(checkpoint, settings, out))
+    _console.print(f"wrote {out}", soft_wrap=True)
+
+
+@app.command()
 def report(
     run_dir: _RunDir,
     out: Annotated[
@@ -151,21 +168,28 @@ def doctor(
     **given: Unpack[Given],
 ) -> None:
     """Check this host and running services before a run. Changes nothing; the exit code is 1 if a check fails."""
-    from services.common.config.run import Config
+    from services.common.config.any import load_any
     from services.coordinator.checks.doctor.session import examine
 
-    services, settings = addresses(given), load(Config, config) if config else None
+    services, settings = addresses(given), load_any(config) if config else None
     is_well = examine(settings, services, _console)
     raise typer.Exit(0 if is_well else 1)
 
 
 @app.command()
-def plan(config: _Configs) -> None:
+def plan(
+    config: _Configs,
+    device: Annotated[
+        Literal["auto", "cpu", "gpu"], typer.Option(help="Where the ranks compute; auto is as on this host.")
+    ] = "auto",
+) -> None:
     """Show each trainer rank's layers and memory and the size of a publication. Starts nothing."""
-    from services.common.config.run import Config
+    from services.common.config.any import load_any
     from services.coordinator.checks.plan import show_plan
+    from services.coordinator.services.devices import visible_gpus
 
-    show_plan(load(Config, config), _console)
+    is_gpu = device == "gpu" or (device == "auto" and bool(visible_gpus()))
+    show_plan(load_any(config), _console, is_gpu=is_gpu)
 
 
 @app.command()

@@ -8,10 +8,13 @@ from typing import overload
 import numpy as np
 
 from services.common.config.data import DataConfig
+from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.rows import PromptFile, PromptRow
 from services.coordinator.text.chat_template import Message
 from services.coordinator.text.tokenizer import Tokenizer
+
+_MOST_VALUES = 50  # of data.metrics_column; each is a metric of every step, and a curve of the report
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class PromptDataset:
     def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> "PromptDataset":
         """Reads, checks and tokenizes `config.train`. Raises like RowFile.train."""
         rows, order = PromptFile.train(config, tokenizer, seed)
+        _require_few_values(config, rows)
         return cls(Prompts(rows), order)
 
     @property
@@ -94,4 +98,25 @@ class PromptDataset:
 
 def load_eval(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
     """Returns the held-out prompts by set name, each set in file order. Raises like RowFile.held_out."""
-    return {name: Prompts(rows) for name, rows in PromptFile.held_out(config, tokenizer).items()}
+    held_out = PromptFile.held_out(config, tokenizer)
+    for rows in held_out.values():
+        _require_few_values(config, rows)
+    return {name: Prompts(rows) for name, rows in held_out.items()}
+
+
+def value_name(value: object) -> str:
+    """Returns a value of data.metrics_column as a part of a metric's name, in which a slash would separate parts."""
+    return str(value).replace("/", "|")
+
+
+def _require_few_values(config: DataConfig, rows: Sequence[PromptRow]) -> None:
+    column = config.metrics_column
+    if column is None:
+        return
+    values = {value_name(row.extra[column]) for row in rows}
+    if len(values) > _MOST_VALUES:
+        raise InvalidInput(
+            f"data.metrics_column: column {column!r} has {len(values)} values, more than {_MOST_VALUES}: name a column "
+            "with few values, such as a task or a level",
+            field="data.metrics_column",
+        )

@@ -64,6 +64,12 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         for name in self._extra:
             problem = "which JSON cannot represent: list the columns to use in data.extra_columns"
             self._require(is_json(self._type(name, "data.extra_columns")), name, self.field, problem)
+        if metrics_column := self.config.metrics_column:
+            kind_of_value = self._type(metrics_column, "data.metrics_column")
+            is_value = (
+                is_text(kind_of_value) or pa.types.is_integer(kind_of_value) or pa.types.is_boolean(kind_of_value)
+            )
+            self._require(is_value, metrics_column, self.field, "not text, integers or booleans")
         self._require(is_prompt(kind), prompt, self.field, "not text or a list of {role, content}")
         self._require(is_text(kind_of_answer), answer, self.field, "not text")
         # Not a method of this object, which would keep the whole file in memory.

@@ -70,7 +70,7 @@ class Collector:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of what was collected since the last call."""
-        return {}
+        return {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
 
     def _params(self, draw: Draw, most: int) -> SamplingParams:
         """Returns the sampling parameters for at most `most` tokens."""

@@ -72,7 +72,7 @@ class EpisodeCollector(Collector):
         counts, self._counts = self._counts, Counter()
         reused, cached = counts.pop("reused", 0), counts.pop("cached", 0)
         metrics = {f"environment/{name}": float(number) for name, number in sorted(counts.items())}
-        return metrics | ({"environment/cache_hit_share": cached / reused} if reused else {})
+        return super().take_metrics() | metrics | ({"environment/cache_hit_share": cached / reused} if reused else {})
 
     async def _play(self, prompt: Prompt, draw: Draw, sample: int) -> _Played:
         """Plays one episode; again, with the same seeds, if the environment fails."""

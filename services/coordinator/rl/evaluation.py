@@ -8,6 +8,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.evaluation import EvalSetConfig
+from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import Prompts
 from services.coordinator.rl.collect import Collector
@@ -34,7 +35,7 @@ async def evaluate(
             sampling, wanted = training.model_copy(update=changes), prompts[: settings.max_prompts]
             groups = await collector.collect(wanted, settings.num_samples, sampling, stamp)
             samples = to_table(groups)
-            numbers = set_metrics(samples, settings)
+            numbers = set_metrics(samples, settings) | rewards_by_column(groups, run.config.data.metrics_column)
             if num_failed := sum(group.is_failed.sum() for group in groups):
                 numbers["failed"] = float(num_failed)
             metrics |= {f"eval/{name}/{metric}": value for metric, value in numbers.items()}

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
+from services.coordinator.rl.health import warning_metrics
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
 
@@ -20,7 +21,8 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
     metrics |= _idle(metrics)
     if not run.record.batch_is_from_disk and not run.config.trainer.lag.versions:  # it generates another step's batch
         metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
-    return metrics
+    before = run.record.ledger.last(Kind.FINISHED, run.version) or {}
+    return metrics | warning_metrics(run.version + 1, metrics, before, run.config.observability.warnings)
 
 
 def _idle(metrics: Mapping[str, float]) -> dict[str, float]:

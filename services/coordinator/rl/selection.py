@@ -176,6 +176,7 @@ class _Selection:
         masked = sum(int(group.is_truncated.sum()) for group in groups)
         rewards = np.concatenate([tried.group.rewards for tried in counted if tried.group])
         metrics = {
+            "prompts": len(counted),
             "rounds": len(counted) / self._wanted,
             "reward_mean": rewards.mean(),  # over all scored groups; reward/mean covers only those trained on
             **{f"dropped_{drop}": number for drop, number in _drops(counted).items()},

@@ -10,6 +10,7 @@ from services.common.blocks import blocks_of
 from services.common.config.run import Config
 from services.common.config.streaming import groups_per_block
 from services.common.tasks import task_group
+from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.curriculum import prompts_to_try
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
@@ -94,7 +95,8 @@ async def collect(
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
     samples = with_advantages(config, samples, coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
-    decision = {**selected.decision, "metrics": selected.metrics | context.collector.take_metrics()}
+    metrics = selected.metrics | context.collector.take_metrics()
+    decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
     return CollectedBatch(samples, version, stamp, decision, selected.outcomes, context.data.digest, kl)
 
 

@@ -8,11 +8,13 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
+from services.common.memory import killed_hint
 from services.common.rpc.ports import hold_free_port
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
@@ -27,6 +29,11 @@ _HOST = "127.0.0.1"
 _GRACE_S = 10.0
 _MAX_RESTARTS = 3
 _LOG_LINES = 15
+# What to lower when a service is killed for memory.
+_MEMORY_KEYS = {
+    "reward": "reward.max_memory_gib, which each of its worker processes may use",
+    "rollout": "rollout.max_samples or rollout.engine.kv_cache_memory_bytes",
+}
 SERVICES = ("trainer", "reward", "rollout")
 
 
@@ -108,11 +115,12 @@ class Child:
                 then = "; run the same command again to resume from the newest checkpoint" if resumes else ""
                 tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
                 raise Unavailable(
-                    f"{self.name} exited with code {code}{then}; the last lines of {self.log_path}:\n{tail}",
+                    f"{self.name} exited with code {code}{self._hint(code)}{then}; "
+                    f"the last lines of {self.log_path}:\n{tail}",
                     reason=Reason.SERVICE_DIED,
                 )
             self.restarts_left -= 1
-            log.warning("%s exited with code %d; restarting it", self.name, code)
+            log.warning("%s exited with code %d%s; restarting it", self.name, code, self._hint(code))
             self._signal(signal.SIGKILL)  # processes that it left in its session
             await self.start()
 
@@ -126,6 +134,12 @@ class Child:
                 await asyncio.wait_for(self.process.wait(), _GRACE_S)
         self._signal(signal.SIGKILL)
         await self.process.wait()
+
+    def _hint(self, code: int) -> str:
+        if code != -signal.SIGKILL:
+            return ""
+        service = self.name.partition("-")[0]
+        return f": {killed_hint(_MEMORY_KEYS.get(service, f'{service}.max_tokens_per_microbatch'))}"
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.process is not None, "it was started"
@@ -146,18 +160,24 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def launch(
-    config: AnyConfig, given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
+    config: AnyConfig,
+    given: Addresses,
+    *,
+    services: Collection[str] = SERVICES,
+    sharing: Config | None = None,
+    on_cpu: bool = False,
 ) -> AsyncIterator[Fleet]:
     """Yields the services for `config`: those of `given`, and the others, which are started here and always stopped.
 
-    Only kinds in `services` are started; an SFT run, for example, needs no rollout and no reward. If `sharing` is
-    given, each rank gets as many CPU threads as in a run of that config, because sums depend on the number of threads.
+    Only kinds in `services` are started, and with `on_cpu` they use no GPU. If `sharing` is given, each rank gets as
+    many CPU threads as in a run of that config, because sums depend on the number of threads.
     """
     num_replicas = 0
     if isinstance(config, Config) and "rollout" in services and not given.rollout:
         num_replicas = config.rollout.num_replicas
     ranks = started_ranks(config, given) if "trainer" in services else {}
-    gpus = split_gpus(ranks, config, available=visible_gpus(), start_rollout=num_replicas > 0)
+    split = partial(split_gpus, ranks, config, start_rollout=num_replicas > 0)
+    gpus = dict.fromkeys(ranks, "") if on_cpu else split(available=visible_gpus())
     children: list[Child] = []
     started: set[str] = set()
     with contextlib.ExitStack() as ports:

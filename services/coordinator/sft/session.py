@@ -33,7 +33,7 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
     Raises:
         LockstepError: The first failure of any part.
     """
-    data = load_early(config, _load, model_is_remote=bool(given.trainer))
+    data = load_data(config, given)
     with recorded_run(config, console) as run:
         if data is not None:
             use_rows(run, data.train)
@@ -49,6 +49,11 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
             stop_on_signal(run, console)
             await train(run, data, trainer)
             return await finish(run, trainer)
+
+
+def load_data(config: SftConfig, given: Addresses) -> SftData | None:
+    """Reads the run's rows. Returns None if only the trainer's host has the model, whose tokenizer is needed."""
+    return load_early(config, _load, model_is_remote=bool(given.trainer))
 
 
 @asynccontextmanager

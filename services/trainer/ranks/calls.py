@@ -25,6 +25,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from services.common.errors import ERROR_CLASSES, InternalError, LockstepError, Reason
+from services.trainer.ranks.memory import memory_advice
 from services.trainer.ranks.sockets import RanksAddress, connect, listen
 
 log = logging.getLogger(__name__)
@@ -254,7 +255,8 @@ def follow(rank: int, address: RanksAddress, worker: object) -> bool:
                 answer = _typed_answer(error).pack()
             except BaseException as error:  # rank 0 waits for an answer, and some of torch's errors are no Exception
                 log.exception("rank %d failed in %s", rank, name)
-                answer = _untyped_answer(rank, error).pack()
+                role = str(message.body["arguments"].get("role", "policy"))
+                answer = _untyped_answer(rank, error, role).pack()
             connection.send_multipart([call_id, *answer])
 
 
@@ -263,10 +265,10 @@ def _typed_answer(error: LockstepError) -> Message:
     return Message({"error": {"class": type(error).__name__, **content}})
 
 
-def _untyped_answer(rank: int, error: BaseException) -> Message:
+def _untyped_answer(rank: int, error: BaseException, role: str) -> Message:
     """Returns the answer that ends the trainer: an error without a class, with rank, host and traceback."""
     host, trace = socket.gethostname(), "".join(traceback.format_exception(error, limit=-8))
-    message = f"rank {rank} on {host}: {type(error).__name__}: {error}"
+    message = f"rank {rank} on {host}: {type(error).__name__}: {error}{memory_advice(error, role)}"
     metadata = {"rank": str(rank), "host": host, "traceback": trace}
     return Message({"error": {"class": None, "message": message, "metadata": metadata}})
 

@@ -10,6 +10,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
 
+from services.common.memory import killed_hint
 from services.common.process import configure_logging, exit_with, import_before_fork
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def run_ranks(num_ranks: int, serve: Callable[[], None]) -> int:
         rank.kill()
         rank.join()
     if first.exitcode:
-        log.error("%s ended with exit code %d; all other ranks were ended", first.name, first.exitcode)
+        hint = f"; {killed_hint('trainer.max_tokens_per_microbatch')}" if first.exitcode == -signal.SIGKILL else ""
+        log.error("%s ended with exit code %d; all other ranks were ended%s", first.name, first.exitcode, hint)
     return first.exitcode if first.exitcode >= 0 else 1
 
 

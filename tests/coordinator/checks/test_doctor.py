@@ -1,5 +1,6 @@
 """Tests `lockstep doctor`: every check passes on this host and fails on the problem that it looks for."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -18,11 +19,12 @@ from lockstep.types.v1.types_pb2 import ServiceInfo
 from typer.testing import CliRunner
 
 from services.common.config.run import Config
+from services.common.config.sft import SftConfig
 from services.common.errors import Unavailable
 from services.common.rpc import ports
 from services.common.rpc.identities import Role
 from services.common.rpc.server import Server
-from services.coordinator.checks.doctor import broadcast, host, running, session
+from services.coordinator.checks.doctor import broadcast, host, running, session, settings
 from services.coordinator.checks.doctor.broadcast import check_broadcast
 from services.coordinator.checks.doctor.environment import check_environment, examine_environment
 from services.coordinator.checks.doctor.finding import Finding, Verdict
@@ -211,6 +213,69 @@ def test_model_and_data(tmp_path: Path) -> None:
     megatron = {"strategy": "megatron", "num_ranks": 64, "megatron": {"tensor_model_parallel_size": 64}}
     model, _ = examine_inputs(config_with(data=data, trainer=megatron), Addresses())
     assert_fails(model, FAIL, "tensor_model_parallel_size 64", "strategy")
+
+
+def test_rows_of_a_supervised_run(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["1+1=", "1+2="] * 8, "response": ["2", "3"] * 8}), file)
+    tree = {
+        "model": str(ROOT / "deploy" / "quickstart" / "model"),
+        "data": {"train": str(file), "eval": {"few": str(file)}, "samples_per_step": 8, "end_token": "<eos>"},
+        "trainer": {},
+        "num_steps": 1,
+    }
+    model, found = examine_inputs(SftConfig.model_validate(tree), Addresses())
+    assert (model.verdict, found.verdict, found.found) == (OK, OK, "16 rows, 16 held out in few")
+    checks = {finding.check for finding in host.examine_host(SftConfig.model_validate(tree), Addresses())}
+    assert "sandbox" not in checks  # there is no reward service
+
+
+def test_scorers_are_imported() -> None:
+    def named(path: str) -> Config:
+        return config_with(reward={"scorers": [{"kind": "exact"}, {"kind": "python", "path": path}]})
+
+    finding = settings.check_scorers(named("statistics:fmean"))
+    assert (finding.verdict, "statistics:fmean" in finding.found) == (OK, True), finding
+    wrong = settings.check_scorers(named("statistics:is_nowhere"))
+    assert_fails(wrong, FAIL, "is_nowhere", "can be imported")
+
+
+def test_engine_arguments() -> None:
+    pytest.importorskip("vllm")
+    config = config_with(rollout={"engine": {"enforce_eager": True, "gpu_memory_utilisation": 0.5}})
+    finding = settings.check_engine(config)
+    assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
+    assert "enforce_eager" not in finding.found
+    assert settings.check_engine(config, ("-c", "")).verdict is OK
+
+
+def test_lengths(tmp_path: Path) -> None:
+    def lengths(**changes: object) -> Finding:
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024} | changes))
+        config = make_config(model=str(tmp_path), rollout={"max_model_len": 2048})
+        (finding,) = settings.check_lengths(config)
+        return finding
+
+    assert_fails(
+        lengths(), FAIL, "rollout.max_model_len 2048, the model's max_position_embeddings 1024", "at most 1024"
+    )
+    assert lengths(rope_scaling={"rope_type": "yarn", "factor": 4.0}).verdict is WARN
+    assert lengths(max_position_embeddings=2048).verdict is OK
+
+
+def test_memory_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+
+    def memory(total_gib: int, free_gib: int) -> list[Finding]:
+        meminfo.write_text(f"MemTotal: {total_gib << 20} kB\nMemAvailable: {free_gib << 20} kB\n")
+        return list(settings.check_memory(config_with(), meminfo))
+
+    monkeypatch.setattr(settings, "visible_gpus", list)
+    assert memory(512, 256)[0].verdict is OK
+    assert_fails(memory(512, 0)[0], WARN, "this host has 512.0", "lower trainer.max_tokens_per_microbatch")
+    assert memory(0, 0)[0].verdict is FAIL
+    monkeypatch.setattr(settings, "visible_gpus", lambda: ["0"])
+    assert memory(0, 0) == []
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from services.common.batch import SAMPLE_SCHEMA
 from services.common.errors import DataLoss, NotFound
 from services.coordinator.observe.report import curves, samples
+from services.coordinator.observe.report.failures import failures
 from services.coordinator.observe.report.page import gather, render, write_report
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import LEDGER
@@ -327,3 +328,27 @@ def test_a_browser_draws_it_without_errors(run_dir: Path, tmp_path: Path) -> Non
     assert "<title>run" in done.stdout  # and not owned
     failures = done.stdout.partition('<table id="failures">')[2].partition("</table>")[0]
     assert "STALE_STAMP" in failures and "old &lt;b&gt;" in failures
+
+
+def test_rewards_by_column_are_a_plot() -> None:
+    rows = [
+        {"step": 0, "eval/test/reward[task=sum]": 0.25},
+        {"step": 1, "time/step_s": 1.0, "reward[task=sum]": 0.5, "reward[task=carry]": 0.0},
+        {"step": 2, "time/step_s": 1.0, "reward[task=sum]": 0.75, "eval/test/reward[task=sum]": 1.0},
+    ]
+    (plot,) = curves.panels(rows)
+    assert plot["title"] == "Reward by column"
+    assert {one["name"]: (one["x"], one["y"]) for one in plot["series"]} == {
+        "task=carry": ([1], [0.0]),
+        "task=sum": ([1, 2], [0.5, 0.75]),
+        "test task=sum": ([0, 2], [0.25, 1.0]),
+    }
+
+
+def test_warnings_of_steps_are_failures(tmp_path: Path) -> None:
+    unmixed = {"warning/steps_without_mixed_group": 1.0, "warning/entropy_collapse": 0.0}
+    steps = [{"step": 1, **unmixed}, {"step": 2, **unmixed}, {"step": 3, "warning/entropy_collapse": 1.0}]
+    assert [(one.reason, one.count, one.last) for one in failures(tmp_path, steps)] == [
+        ("NO_MIXED_GROUP", 2, "step 2"),
+        ("ENTROPY_COLLAPSE", 1, "step 3"),
+    ]

@@ -37,6 +37,7 @@ async def test_the_error_says_whether_the_same_command_goes_on(
     assert caught.value.reason is Reason.SERVICE_DIED
     assert ("run the same command again to resume from the newest checkpoint" in caught.value.message) is goes_on
     assert str(config.run_dir / "logs" / "reward.log") in caught.value.message
+    assert "when memory runs out" in caught.value.message and "lower reward.max_memory_gib" in caught.value.message
 
 
 async def test_trainers_that_are_started_together_share_the_cores(

@@ -12,7 +12,9 @@ from importlib.metadata import distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
+from services.common.config.any import AnyConfig
 from services.common.config.run import Config
+from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError
 from services.common.families.architecture import read_architecture
 from services.common.rpc.ports import PORTS, hold_free_port
@@ -30,7 +32,7 @@ _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)")
 _NAME = re.compile(r"^[A-Za-z0-9._-]+")
 
 
-def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
+def examine_host(config: AnyConfig | None, given: Addresses) -> Iterator[Finding]:
     """Runs all checks of this host."""
     yield check_python()
     try:
@@ -44,7 +46,7 @@ def examine_host(config: Config | None, given: Addresses) -> Iterator[Finding]:
     yield check_shared_memory(Path("/dev/shm"))
     yield check_ports(16, _LOCAL_PORTS)
     yield check_disk(config)
-    if not given.reward:
+    if not given.reward and not isinstance(config, SftConfig):
         yield check_sandbox(config)
 
 
@@ -98,7 +100,7 @@ def check_torch(gpus: int) -> Finding:
     return Finding("torch", found)
 
 
-def check_gpus(config: Config | None, given: Addresses, gpus: Sequence[str]) -> Finding:
+def check_gpus(config: AnyConfig | None, given: Addresses, gpus: Sequence[str]) -> Finding:
     """Checks that there are enough GPUs for the services that a run would start here."""
     if config is not None:
         try:
@@ -145,7 +147,7 @@ def check_ports(count: int, local_ports: Path) -> Finding:
     return Finding("ports", f"{count} free from {span}")
 
 
-def check_disk(config: Config | None) -> Finding:
+def check_disk(config: AnyConfig | None) -> Finding:
     """Checks that the disk has room for the checkpoints that a run keeps, plus the one being written."""
     directory = (config.run_dir if config else Path("runs")).absolute()
     there = next(path for path in (directory, *directory.parents) if path.exists())
@@ -178,7 +180,7 @@ def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "servic
     if not why:
         return Finding("sandbox", "bubblewrap runs")
     fix = "apt-get install bubblewrap, and allow user namespaces; only code scorers and python tools need it"
-    is_needed = config is not None and _needs_sandbox(config)
+    is_needed = isinstance(config, Config) and _needs_sandbox(config)
     return Finding("sandbox", why, Verdict.FAIL if is_needed else Verdict.WARN, fix)
 
 
@@ -190,7 +192,7 @@ def _needs_sandbox(config: Config) -> bool:
     )
 
 
-def _bytes_needed(config: Config | None) -> int:
+def _bytes_needed(config: AnyConfig | None) -> int:
     if config is None:
         return 0
     try:

@@ -5,21 +5,25 @@ from importlib.util import find_spec
 
 from rich.console import Console
 
+from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.coordinator.checks.doctor.environment import examine_environment
 from services.coordinator.checks.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.checks.doctor.host import examine_host
 from services.coordinator.checks.doctor.inputs import examine_inputs
 from services.coordinator.checks.doctor.running import examine_services
+from services.coordinator.checks.doctor.settings import examine_settings
 from services.coordinator.services.launch import Addresses
 
 
-def examine(config: Config | None, given: Addresses, console: Console) -> bool:
+def examine(config: AnyConfig | None, given: Addresses, console: Console) -> bool:
     """Checks this host and the services at `given` and prints the findings. Returns whether no check failed."""
     with console.status("checking"):
         findings = list(examine_host(config, given))
-        findings += examine_inputs(config, given) if config else ()
-        findings += examine_environment(config, given) if config else ()
+        if config:
+            findings += [*examine_inputs(config, given), *examine_settings(config, given)]
+        if isinstance(config, Config):
+            findings += examine_environment(config, given)
         if not (given.trainer and given.rollout):
             findings.append(_broadcast())
         findings += asyncio.run(examine_services(given))

@@ -104,8 +104,8 @@ def panels(rows: Sequence[Row]) -> list[Plot]:
     """Returns the plots that have data."""
     steps = thin(steps_of(rows))
     made: list[Plot] = []
-    for panel in (*_PANELS, _components(steps), *_learning_rate(steps)):
-        series = [_series(name, metric, steps) for name, metric in panel.series.items()]
+    for panel in (*_PANELS, _components(steps), _by_column(rows), *_learning_rate(steps)):
+        series = [_series(name, metric, _having(metric, rows, steps)) for name, metric in panel.series.items()]
         if panel.held_out:
             metrics = sorted({m for row in rows for m in row if m.startswith("eval/") and _is(m, panel.held_out)})
             series += [_series(_set_of(metric), metric, thin([r for r in rows if metric in r])) for metric in metrics]
@@ -147,6 +147,21 @@ def _components(steps: Sequence[Row]) -> _Panel:
     # A single component equals the reward, up to its weight.
     shown = {name.removeprefix("reward/"): name for name in names} if len(names) > 1 else {}
     return _Panel("Reward components", shown)
+
+
+def _by_column(rows: Sequence[Row]) -> _Panel:
+    """Returns the plot of rewards by the values of data.metrics_column, of training and of held-out sets."""
+    names = sorted({metric for row in rows for metric in row if metric.rpartition("/")[2].startswith("reward[")})
+    return _Panel("Reward by column", {_by_value(name): name for name in names})
+
+
+def _by_value(metric: str) -> str:
+    where, _, name = metric.rpartition("/")
+    return f"{where.removeprefix('eval/')} {name[len('reward[') : -1]}".strip()
+
+
+def _having(metric: str, rows: Sequence[Row], steps: Sequence[Row]) -> Sequence[Row]:
+    return thin([row for row in rows if metric in row]) if metric.startswith("eval/") else steps
 
 
 def _learning_rate(steps: Sequence[Row]) -> list[_Panel]:

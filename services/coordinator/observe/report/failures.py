@@ -14,6 +14,11 @@ _CALL = re.compile(r"/lockstep\.\S+/(?P<where>\w+): (?P<reason>[A-Z_]+) (?P<text
 _SCORER = re.compile(r"prompt \S+: scorer (?P<where>.+?): (?P<reason>[A-Z_]+): (?P<text>.*)")
 _REPLICA = re.compile(r"lost replica (?P<where>\S+): (?P<text>.*)")
 _DROPPED = "sampling/dropped_"
+# Metric -> reason and explanation.
+_WARNINGS = {
+    "warning/entropy_collapse": ("ENTROPY_COLLAPSE", "entropy is below observability.warnings.entropy_ratio"),
+    "warning/steps_without_mixed_group": ("NO_MIXED_GROUP", "no group had different rewards: nothing was learned"),
+}
 _MAX_TEXT = 400
 
 
@@ -29,9 +34,11 @@ class Failure:
 
 
 def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
-    """Returns refused calls, samples without a score, lost replicas and dropped groups, most frequent first."""
+    """Returns refused calls, samples without a score, lost replicas, dropped groups and warnings of steps that teach
+    little, most frequent first.
+    """
     found: dict[tuple[str, str], Failure] = {}
-    for failure in (*_logged(run_dir), *_dropped(steps)):
+    for failure in (*_logged(run_dir), *_dropped(steps), *_warnings(steps)):
         before = found.setdefault((failure.what, failure.reason), failure)
         if before is not failure:
             before.count += failure.count
@@ -74,3 +81,11 @@ def _dropped(steps: Sequence[Row]) -> Iterator[Failure]:
         for name in (name for name in row if name.startswith(_DROPPED) and row[name]):
             reason = name.removeprefix(_DROPPED).upper()
             yield Failure("prompt groups dropped", reason, int(row[name]), f"step {row['step']}", "")
+
+
+def _warnings(steps: Sequence[Row]) -> Iterator[Failure]:
+    """Yields the steps with a collapsed entropy and those without a mixed group."""
+    for row in steps:
+        for name, (what, text) in _WARNINGS.items():
+            if row.get(name):
+                yield Failure("step", what, 1, f"step {row['step']}", text)

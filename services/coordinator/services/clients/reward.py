@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import math
+from collections import Counter
 
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
@@ -29,6 +30,8 @@ class Reward:
         self._config, self._timeouts = config.reward, config.timeouts
         self._environment_json = config.environment.model_dump_json() if config.environment else ""
         self._num_answers = 0
+        self.failures = Counter[str]()
+        """Number of training groups with a failure, by scorer and reason."""
         self._opening = asyncio.Lock()
         self.address, self.run_id, self.num_opens = address, "", 0
         self.opened = pb.OpenRunResponse()
@@ -83,6 +86,8 @@ class Reward:
         self._require_same(answer.scorer, self.opened.environment)
         self._require_finite(answer, group.prompt.prompt_id)
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
+        if failed and not keep_failed:
+            self.failures[f"{failed[0].scorer}/{_reason(failed[0])}"] += 1
         if failed and not self._tolerate(failed[0], group.prompt.prompt_id) and not keep_failed:
             return None
         return ScoredGroup(**vars(group), scores=answer.scores, scorer=answer.scorer)
@@ -137,9 +142,12 @@ class Reward:
                 raise LockstepError(message, reason=Reason.REWARD_FAILED)
 
     def _tolerate(self, failure: pb.Failure, prompt_id: str) -> bool:
-        reason = pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")
-        message = f"prompt {prompt_id}: scorer {failure.scorer}: {reason}: {failure.message}"
+        message = f"prompt {prompt_id}: scorer {failure.scorer}: {_reason(failure)}: {failure.message}"
         if self._config.on_failure == "fail":
             raise LockstepError(message, reason=Reason.REWARD_FAILED)
         log.warning("%s (reward.on_failure: %s)", message, self._config.on_failure)
         return self._config.on_failure == "zero"
+
+
+def _reason(failure: pb.Failure) -> str:
+    return pb.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")

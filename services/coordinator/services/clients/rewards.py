@@ -1,5 +1,6 @@
 """Client of all reward services of a run."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -43,6 +44,13 @@ class Rewards:
                 yield service
         finally:
             self._in_progress[service] -= 1
+
+    def take_failures(self) -> dict[str, float]:
+        """Returns the number of training groups with a failure since the last call, by scorer and reason."""
+        total = sum((service.failures for service in self.services), Counter[str]())
+        for service in self.services:
+            service.failures.clear()
+        return {name: float(number) for name, number in total.items()}
 
     async def close(self) -> None:
         """Closes the channels."""

@@ -1,0 +1,175 @@
+"""Estimates what a micro-batch needs on a rank, in bytes: kept activations, a layer at work, and the logits.
+
+With GPU kernels the activations are those of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4.1 and 4.2.2; with
+flash attention there is no 5as/h term), with this model's widths in every term. torch.compile keeps the same. On CPU
+every operator of a layer keeps its own inputs, which is about twice as much; torch's flash attention for CPU keeps no
+scores either. There, tensors below 32 MiB are in the heap of glibc, where temporary results leave holes between those
+that are kept, and which is not given back. benchmarks/memory.py compares the estimates for CPU with measured peaks.
+"""
+
+from dataclasses import dataclass
+
+from services.common.config.any import AnyConfig
+from services.common.config.sft import SftConfig
+from services.common.config.trainer.section import TrainerConfig
+from services.common.families.architecture import Architecture
+from services.common.megatron.layout import Layout, data_parallel_size
+
+_FLOAT32 = 4
+# As services.trainer.updates.logprobs computes the logits: entries at a time, and bytes for each in forward and
+# backward. On CPU several float32 copies exist at once; on GPU one kernel reads and another writes.
+_ENTRIES_AT_ONCE = {False: 64 << 20, True: 256 << 20}
+_LOGITS_BYTES = {False: (16, 21), True: (4, 4)}
+# Larger tensors have a mapping of their own (glibc's DEFAULT_MMAP_THRESHOLD_MAX), which ends with them.
+_LARGEST_IN_HEAP = 32 << 20
+# Bytes of holes in the heap for each byte that a layer keeps: measured 0.82 with strategy fsdp and 0.84 with megatron.
+# With fsdp, a layer that is recomputed leaves a hole of its working memory below the input of the next.
+_HOLES = 0.83
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per token of one layer on one rank."""
+
+    kept: int
+    """Everything that it keeps for the backward pass."""
+    inputs: int
+    """Its input alone, which is kept if it is recomputed."""
+    working: int
+    """Largest intermediate results while it computes, without what it keeps."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Bytes of the largest micro-batch on one rank."""
+
+    activations: int
+    """What it keeps between forward and backward."""
+    forward: int
+    """Intermediate results of a forward pass that keeps nothing."""
+    backward: int
+    """Intermediate results of forward and backward, besides what is kept."""
+    is_in_heap: bool = False
+    """Whether the process does not give the activations back after the backward pass, on CPU."""
+    holes: int = 0
+    """Bytes that intermediate results leave free between activations in the heap. The next micro-batch fills them."""
+
+
+def microbatch(config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool) -> Microbatch:
+    """Returns the bytes of the largest micro-batch; only the last pipeline stage (`is_last`) computes logits."""
+    trainer, tokens = config.trainer, microbatch_tokens(config) // layout.cp
+    layer = _layer(trainer, model, layout, is_gpu=is_gpu)
+    forward, backward = tokens * layer.working, tokens * layer.working
+    if trainer.gradient_checkpointing and not _is_selective(trainer):
+        backward += tokens * layer.kept
+    if is_last:
+        logits = _logits(trainer, model, layout, tokens, is_gpu=is_gpu)
+        forward, backward = max(forward, logits[0]), max(backward, logits[1])
+    num_whole, num_inputs = _layers(trainer, model.num_layers // layout.pp)
+    kept = tokens * (num_whole * layer.kept + num_inputs * layer.inputs)
+    # By the width of the feed-forward layer, which has most of the bytes.
+    widest = max(model.intermediate_size, model.hidden_size) // layout.tp
+    if is_gpu or tokens * widest * weight_bytes(trainer, is_gpu=False) >= _LARGEST_IN_HEAP:
+        return Microbatch(kept, forward, backward)
+    num_holes = num_inputs if trainer.strategy == "fsdp" else 0
+    holes = tokens * int(_HOLES * num_whole * layer.kept + num_holes * layer.working)
+    return Microbatch(kept, forward, backward, True, holes)
+
+
+def microbatch_tokens(config: AnyConfig) -> int:
+    """Returns the most tokens of a micro-batch: the budget, or all of a mini-batch if its longest samples fit."""
+    if isinstance(config, SftConfig):
+        samples, longest = config.data.samples_per_step, config.data.max_tokens
+    else:
+        samples = config.data.prompts_per_step * config.rollout.completions_per_prompt
+        longest = config.rollout.max_model_len
+    each = -(-samples // config.trainer.num_minibatches // data_parallel_size(config.trainer))
+    return min(config.trainer.max_tokens_per_microbatch, each * longest)
+
+
+def in_flight(layout: Layout, pp: int) -> float:
+    """Returns the most micro-batches that a stage holds between forward and backward in 1F1B (interleaved with VPP)."""
+    if layout.vpp == 1:
+        return layout.pp - pp
+    return (2 * (layout.pp - pp - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+
+
+def weight_bytes(trainer: TrainerConfig, *, is_gpu: bool) -> int:
+    """Returns the bytes of one weight in the compute dtype, in which it is also published."""
+    if trainer.compute_dtype == "auto":
+        return 2 if is_gpu else _FLOAT32
+    return _FLOAT32 if trainer.compute_dtype == "float32" else 2
+
+
+def _is_selective(trainer: TrainerConfig) -> bool:
+    return trainer.strategy == "megatron" and trainer.megatron.recompute_granularity == "selective"
+
+
+def _layers(trainer: TrainerConfig, num_layers: int) -> tuple[int, int]:
+    """Returns the number of layers that keep everything, and of inputs that are kept to recompute the other layers."""
+    if not trainer.gradient_checkpointing or _is_selective(trainer):
+        return num_layers, 0
+    if trainer.strategy != "megatron":
+        return 0, num_layers
+    every = trainer.megatron.recompute_num_layers
+    if trainer.megatron.recompute_method == "block":
+        chunks = trainer.megatron.virtual_pipeline_model_parallel_size or 1
+        recomputed = min(every * chunks, num_layers)
+        return num_layers - recomputed, recomputed
+    return 0, -(-num_layers // every)
+
+
+def _layer(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool) -> LayerBytes:
+    size = weight_bytes(trainer, is_gpu=is_gpu)
+    # Only sequence parallelism shards the hidden states between the matrices.
+    is_sharded = trainer.strategy == "megatron" and trainer.megatron.has_sequence_parallel
+    hidden_ranks = layout.tp if is_sharded else 1
+    common, cut = (_fused if is_gpu else _plain)(trainer, model, layout, size)
+    widest = max(model.intermediate_size + model.shared_expert_intermediate_size, model.query_size)
+    working = size * (3 * widest // layout.tp + 3 * model.hidden_size)
+    return LayerBytes(common // hidden_ranks + cut // layout.tp, size * model.hidden_size // hidden_ranks, working)
+
+
+def _fused(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
+    """Returns the bytes per token that fused kernels keep of hidden states, and of what TP cuts."""
+    # Inputs of the two norms, of q k v and of the MLP.
+    common = 4 * size * model.hidden_size
+    # q, k, v and the input of the output projection.
+    attention = size * (2 * model.query_size + 2 * model.key_value_size)
+    # Gate, up and their product.
+    feed_forward = 3 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
+    # The same for each chosen expert, and the token's copies sent to and returned by all ranks of the expert.
+    expert = 3 * size * model.moe_intermediate_size + 2 * size * model.hidden_size * layout.etp
+    return common, attention + feed_forward + model.num_experts_per_tok * expert
+
+
+def _plain(trainer: TrainerConfig, model: Architecture, layout: Layout, size: int) -> tuple[int, int]:
+    """Returns the bytes per token that plain torch operators keep of hidden states, and of what TP cuts."""
+    is_frozen = trainer.lora.rank > 0
+    # Each norm: its input in float32, the normalized values (for the gradient of its weight), and its output.
+    norm = _FLOAT32 + (0 if is_frozen else size) + size
+    common = 2 * norm * model.hidden_size
+    # q, k and v as attention gets them, its output and logsumexp, and the input of the output projection.
+    attention = size * (3 * model.query_size + 2 * model.key_value_size) + _FLOAT32 * model.num_attention_heads
+    if trainer.strategy == "megatron":
+        # v is a view that keeps all of q, k and v before the rotation.
+        attention += size * (model.query_size + model.key_value_size)
+        common += size * 4 * model.head_dim  # cosine and sine, of q and of k
+    if model.has("self_attention.q_layernorm.weight"):
+        attention += (_FLOAT32 + size) * (model.query_size + model.key_value_size)
+    # Gate, its activation, up and their product.
+    feed_forward = 4 * size * (model.intermediate_size + model.shared_expert_intermediate_size)
+    expert = 4 * size * model.moe_intermediate_size + 3 * size * model.hidden_size * layout.etp
+    return common, attention + feed_forward + model.num_experts_per_tok * expert
+
+
+def _logits(
+    trainer: TrainerConfig, model: Architecture, layout: Layout, tokens: int, *, is_gpu: bool
+) -> tuple[int, int]:
+    """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
+    rows = model.vocab_size // layout.tp
+    tokens = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
+    forward, backward = (each * tokens * rows for each in _LOGITS_BYTES[is_gpu])
+    # The gradient of the output layer's weight, unless it is frozen.
+    gradient = 0 if trainer.lora.rank else _FLOAT32 * rows * model.hidden_size
+    return forward, backward + gradient

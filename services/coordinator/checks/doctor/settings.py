@@ -1,0 +1,116 @@
+"""Checks settings of a config that only fail once services have started: scorers, engine arguments, lengths, memory."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from services.common.config.any import AnyConfig
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.common.errors import LockstepError
+from services.common.families.architecture import read_architecture, read_content
+from services.common.megatron.layout import Layout
+from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.memory import rank_memory
+from services.coordinator.services.devices import visible_gpus
+from services.coordinator.services.launch import Addresses
+
+_PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
+_GIB = 2**30
+_MEMINFO = Path("/proc/meminfo")
+
+
+def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
+    """Checks what the services that would be started here will be given."""
+    if isinstance(config, Config):
+        if not given.reward and any(scorer.kind == "python" for scorer in config.reward.scorers):
+            yield check_scorers(config)
+        if not given.rollout and config.rollout.engine:
+            yield check_engine(config)
+    if (Path(config.model) / "config.json").is_file():
+        yield from check_lengths(config)
+        if not given.trainer:
+            yield from check_memory(config, _MEMINFO)
+
+
+def check_scorers(config: Config, command: Sequence[str] = ("-m", "services.reward.probe_scorers")) -> Finding:
+    """Checks that the scorers of kind python can be imported, in worker processes as in a run."""
+    paths = ", ".join(scorer.path for scorer in config.reward.scorers if scorer.kind == "python")
+    if why := _problem(command, config.reward.model_dump_json()):
+        fix = "run in the directory from which the module can be imported, or install it where the reward service runs"
+        return Finding("scorers", why, Verdict.FAIL, fix)
+    return Finding("scorers", f"imported {paths}")
+
+
+def check_engine(config: Config, command: Sequence[str] = ("-m", "services.rollout.probe")) -> Finding:
+    """Checks that vLLM has the arguments in rollout.engine."""
+    if find_spec("vllm") is None:
+        return Finding("engine arguments", "not checked: vLLM is not installed here")
+    if why := _problem(command, json.dumps(config.rollout.engine)):
+        return Finding("engine arguments", why, Verdict.FAIL, "see EngineArgs in vLLM's documentation")
+    return Finding("engine arguments", ", ".join(sorted(config.rollout.engine)))
+
+
+def check_lengths(config: AnyConfig) -> Iterator[Finding]:
+    """Compares the longest samples with the number of positions that the model was made for."""
+    content = read_content(config.model)
+    limit: Any = content.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return
+    is_sft = isinstance(config, SftConfig)
+    key, length = ("data.max_tokens", config.data.max_tokens) if is_sft else _longest(config)
+    found = f"{key} {length}, the model's max_position_embeddings {limit}"
+    if length <= limit:
+        yield Finding("lengths", found)
+        return
+    is_scaled = bool(content.get("rope_scaling"))
+    verdict = Verdict.WARN if is_sft or is_scaled else Verdict.FAIL
+    yield Finding("lengths", found, verdict, f"set {key} to at most {limit}; vLLM refuses more unless rope is scaled")
+
+
+def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
+    """Compares the estimated peak of all ranks with this host's memory, if they compute on its CPU."""
+    try:
+        if visible_gpus():
+            return
+        model = read_architecture(config.model)
+    except LockstepError:  # reported by the checks of GPUs and of the model
+        return
+    trainer = config.trainer
+    stages = Layout.of(trainer.megatron, trainer.num_ranks).pp if trainer.strategy == "megatron" else 1
+    peaks = [rank_memory(config, model, pp, is_gpu=False).peak for pp in range(stages)]
+    needed = sum(peaks) * trainer.num_ranks / stages / _GIB
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    total, free = (int(lines[name].split()[0]) * 1024 / _GIB for name in ("MemTotal", "MemAvailable"))
+    found = f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f}, of which {free:.1f} are available"
+    fix = "lower trainer.max_tokens_per_microbatch or set trainer.gradient_checkpointing; `lockstep plan` has the parts"
+    if needed > free:
+        yield Finding("memory", found, Verdict.FAIL if needed > total else Verdict.WARN, fix)
+    else:
+        yield Finding("memory", found)
+
+
+def _longest(config: Config) -> tuple[str, int]:
+    return "rollout.max_model_len", config.rollout.max_model_len
+
+
+def _problem(command: Sequence[str], stdin: str) -> str:
+    """Runs Python with `command`; returns the last line of its stderr if it fails, else ""."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_PROBE_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or ["the probe failed without a message"])[-1]

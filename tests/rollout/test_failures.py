@@ -1,0 +1,44 @@
+"""Tests what an engine's failure to start is reported as. The log has what vLLM's processes wrote."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import Reason
+from services.rollout import failures
+
+GENERIC = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+FULL = (
+    "ValueError: Free memory on device (7.1/79.1 GiB) on startup is less than desired GPU memory utilization "
+    "(0.9, 71.2 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+)
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "rollout-0.log"
+    path.write_text("ValueError: of an engine before\n")
+    monkeypatch.setattr(failures, "own_log", lambda: str(path))
+    return path
+
+
+def test_the_cause_is_taken_from_the_log(log: Path) -> None:
+    begin = failures.log_size()
+    with log.open("a") as file:
+        file.write(f"(EngineCore pid=7) ERROR 11-23 {FULL}\nINFO then\nRuntimeError: {GENERIC}\n")
+    error = failures.start_failure(GENERIC, begin)
+    assert error.reason is Reason.ENGINE_DEAD
+    assert FULL in error.message and "lower rollout.engine.gpu_memory_utilization" in error.message
+    assert error.message.endswith(f"its log is {log}")
+
+
+def test_without_a_cause_the_log_is_named(log: Path) -> None:
+    error = failures.start_failure(GENERIC, failures.log_size())
+    assert "Engine core initialization failed" in error.message and str(log) in error.message
+    assert "gpu_memory_utilization" not in error.message
+
+
+def test_a_terminal_has_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "own_log", lambda: "")
+    assert failures.log_size() == 0
+    assert failures.start_failure(GENERIC, 0).message.endswith("Failed core proc(s): {}")

@@ -1,0 +1,77 @@
+"""`lockstep export` of checkpoints that two ranks have saved: one process on CPU writes what the ranks held."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.support import PATIENCE_S
+from tests.trainer.deployment import Deployment, config
+
+TP2 = {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 2}}
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "megatron": TP2,
+    "megatron by bucket": {**TP2, "megatron": {**TP2["megatron"], "fully_reshardable": False}},
+    "adapters": {**TP2, "lora": {"rank": 4}},
+}
+
+
+async def lockstep(*arguments: object) -> tuple[int, str]:
+    command = str(Path(sys.executable).with_name("lockstep"))
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(command, *map(str, arguments), stdout=pipe, stderr=pipe)
+    output, errors = await asyncio.wait_for(process.communicate(), 10 * PATIENCE_S)
+    return process.returncode or 0, (output + errors).decode()
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_the_export_is_what_the_ranks_held(deployment: Deployment, tmp_path: Path, case: str) -> None:
+    await deployment.open("untied", **CASES[case])
+    await deployment.publish()
+    await deployment.train(deployment.batch())
+    saved, expected, out = tmp_path / "run" / "checkpoints" / "step-000001", tmp_path / "expected", tmp_path / "out"
+    await deployment.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(saved)))
+    await deployment.call(TrainerService.ExportHuggingFace, pb.ExportHuggingFaceRequest(path=str(expected)))
+    settings = config(CASES[case]).model_dump(mode="json", exclude_defaults=True) | {"loss": {"kind": "sft"}}
+    tree = {
+        "model": str(deployment.models / "untied"),
+        "data": {"train": "not read", "samples_per_step": 2, "max_tokens": 64},
+        "trainer": settings | {"num_ranks": 2},
+        "num_steps": 1,
+    }
+    (tmp_path / "run" / "config.json").write_text(json.dumps(tree))
+    code, output = await lockstep("export", saved, "--out", out, "--dtype", "float32")
+    assert code == 0, output
+    for directory in ("", "adapter") if case == "adapters" else ("",):
+        wanted, written = tensors(expected / directory), tensors(out / directory)
+        assert wanted.keys() == written.keys()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(written[name], tensor, rtol=0, atol=1e-6, msg=name)
+    start = tensors(deployment.models / "untied")
+    assert any(not torch.equal(start[name], tensor) for name, tensor in tensors(out).items())  # it was trained
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype is torch.float32
+    assert torch.equal(loaded.state_dict()["lm_head.weight"], tensors(out)["lm_head.weight"])
+
+
+async def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
+    code, output = await lockstep("export", tmp_path, "--out", tmp_path / "out")
+    assert (code, "has no manifest.json; give one of its checkpoints" in output) == (2, True), output
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "manifest.json").write_text("{}")
+    code, output = await lockstep("export", tmp_path / "elsewhere", "--out", tmp_path / "out")
+    assert (code, "give the config of the run as well" in output) == (2, True), output
