@@ -36,7 +36,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 def batch_of(num_bytes: int, version: int = 0) -> CollectedBatch:
     noise = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
     samples, stamp = pa.table({"noise": noise}), PolicyStamp(version=version, digest="d")
-    return CollectedBatch(samples, stamp, decision={}, outcomes={}, dataset="data", kl=None)
+    return CollectedBatch(samples, stamp.version, stamp, decision={}, outcomes={}, dataset="data", kl=None)
 
 
 def refused(action: Callable[[], object], path: Path, fix: str) -> None:
@@ -67,7 +67,7 @@ def test_a_full_disk_ends_a_batch_with_a_word_and_the_run_goes_on_when_there_is_
     ledger.close()
     ledger = Ledger(directory / "ledger.sqlite")
     assert [row["version"] for row in ledger.all(Kind.COLLECTED)] == [0, 1]
-    assert RunRecord(directory, ledger).recorded_batch(PolicyStamp(version=1, digest="d")) is not None
+    assert RunRecord(directory, ledger).recorded_batch(1, PolicyStamp(version=1, digest="d")) is not None
     ledger.close()
 
 
