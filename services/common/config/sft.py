@@ -124,6 +124,8 @@ class SftConfig(Strict):
             )
         if loss.kl_coef:
             raise ValueError("trainer.loss.kl_coef must be 0: a supervised run has no reference model")
+        if self.trainer.num_epochs > 1:
+            raise ValueError("trainer.num_epochs repeats each batch: leave it out, and set num_epochs")
         return self
 
     @model_validator(mode="after")

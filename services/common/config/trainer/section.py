@@ -165,8 +165,10 @@ class TrainerConfig(Strict):
     """Maximum number of tokens in one micro-batch of packed sequences on one rank. It must be at least the length of
     the longest possible sequence."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Number of optimizer updates per batch. Each update uses an equal share of the prompt groups, and each sample is
-    used once."""
+    """Number of mini-batches per batch, each an equal share of the prompt groups and an optimizer update."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Number of passes over the mini-batches of a batch (verl ppo_epochs, TRL num_iterations, SkyRL
+    update_epochs_per_batch). The comparison with the engine's log-probabilities comes before the first update."""
     max_logprob_gap: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
     trainer's log-probabilities over a batch is above this."""
