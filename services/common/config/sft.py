@@ -14,7 +14,7 @@ from services.common.megatron.layout import Layout, check_layout, samples_at_onc
 
 
 class SftDataConfig(FilesConfig):
-    """Names the Parquet files to imitate: prompts with responses, or whole conversations."""
+    """Names the files to imitate: prompts with responses, or whole conversations."""
 
     max_eval_rows: int | None = Field(default=None, ge=1)
     """Number of rows to use from the start of each eval file; null uses all."""

@@ -14,8 +14,9 @@ from services.trainer.updates.policy import Minibatch, apply_gradient
 def update_critic(
     backend: Backend, minibatches: list[Minibatch], config: CriticSettings, version: int
 ) -> dict[str, float]:
-    """Trains the critic, which is at `version`, on `minibatches`, `config.num_epochs` times. Returns metrics, the same on
-    every rank.
+    """Trains the critic, which is at `version`, `config.num_epochs` times on `minibatches`.
+
+    Returns metrics, the same on every rank.
 
     Raises:
         FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.

@@ -29,8 +29,9 @@ class Minibatch:
 def update(
     backend: Backend, minibatches: list[Minibatch], config: TrainerConfig, temperature: float, version: int
 ) -> dict[str, float]:
-    """Trains the policy, which is at `version`, on `minibatches`, `config.num_epochs` times. Returns metrics, the same on
-    every rank.
+    """Trains the policy, which is at `version`, `config.num_epochs` times on `minibatches`.
+
+    Returns metrics, the same on every rank.
 
     Before the first optimizer update, the engine's log-probabilities are compared with the trainer's: on the whole
     batch if old log-probabilities are recomputed, else on the first mini-batch, because the trainer's
