@@ -11,7 +11,7 @@ _SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class _Hub(BaseHTTPRequestHandler):
-    files: Mapping[str, bytes] = {}  # noqa: RUF012
+    files: Mapping[str, bytes] = {}
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
