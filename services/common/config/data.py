@@ -19,8 +19,8 @@ class FilesConfig(Strict):
     one a line, if the name ends in .jsonl or .ndjson. hf://datasets/OWNER/NAME@REVISION/FILE is a file of a dataset on
     the Hugging Face Hub; without @REVISION, of its newest version."""
     eval: dict[str, Path] = Field(default_factory=dict)
-    """Held-out files, like those of train, as a table of name: path. The name (letters, digits, `.`, `_` and `-`) labels
-    the file's metrics and samples. A path given without a name is named `<folder>-<file>`."""
+    """Held-out files, like those of train, as a table of name: path. The name (letters, digits, `.`, `_` and `-`)
+    labels the file's metrics and samples. A path given without a name is named `<folder>-<file>`."""
     shuffle: bool = True
     """Shuffle the rows anew in every epoch, with the run's seed; false keeps the order of the files."""
     prompt_column: str = "prompt"

@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.config.best import EvaluationFrequency
 from services.common.config.data import DataConfig
 from services.common.config.rollout import RolloutConfig, Temperature
 
@@ -48,13 +49,9 @@ class EvalSetConfig(Strict):
         return self
 
 
-class EvaluationConfig(Strict):
+class EvaluationConfig(EvaluationFrequency):
     """Configures evaluation on the held-out prompts of data.eval."""
 
-    eval_freq: int = Field(default=0, ge=0)
-    """Evaluate every this many steps, and after the last step; 0 turns this off."""
-    eval_before_train: bool = True
-    """Evaluate the starting weights before the first step, if data.eval names a file."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per completion; null uses rollout.sampling.max_tokens."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)

@@ -6,6 +6,7 @@ from typing import Literal, Self, cast
 from pydantic import Field, model_validator
 
 from services.common.config.base import NAME, Strict
+from services.common.config.best import EvaluationFrequency, check_best
 from services.common.config.data import FilesConfig
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
@@ -35,13 +36,8 @@ class SftDataConfig(FilesConfig):
     """Token to append to a response that is not templated. May be unset if the model has exactly one stop token."""
 
 
-class SftEvaluationConfig(Strict):
+class SftEvaluationConfig(EvaluationFrequency):
     """Evaluates on the held-out rows of data.eval: mean loss over all trained tokens, and perplexity."""
-
-    eval_freq: int = Field(default=0, ge=0)
-    """Evaluate every this many steps, and after the last step; 0 turns this off."""
-    eval_before_train: bool = True
-    """Evaluate the starting weights before the first step, if data.eval names a file."""
 
 
 class SftConfig(Strict):
@@ -180,4 +176,5 @@ class SftConfig(Strict):
     def _evaluation_fits(self) -> Self:
         if self.evaluation.eval_freq and not self.data.eval:
             raise ValueError("evaluation.eval_freq is set but data.eval names no file")
+        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
         return self
