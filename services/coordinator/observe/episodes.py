@@ -1,4 +1,4 @@
-"""Shows one episode of the last step as a conversation, in a few lines."""
+"""Shows one sample of a recent step as a conversation, in a few lines."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,17 +18,18 @@ _LINES = 2
 """Lines that one text takes at most."""
 
 
-class LastEpisode(Reporter):
-    """Reads the first episode of each finished step's batch, and gives it to `shown`."""
+class LastSample(Reporter):
+    """Reads the first sample of the batch of every `freq`-th finished step, and gives it to `shown`."""
 
-    def __init__(self, run_dir: Path, decode: Callable[[Sequence[int]], str], shown: Reporter):
-        self._run_dir, self._decode, self._shown = run_dir, decode, shown
+    def __init__(self, run_dir: Path, decode: Callable[[Sequence[int]], str], shown: Reporter, freq: int = 1):
+        self._run_dir, self._decode, self._shown, self._freq = run_dir, decode, shown, freq
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
+        if version % self._freq:
+            return
         with pq.ParquetFile(batch_path(self._run_dir, version - 1)) as file:
             (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
-        if conversation := Conversation.of(row, self._text):
-            self._shown.conversation(version, conversation)
+        self._shown.conversation(version, Conversation.of_any(row, self._text))
 
     def _text(self, tokens: Sequence[int]) -> str:
         text = self._decode(tokens)
@@ -62,7 +63,7 @@ def _lines(parts: Sequence[Part]) -> list[tuple[str, str, str, str]]:
             lines.append(("reply", part.text, "", "dim"))
         else:
             turn += 1
-            lines.append((f"turn {turn}", part.text, f"{part.reward:+.3f}", "cyan"))
+            lines.append((f"turn {turn}" if len(parts) > 1 else "completion", part.text, f"{part.reward:+.3f}", "cyan"))
     return lines
 
 

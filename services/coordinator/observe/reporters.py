@@ -99,7 +99,7 @@ class Terminal(Reporter):
             self._live.stop()
 
     def _shown(self) -> RenderableType:
-        """Builds the table and, with an environment, an episode of the last step below it."""
+        """Builds the table and below it the last sample that was given to `conversation`."""
         if self._episode is None:
             return self._table(self._console.height)
         version, conversation = self._episode

@@ -35,7 +35,7 @@ class Reporter:
         """Reports a finished step; `version` counts steps from 1."""
 
     def conversation(self, version: int, conversation: Conversation) -> None:
-        """Shows one episode of the step `version`, which is reported next."""
+        """Shows one sample of the step `version`, which is reported next."""
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         """Reports an evaluation of the weights of `version`: `eval/<set>/<metric>` and `time/evaluating_s`."""
