@@ -16,6 +16,12 @@ class EvalSetConfig(Strict):
 
     temperature: Temperature = 0.0
     """Sampling temperature: 0 for greedy decoding, or at least 0.01."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: keep only the most probable tokens whose probabilities sum up to this; 1 keeps all."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep only this many most probable tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keep only tokens with at least this share of the largest probability; 0 keeps all."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per completion; null uses evaluation.max_tokens."""
     num_samples: int = Field(default=1, ge=1)
@@ -46,6 +52,12 @@ class EvalSetConfig(Strict):
                 f"num_samples {self.num_samples} needs a temperature above 0: all greedy samples of a prompt are "
                 "identical"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _truncation_is_of_samples(self) -> Self:
+        if not self.temperature > 0 and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
+            raise ValueError("top_p, top_k and min_p need a temperature above 0: greedy decoding does not read them")
         return self
 
 
