@@ -188,6 +188,24 @@ def doctor(
 
 
 @app.command()
+def init(
+    model: Annotated[Path, typer.Option(help="Directory of the starting model, in the Hugging Face format.")],
+    data: Annotated[Path, typer.Option(help="File of prompts with answers: Parquet or JSON Lines.")],
+    out: Annotated[Path, typer.Option(help="File to write; it must not exist.")] = Path("run.yaml"),
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use; by default all of this host.")] = None,
+) -> None:
+    """Write a config with comments for a model, a file of prompts and the GPUs at hand."""
+    from services.coordinator.checks.init import starting_config
+    from services.coordinator.services.devices import visible_gpus
+
+    if out.exists():
+        raise InvalidInput(f"--out: {out} exists; choose another", field="out")
+    num_gpus = len(visible_gpus()) if gpus is None else gpus
+    out.write_text(starting_config(model, data, out, num_gpus=num_gpus))
+    _console.print(f"wrote {out}; next: lockstep doctor {out}", soft_wrap=True)
+
+
+@app.command()
 def plan(
     config: _Configs,
     device: Annotated[
