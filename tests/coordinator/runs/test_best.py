@@ -1,15 +1,21 @@
 """The best checkpoint is kept, and a run that gets no better ends; both follow from what the ledger has."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.errors import InvalidInput
+from services.coordinator.daemon.history import read_run
 from services.coordinator.observe.outcome import Outcome
+from services.coordinator.observe.report.facts import head
 from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.recorded import RecordedLedger
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
@@ -156,3 +162,24 @@ async def test_a_metric_that_no_evaluation_has_is_named(opened: Open, key: str) 
     ):
         run.finish_evaluation(0, {METRIC: 0.5})
     assert not run.record.ledger.all(Kind.EVALUATED)
+
+
+@pytest.mark.parametrize("patience", [1, 9])
+async def test_a_run_that_ended_early_is_shown_as_done(opened: Open, patience: int) -> None:
+    run = opened(early_stopping={"metric": METRIC, "patience": patience})
+    for value in (0.5, 0.4):
+        await step(run, value)
+    lines = [{"step": version, "time/step_s": 1.0, METRIC: 0.5} for version in (1, 2)]
+    (run.config.run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run.close()
+    with closing(RecordedLedger(run.config.run_dir)) as ledger:
+        shown = head(run.config.run_dir, ledger, lines)
+    listed = read_run(run.config.run_dir)
+    assert listed
+    why = dict(shown["facts"]).get("early stopping")
+    if patience == 1:
+        assert (shown["state"], why) == ("done", "eval/test/reward was best after step 1, with 0.5")
+        assert (listed.state, listed.version, listed.num_steps) == (pb.RUN_STATE_FINISHED, 2, 2)
+    else:
+        assert (shown["state"], why) == ("stopped", None)
+        assert (listed.state, listed.num_steps) == (pb.RUN_STATE_STOPPED, 100)
