@@ -1,4 +1,4 @@
-"""`lockstep plan` against real ranks on CPU: the peak of every phase is estimated within 15 %."""
+"""`lockstep plan` against real ranks on CPU: the peak is estimated within 15 %, and no phase needs much more."""
 
 from pathlib import Path
 
@@ -14,9 +14,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["fsdp 1 rank", "megatron TP2"])
 def test_estimates_are_near_what_ranks_need(model: Path, tmp_path: Path, name: str) -> None:
+    """Between phases glibc may give back what backward has left, or keep it: the estimate is that it is kept."""
     case = CASES[name]
     compared = compare(measure(case, model, tmp_path / "case"), estimates(case, model))
     for phase, (measured, estimated) in compared.items():
+        assert estimated >= 0.85 * measured[-1], (phase, measured, estimated)
+    for phase in ("backward", "peak"):
+        measured, estimated = compared[phase]
         assert estimated == pytest.approx(measured[-1], rel=0.15), (phase, measured, estimated)
-    # Without activations and logits the estimate would be far off.
-    assert compared["backward"][0][-1] > 1.5 * compared["optimizer"][0][-1]
+    (memory, *_) = estimates(case, model)
+    without_activations = memory.base + memory.weights + memory.gradients + memory.optimizer
+    assert without_activations < 0.6 * compared["peak"][0][-1]

@@ -22,8 +22,9 @@ _ENTRIES_AT_ONCE = {False: 64 << 20, True: 256 << 20}
 _LOGITS_BYTES = {False: (16, 21), True: (4, 4)}
 # Larger tensors have a mapping of their own (glibc's DEFAULT_MMAP_THRESHOLD_MAX), which ends with them.
 _LARGEST_IN_HEAP = 32 << 20
-# Bytes of heap for each byte of kept tensors: measured 1.82 with strategy fsdp and 1.84 with megatron.
-_HEAP_RATIO = 1.83
+# Bytes of holes in the heap for each byte that a layer keeps: measured 0.82 with strategy fsdp and 0.84 with megatron.
+# With fsdp, a layer that is recomputed leaves a hole of its working memory below the input of the next.
+_HOLES = 0.83
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class Microbatch:
     """Intermediate results of a forward pass that keeps nothing."""
     backward: int
     """Intermediate results of forward and backward, besides what is kept."""
-    retained: int = 0
-    """How much of `activations` the process does not give back after the backward pass, on CPU."""
+    is_in_heap: bool = False
+    """Whether the process does not give the activations back after the backward pass, on CPU."""
+    holes: int = 0
+    """Bytes that intermediate results leave free between activations in the heap. The next micro-batch fills them."""
 
 
 def microbatch(config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu: bool, is_last: bool) -> Microbatch:
@@ -62,14 +65,15 @@ def microbatch(config: AnyConfig, model: Architecture, layout: Layout, *, is_gpu
     if is_last:
         logits = _logits(trainer, model, layout, tokens, is_gpu=is_gpu)
         forward, backward = max(forward, logits[0]), max(backward, logits[1])
-    kept = _kept(trainer, model, layout, layer, tokens)
-    if is_gpu:
-        return Microbatch(kept, forward, backward)
+    num_whole, num_inputs = _layers(trainer, model.num_layers // layout.pp)
+    kept = tokens * (num_whole * layer.kept + num_inputs * layer.inputs)
     # By the width of the feed-forward layer, which has most of the bytes.
     widest = max(model.intermediate_size, model.hidden_size) // layout.tp
-    is_in_heap = tokens * widest * weight_bytes(trainer, is_gpu=False) < _LARGEST_IN_HEAP
-    kept = int(_HEAP_RATIO * kept) if is_in_heap else kept
-    return Microbatch(kept, forward, backward, kept if is_in_heap else 0)
+    if is_gpu or tokens * widest * weight_bytes(trainer, is_gpu=False) >= _LARGEST_IN_HEAP:
+        return Microbatch(kept, forward, backward)
+    num_holes = num_inputs if trainer.strategy == "fsdp" else 0
+    holes = tokens * int(_HOLES * num_whole * layer.kept + num_holes * layer.working)
+    return Microbatch(kept, forward, backward, True, holes)
 
 
 def microbatch_tokens(config: AnyConfig) -> int:
@@ -101,17 +105,18 @@ def _is_selective(trainer: TrainerConfig) -> bool:
     return trainer.strategy == "megatron" and trainer.megatron.recompute_granularity == "selective"
 
 
-def _kept(trainer: TrainerConfig, model: Architecture, layout: Layout, layer: LayerBytes, tokens: int) -> int:
-    num_layers = model.num_layers // layout.pp
+def _layers(trainer: TrainerConfig, num_layers: int) -> tuple[int, int]:
+    """Returns the number of layers that keep everything, and of inputs that are kept to recompute the other layers."""
     if not trainer.gradient_checkpointing or _is_selective(trainer):
-        return tokens * num_layers * layer.kept
+        return num_layers, 0
     if trainer.strategy != "megatron":
-        return tokens * num_layers * layer.inputs
+        return 0, num_layers
     every = trainer.megatron.recompute_num_layers
     if trainer.megatron.recompute_method == "block":
-        recomputed = min(every * layout.vpp, num_layers)
-        return tokens * (recomputed * layer.inputs + (num_layers - recomputed) * layer.kept)
-    return tokens * -(-num_layers // every) * layer.inputs
+        chunks = trainer.megatron.virtual_pipeline_model_parallel_size or 1
+        recomputed = min(every * chunks, num_layers)
+        return num_layers - recomputed, recomputed
+    return 0, -(-num_layers // every)
 
 
 def _layer(trainer: TrainerConfig, model: Architecture, layout: Layout, *, is_gpu: bool) -> LayerBytes:

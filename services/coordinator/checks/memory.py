@@ -59,9 +59,9 @@ class Memory:
         always = self.base + self.weights + self.reference
         state = 0 if "optimizer" in self.offloads else self.optimizer
         held = 0 if "grads" in self.offloads else self.gradients
-        kept = int(self.micro.activations * self.in_flight)
+        kept = int(self.micro.activations * self.in_flight) + self.micro.holes
         # Later phases find the heap that the backward pass has left.
-        least = always + state + self.gradients + int(self.micro.retained * self.in_flight) if self.base else 0
+        least = always + state + self.gradients + kept if self.micro.is_in_heap else 0
         phases = {
             "forward": always + state + held + self.gathered + self.micro.forward,
             "backward": always + state + self.gradients + self.gathered + kept + self.micro.backward,

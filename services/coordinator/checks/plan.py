@@ -100,7 +100,9 @@ def _holds(layout: Layout, model: Architecture, at: Coordinates) -> tuple[str, s
 
 
 def _parts_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
-    """Returns what is in memory: `working` is the largest intermediate results, usually logits and their gradients."""
+    """Returns what is in memory: `working` is the largest intermediate results, usually logits and their gradients, and
+    on CPU the holes that they leave in the heap.
+    """
     unit, size = _unit(max(memory.peak for memory in memories))
     has_reference, has_base = any(m.reference for m in memories), any(m.base for m in memories)
     columns = ["ranks", "params", "weights", "grads", "optimizer", "activations", "working"]
@@ -109,7 +111,7 @@ def _parts_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
     for name, memory in zip(names, memories, strict=True):
         cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
         cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
-        cells.append(f"{(memory.gathered + memory.micro.backward) / size:.2f}")
+        cells.append(f"{(memory.gathered + memory.micro.backward + memory.micro.holes) / size:.2f}")
         cells += [f"{memory.reference / size:.2f}"] * has_reference + [f"{memory.base / size:.2f}"] * has_base
         table.add_row(name, _count(memory.parameters), *cells)
     return table
