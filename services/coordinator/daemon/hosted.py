@@ -31,6 +31,7 @@ class HostedRun(Reporter):
     """
 
     console = None
+    shows_samples = True
 
     def __init__(self, config: Config, given: Addresses):
         self.config, self.given = config, given

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -25,10 +26,14 @@ class LastSample(Reporter):
         self._run_dir, self._decode, self._shown, self._freq = run_dir, decode, shown, freq
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
-        if version % self._freq:
+        if version % self._freq or not self._shown.shows_samples:
             return
-        with pq.ParquetFile(batch_path(self._run_dir, version - 1)) as file:
-            (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
+        path = batch_path(self._run_dir, version - 1)
+        try:
+            with pq.ParquetFile(path) as file:
+                (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
+        except pa.ArrowInvalid as error:  # a ValueError, but what it says is that the disk has lost something
+            raise OSError(f"{path} is damaged: {error}") from error
         self._shown.conversation(version, Conversation.of_any(row, self._text))
 
     def _text(self, tokens: Sequence[int]) -> str:

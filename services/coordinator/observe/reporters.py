@@ -64,6 +64,7 @@ class Terminal(Reporter):
 
     def __init__(self, console: Console, num_steps: int):
         self._console, self._num_steps = console, num_steps
+        self.shows_samples = console.is_terminal
         self._rows: list[list[str]] = []
         self._phase = ""
         self._episode: tuple[int, Conversation] | None = None

@@ -24,6 +24,9 @@ class ReplicaCounts(Protocol):
 class Reporter:
     """Is notified of every phase, step and evaluation. Each method does nothing by default."""
 
+    shows_samples = False
+    """Whether `conversation` shows anything, so that it is worth reading a sample from the disk."""
+
     def watch(self, rollout: ReplicaCounts) -> None:
         """Gives the reporter access to the run's replicas, which are about to be opened."""
 

@@ -31,6 +31,8 @@ CONVERSATION = Conversation("p7", 3, "What is the capital?", PARTS, 1.25, "turn_
 
 
 class Kept(Reporter):
+    shows_samples = True
+
     def __init__(self):
         self.shown: list[tuple[int, Conversation]] = []
 
@@ -106,6 +108,12 @@ def test_a_completion_is_a_conversation_of_one_turn(tmp_path: Path) -> None:
     assert list(conversation.parts) == [Part(",".join(map(str, row["tokens"])), row["reward"])]
     text = "\n".join(lines(conversation, 80, 24))
     assert "completion" in text and "turn 1" not in text
+
+
+def test_output_that_is_no_terminal_reads_no_sample(tmp_path: Path) -> None:
+    """There is no batch, which would be an error."""
+    terminal = Terminal(make_console(80, 24, is_terminal=False), 9)
+    LastSample(tmp_path, str, terminal).step(1, {})
 
 
 def test_samples_of_some_steps_are_shown(tmp_path: Path) -> None:
