@@ -94,7 +94,7 @@ async def test_evaluations_of_weights_that_the_run_has_left_do_not_count(opened:
     run, trainer = opened(keep_best=METRIC, max_ckpts_to_keep=9), FakeTrainer()
     for value in (0.5, 0.9, 0.1):
         await step(run, value, models=(trainer,))
-    run = opened(1, keep_best=METRIC, max_ckpts_to_keep=9)  # it goes back to step 1
+    run.begin(1, [])  # it goes back to step 1
     await step(run, None, models=(trainer,))  # step 2 has other weights now
     best = run.checkpoints.best()
     assert best and best["version"] == 1
