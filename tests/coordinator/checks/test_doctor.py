@@ -258,7 +258,7 @@ def test_a_dry_run_checks_and_starts_nothing(tmp_path: Path, command: str) -> No
     code, output = dry_run()
     assert (code, "steps" in output, runs.exists()) == (0, True, False), output
     code, output = dry_run(f"data.train={tmp_path}/none.parquet")
-    assert (code, "none.parquetdoesnotexist" in "".join(output.replace("│", "").split())) == (1, True), output
+    assert (code, "does not exist" in output) == (1, True), output
     assert not runs.exists()
 
 
