@@ -1,10 +1,12 @@
 """`lockstep plan` against real ranks on CPU: the peak is estimated within 15 %, and no phase needs much more."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.memory import CASES, compare, estimates, make_model, measure
+from tests.support import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +27,12 @@ def test_estimates_are_near_what_ranks_need(model: Path, tmp_path: Path, name: s
     (memory, *_) = estimates(case, model)
     without_activations = memory.base + memory.weights + memory.gradients + memory.optimizer
     assert without_activations < 0.6 * compared["peak"][0][-1]
+
+
+RECORDED = json.loads((ROOT / "benchmarks" / "results" / "memory-cpu.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_estimates_are_near_what_was_recorded(model: Path, name: str) -> None:
+    (*_, measured) = RECORDED["samples"][f"{name}: peak [MiB]"]
+    assert max(memory.peak for memory in estimates(CASES[name], model)) / 2**20 == pytest.approx(measured, rel=0.15)

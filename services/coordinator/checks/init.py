@@ -11,7 +11,7 @@ from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture, read_content
 from services.coordinator.data.columns import is_messages, is_prompt, is_text
 from services.coordinator.data.sources import read_rows
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
 _ANSWERS = ("answer", "solution", "target", "label", "ground_truth", "output")

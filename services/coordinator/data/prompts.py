@@ -9,10 +9,10 @@ import numpy as np
 
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput
-from services.coordinator.data.chat_template import Message
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.rows import PromptFile, PromptRow
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.chat_template import Message
+from services.coordinator.text.tokenizer import Tokenizer
 
 _MOST_VALUES = 50  # of data.metrics_column; each is a metric of every step, and a curve of the report
 

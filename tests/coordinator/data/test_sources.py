@@ -14,7 +14,7 @@ from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.sources import read_rows
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.data.fake_hub import hub
 
 ROWS: list[dict[str, Any]] = [
