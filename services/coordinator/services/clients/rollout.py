@@ -27,6 +27,7 @@ from services.common.token_hash import tokens_sha256
 from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.replica import Replica, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Rollout:
 
     def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
-        self.num_redispatched = 0
+        self.num_redispatched, self.busy = 0, Busy()
         self._config = config
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
@@ -169,7 +170,8 @@ class Rollout:
             replica.samples_in_flight += num_samples
             replica.tokens_in_flight += cost
         try:
-            yield replica
+            with self.busy.working():
+                yield replica
         finally:
             replica.samples_in_flight -= num_samples
             replica.tokens_in_flight -= cost
