@@ -35,8 +35,7 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
     if outcome.version < outcome.num_steps:
         done = f"Stopped: {outcome.version} of {outcome.num_steps} steps done. Run the same command again to resume."
     if outcome.best:
-        lines.append(
-            f"  checkpoints/step-{outcome.best['version']:06d}{'':<6} the best checkpoint, by checkpoint.keep_best"
-        )
+        name = f"checkpoints/step-{outcome.best['version']:06d}"
+        lines.append(f"  {name:<28} the best checkpoint, by checkpoint.keep_best")
     for line in (f"{done} Files in {outcome.directory}:", *lines):
         console.print(line, soft_wrap=True, highlight=False)
