@@ -1,10 +1,13 @@
 """The pages agree with the repository: README.md quotes the loop as it is, and every file that a page names exists."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from services.coordinator.cli.main import app
 from tests.support import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,6 +31,30 @@ def test_the_readme_quotes_the_loop() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not missing_files(page.read_text(encoding="utf-8"))
+
+
+def complete_configs() -> Iterator[tuple[str, str]]:
+    """Yields the page and text of each YAML block that has a name, and is thus a whole config of a run."""
+    for page in PAGES:
+        for block in re.findall(r"```yaml\n(name: .*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            yield page.name, block
+
+
+@pytest.mark.parametrize(("page", "block"), complete_configs())
+def test_plan_accepts_every_complete_config(tmp_path: Path, page: str, block: str) -> None:
+    (tmp_path / "run.yaml").write_text(block, encoding="utf-8")
+    model = f"model={ROOT / 'deploy' / 'quickstart' / 'model'}"
+    planned = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), model, "--device", "gpu"])
+    assert planned.exit_code == 0, (page, planned.exception)
+
+
+def test_complete_configs_are_found() -> None:
+    assert sorted(page for page, _ in complete_configs()) == ["README.md", *["migration.md"] * 4]
+
+
+def test_every_page_is_in_the_manual() -> None:
+    manual = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert all(f": {page.name}\n" in manual for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_a_missing_file_is_found() -> None:

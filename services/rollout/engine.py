@@ -285,6 +285,9 @@ def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
     return EngineSampling(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
+        top_p=sampling.top_p or 1.0,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop),
         include_stop_str_in_output=True,

@@ -162,3 +162,22 @@ def response_nlls(directory: Path, rows: list[dict[str, str]]) -> Iterator[torch
         with torch.no_grad():
             logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
         yield -logprobs.gather(1, tokens[1:, None])[len(prompt) - 1 :, 0]
+
+
+def test_a_run_that_gets_no_better_ends_and_stays_ended(base: Path, trainer: str) -> None:
+    """The loss falls, which is no better where the largest value is best; the largest of a saved step is that of 2."""
+    workspace = make_workspace(base, "early")
+    largest = {"metric": "eval/sums/nll", "mode": "max"}
+    changes = {
+        "evaluation": {"eval_freq": 2, "early_stopping": {**largest, "patience": 2}},
+        "checkpoint": {"save_freq": 2, "max_ckpts_to_keep": 1, "keep_best": largest},
+    }
+    (workspace / "early.yaml").write_text(yaml.safe_dump(changes))
+    for _ in range(2):
+        with SftRun(workspace, "early.yaml", trainer) as run:
+            assert run.wait() == 0, run.output
+        assert "early stopping after step 4" in run.output and "4 steps done" in run.output
+        assert [line["step"] for line in numbers(workspace) if "train/loss" in line] == [1, 2, 3, 4]
+        kept = sorted(path.name for path in (run.directory / "checkpoints").iterdir())
+        assert kept == ["step-000002", "step-000004"]
+    assert (run.directory / "model" / "config.json").is_file()

@@ -43,6 +43,7 @@ async def test_a_prompt_that_does_not_fit_is_named(played: PlayedTrainer, length
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
         ({"temperature": 0.0099}, "temperature 0.0099: must be 0 or at least 0.01"),
     ],
 )
@@ -57,6 +58,18 @@ async def test_the_lowest_temperature_is_sampled(played: PlayedTrainer):
     stamp = await publish(played, 106)
     (answer,) = await played.replica.generate(stamp, [PROMPTS[0]], temperature=0.01)
     assert answer.completions
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 1e-4}, {"min_p": 1.0}])
+async def test_truncation_to_one_token_is_greedy(played: PlayedTrainer, truncation: dict[str, float]):
+    stamp = await publish(played, 108)
+    sampling = {"temperature": 1.0, "max_tokens": 12}
+    (greedy,) = await played.replica.generate(stamp, [PROMPTS[0]], seeds=[1], **sampling | {"temperature": 0.0})
+    (free,) = await played.replica.generate(stamp, [PROMPTS[0]], seeds=range(3), **sampling)
+    (cut,) = await played.replica.generate(stamp, [PROMPTS[0]], seeds=range(3), **sampling, **truncation)
+    assert all(completion.tokens == greedy.completions[0].tokens for completion in cut.completions)
+    assert all(completion.tokens != greedy.completions[0].tokens for completion in free.completions)
+    await played.assert_exact(stamp)
 
 
 async def test_a_token_outside_the_vocabulary_is_the_callers_mistake(played: PlayedTrainer):

@@ -43,7 +43,7 @@ def update(directory: Path, rows: Sequence[Row], config: TrainerConfig, temperat
     with torch.no_grad():
         old = [score(model, row, temperature)[0] for row in rows]
     metrics: list[dict[str, float]] = []
-    for part in _minibatches(rows, config.num_minibatches):
+    for part in _minibatches(rows, config.num_minibatches) * config.num_epochs:
         optimizer.zero_grad()
         loss = _loss(model, [(rows[i], old[i]) for i in part], config.loss, temperature)
         loss.backward()

@@ -12,13 +12,15 @@ from services.common.config.base import NAME, Strict
 
 
 class FilesConfig(Strict):
-    """Names the Parquet files of rows and says how rows become text."""
+    """Names the files of rows and says how rows become text."""
 
     train: tuple[Path, ...] = Field(min_length=1)
-    """Parquet file with the training rows, or a list of files that are concatenated in this order."""
+    """File with the training rows, or a list of files that are concatenated in this order: Parquet, or JSON objects,
+    one a line, if the name ends in .jsonl or .ndjson. hf://datasets/OWNER/NAME@REVISION/FILE is a file of a dataset on
+    the Hugging Face Hub; without @REVISION, of its newest version."""
     eval: dict[str, Path] = Field(default_factory=dict)
-    """Held-out Parquet files as a table of name: path. The name (letters, digits, `.`, `_` and `-`) labels the file's
-    metrics and samples. A path given without a name is named `<folder>-<file>`."""
+    """Held-out files, like those of train, as a table of name: path. The name (letters, digits, `.`, `_` and `-`)
+    labels the file's metrics and samples. A path given without a name is named `<folder>-<file>`."""
     shuffle: bool = True
     """Shuffle the rows anew in every epoch, with the run's seed; false keeps the order of the files."""
     prompt_column: str = "prompt"
@@ -90,7 +92,7 @@ def _name_of(path: Path) -> str:
 
 
 class DataConfig(FilesConfig):
-    """Names the Parquet files of prompts to train on and to evaluate on."""
+    """Names the files of prompts to train on and to evaluate on."""
 
     max_eval_prompts: int | None = Field(default=None, ge=1)
     """Number of rows to use from the start of each eval file; null uses all."""

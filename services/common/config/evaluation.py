@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.config.best import EvaluationFrequency
 from services.common.config.data import DataConfig
 from services.common.config.rollout import RolloutConfig, Temperature
 
@@ -15,6 +16,12 @@ class EvalSetConfig(Strict):
 
     temperature: Temperature = 0.0
     """Sampling temperature: 0 for greedy decoding, or at least 0.01."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: keep only the most probable tokens whose probabilities sum up to this; 1 keeps all."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep only this many most probable tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keep only tokens with at least this share of the largest probability; 0 keeps all."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per completion; null uses evaluation.max_tokens."""
     num_samples: int = Field(default=1, ge=1)
@@ -47,14 +54,16 @@ class EvalSetConfig(Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _truncation_is_of_samples(self) -> Self:
+        if not self.temperature > 0 and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
+            raise ValueError("top_p, top_k and min_p need a temperature above 0: greedy decoding does not read them")
+        return self
 
-class EvaluationConfig(Strict):
+
+class EvaluationConfig(EvaluationFrequency):
     """Configures evaluation on the held-out prompts of data.eval."""
 
-    eval_freq: int = Field(default=0, ge=0)
-    """Evaluate every this many steps, and after the last step; 0 turns this off."""
-    eval_before_train: bool = True
-    """Evaluate the starting weights before the first step, if data.eval names a file."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens per completion; null uses rollout.sampling.max_tokens."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)

@@ -66,5 +66,8 @@ class ObservabilityConfig(Strict):
     """Format of the lines in logs/: text for people, or JSON objects."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Experiment trackers to log metrics to; each entry has a kind, wandb or mlflow."""
+    sample_freq: int = Field(default=1, ge=0)
+    """Show one sample (prompt, completion or episode, and reward) of every this many steps below the live table of a
+    terminal; 0 shows none. `lockstep sft` shows none."""
     warnings: WarningsConfig = WarningsConfig()
     """When to warn that a run learns little."""

@@ -31,16 +31,19 @@ class SamplingConfig(Strict):
     """Texts that end a completion, such as "</search>", in addition to the model's stop tokens. The completion keeps
     the token that completes a text. Special tokens have no text, so they cannot be found this way."""
     top_p: float = 1.0
-    """Must be 1.0: with nucleus sampling, completions would not follow the distribution that the trainer computes."""
+    """Must be 1.0: with nucleus sampling, completions would not follow the distribution that the trainer computes.
+    evaluation.sets can set it."""
     top_k: int = 0
+    """Must be 0 (off), for the same reason as top_p."""
+    min_p: float = 0.0
     """Must be 0 (off), for the same reason as top_p."""
 
     @model_validator(mode="after")
     def _no_truncation(self) -> Self:
-        if self.top_p != 1.0 or self.top_k != 0:
+        if self.top_p != 1.0 or self.top_k != 0 or self.min_p != 0.0:
             raise ValueError(
                 "truncated sampling is refused: samples would not come from the distribution that is trained; leave "
-                "top_p at 1.0 and top_k at 0 and use temperature"
+                "top_p at 1.0, top_k and min_p at 0 and use temperature; evaluation.sets.NAME may set them"
             )
         return self
 

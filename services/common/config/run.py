@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import NAME, Strict
+from services.common.config.best import BestConfig, check_best
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_evaluation
@@ -30,6 +31,9 @@ class CheckpointConfig(Strict):
     max_critic_ckpts_to_keep: int = Field(default=1, ge=1)
     """Number of critic checkpoints to keep. A run with a critic can resume only from a step of which both
     checkpoints are kept."""
+    keep_best: BestConfig | None = None
+    """Also keep the checkpoint of the step with the best value of this held-out metric, such as eval/test/reward, and
+    the critic's of that step; null keeps only the newest. evaluation.eval_freq must be a multiple of save_freq."""
     export_at_end: bool = True
     """Export the final policy as a Hugging Face model directory, `model` in the run's directory."""
 
@@ -286,6 +290,7 @@ class Config(Strict):
     @model_validator(mode="after")
     def _evaluation_fits(self) -> Self:
         check_evaluation(self.evaluation, self.data, self.rollout)
+        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
         return self
 
 

@@ -6,6 +6,7 @@ from typing import Literal, Self, cast
 from pydantic import Field, model_validator
 
 from services.common.config.base import NAME, Strict
+from services.common.config.best import EvaluationFrequency, check_best
 from services.common.config.data import FilesConfig
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
@@ -14,7 +15,7 @@ from services.common.megatron.layout import Layout, check_layout, samples_at_onc
 
 
 class SftDataConfig(FilesConfig):
-    """Names the Parquet files to imitate: prompts with responses, or whole conversations."""
+    """Names the files to imitate: prompts with responses, or whole conversations."""
 
     max_eval_rows: int | None = Field(default=None, ge=1)
     """Number of rows to use from the start of each eval file; null uses all."""
@@ -35,13 +36,8 @@ class SftDataConfig(FilesConfig):
     """Token to append to a response that is not templated. May be unset if the model has exactly one stop token."""
 
 
-class SftEvaluationConfig(Strict):
+class SftEvaluationConfig(EvaluationFrequency):
     """Evaluates on the held-out rows of data.eval: mean loss over all trained tokens, and perplexity."""
-
-    eval_freq: int = Field(default=0, ge=0)
-    """Evaluate every this many steps, and after the last step; 0 turns this off."""
-    eval_before_train: bool = True
-    """Evaluate the starting weights before the first step, if data.eval names a file."""
 
 
 class SftConfig(Strict):
@@ -124,6 +120,8 @@ class SftConfig(Strict):
             )
         if loss.kl_coef:
             raise ValueError("trainer.loss.kl_coef must be 0: a supervised run has no reference model")
+        if self.trainer.num_epochs > 1:
+            raise ValueError("trainer.num_epochs repeats each batch: leave it out, and set num_epochs")
         return self
 
     @model_validator(mode="after")
@@ -178,4 +176,5 @@ class SftConfig(Strict):
     def _evaluation_fits(self) -> Self:
         if self.evaluation.eval_freq and not self.data.eval:
             raise ValueError("evaluation.eval_freq is set but data.eval names no file")
+        check_best(self.checkpoint.keep_best, self.evaluation, self.data.eval, save_freq=self.checkpoint.save_freq)
         return self

@@ -69,7 +69,7 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         lines += [_batch(config)]
     else:
         lines += [_publication(config, model, is_gpu=is_gpu), _batch(config), *_blocks(config), *_lag(config)]
-        lines += [*environment_plan(config)]
+        lines += environment_plan(config)
     _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
 
 

@@ -4,14 +4,14 @@ import asyncio
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from typing_extensions import Unpack
 
 from services.common.config.load import keys, load
-from services.common.errors import LockstepError
+from services.common.errors import InvalidInput, LockstepError
 from services.coordinator.cli.certs import app as certs_app
 from services.coordinator.cli.data import app as data_app
 from services.coordinator.cli.endings import fail, run_to_end
@@ -19,10 +19,13 @@ from services.coordinator.cli.options import Given, addresses, takes_addresses
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
 
+if TYPE_CHECKING:
+    from services.common.config.any import AnyConfig
+    from services.coordinator.services.launch import Addresses
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
@@ -51,6 +54,9 @@ _errors = Console(stderr=True)
 
 _Configs = Annotated[list[str], typer.Argument(help="YAML files and key=value overrides; later ones win.")]
 _RunDir = Annotated[Path, typer.Argument(help="Directory of a run.")]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check model, data and settings, show the first row, and start nothing.")
+]
 
 
 @app.command()
@@ -60,6 +66,7 @@ def run(
     coordinator: Annotated[
         str, typer.Option(help="HOST:PORT of a coordinator to run on; paths refer to its host.")
     ] = "",
+    dry_run: _DryRun = False,
     **given: Unpack[Given],
 ) -> None:
     """Train with RL. Starts services without an address, here or on the coordinator's host; they stop with the run."""
@@ -71,6 +78,8 @@ def run(
     services = addresses(given, is_operator=True)
     settings = load(Config, config)
     services.require_own(settings)
+    if dry_run:
+        _check_only(settings, services, coordinator)
     if coordinator:
         run_on_coordinator(coordinator, settings, services)
         return
@@ -81,13 +90,15 @@ def run(
 
 @app.command()
 @takes_addresses("trainer")
-def sft(config: _Configs, **given: Unpack[Given]) -> None:
+def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> None:
     """Fine-tune on prompts and responses (SFT). Uses only a trainer, and starts one here if --trainer is not given."""
     from services.common.config.sft import SftConfig
     from services.coordinator.checks.plan import check_model
     from services.coordinator.sft.session import run_session, show_outcome
 
     services, settings = addresses(given), load(SftConfig, config)
+    if dry_run:
+        _check_only(settings, services)
     check_model(settings)
     show_outcome(run_to_end(run_session(settings, services, _console), settings.run_dir), _console)
 
@@ -177,6 +188,24 @@ def doctor(
 
 
 @app.command()
+def init(
+    model: Annotated[Path, typer.Option(help="Directory of the starting model, in the Hugging Face format.")],
+    data: Annotated[Path, typer.Option(help="File of prompts with answers: Parquet or JSON Lines.")],
+    out: Annotated[Path, typer.Option(help="File to write; it must not exist.")] = Path("run.yaml"),
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use; by default all of this host.")] = None,
+) -> None:
+    """Write a config with comments for a model, a file of prompts and the GPUs at hand."""
+    from services.coordinator.checks.init import starting_config
+    from services.coordinator.services.devices import visible_gpus
+
+    if out.exists():
+        raise InvalidInput(f"--out: {out} exists; choose another", field="out")
+    num_gpus = len(visible_gpus()) if gpus is None else gpus
+    out.write_text(starting_config(model, data, out, num_gpus=num_gpus))
+    _console.print(f"wrote {out}; next: lockstep doctor {out}", soft_wrap=True)
+
+
+@app.command()
 def plan(
     config: _Configs,
     device: Annotated[
@@ -210,6 +239,15 @@ def config(
         typer.echo(config_page(), nl=False)
         return
     show_keys(keys_with_prefix(prefix, list(keys(SftConfig if sft else Config))), _console)
+
+
+def _check_only(settings: "AnyConfig", services: "Addresses", coordinator: str = "") -> NoReturn:
+    """Checks a run and exits, with code 1 if a check fails."""
+    from services.coordinator.checks.doctor.session import examine_run
+
+    if coordinator:
+        raise InvalidInput("--dry-run checks this host: run it where the coordinator runs", field="dry_run")
+    raise typer.Exit(0 if examine_run(settings, services, _console) else 1)
 
 
 def main() -> None:

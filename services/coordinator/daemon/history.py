@@ -20,14 +20,14 @@ def read_run(directory: Path) -> pb.Run | None:
         return None
     run = pb.Run(name=directory.name, run_dir=str(directory))
     try:
-        opened, failed = _last_session(directory)
         run.version = max((version for version, _ in _lines(directory)), default=0)
+        opened, failed, is_early = _last_session(directory, run.version)
     except (LockstepError, sqlite3.Error) as error:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{described(error)[0]}: cannot read the run's files: {error}"
         return run
     if opened is None or "reward" not in (config := json.loads(opened["config"])):
         return None
-    run.run_id, run.num_steps = opened["run_id"], config["num_steps"]
+    run.run_id, run.num_steps = opened["run_id"], run.version if is_early else config["num_steps"]
     run.state = pb.RUN_STATE_FINISHED if run.version >= run.num_steps else pb.RUN_STATE_STOPPED
     if failed:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{failed['reason']}: {failed['message']}"
@@ -75,8 +75,8 @@ def _lines(directory: Path) -> Iterator[tuple[int, dict[str, float]]]:
             yield metrics.pop("step"), metrics
 
 
-def _last_session(directory: Path) -> tuple[Decision | None, Decision | None]:
-    """Returns how the last session was opened, and its failure if it ended with one."""
+def _last_session(directory: Path, version: int) -> tuple[Decision | None, Decision | None, bool]:
+    """Returns how the last session was opened, its failure if it ended with one, and whether early stopping ended it
+    after `version`."""
     with closing(RecordedLedger(directory)) as ledger:
-        failed = ledger.failure()
-        return ledger.last(Kind.OPENED), failed
+        return ledger.last(Kind.OPENED), ledger.failure(), ledger.last(Kind.STOPPED, version) is not None

@@ -31,6 +31,7 @@ class HostedRun(Reporter):
     """
 
     console = None
+    shows_samples = True
 
     def __init__(self, config: Config, given: Addresses):
         self.config, self.given = config, given
@@ -54,7 +55,7 @@ class HostedRun(Reporter):
             self.state.error = "{}: {}".format(*described(error))
         else:
             outcome = self._session.result()
-            is_done = outcome.version >= self.config.num_steps
+            self.state.num_steps, is_done = outcome.num_steps, outcome.version >= outcome.num_steps
             self.state.state = pb.RUN_STATE_FINISHED if is_done else pb.RUN_STATE_STOPPED
             self.state.export_path = str(outcome.export_path or "")
         self.state.phase = ""

@@ -1,4 +1,4 @@
-"""An episode as people read it: texts in order, with the rewards of the turns."""
+"""A sample as people read it: texts in order, with the rewards of the turns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One sample of a batch that was played with an environment."""
+    """One sample of a batch. Without an environment it has one turn, the completion."""
 
     prompt_id: str
     sample: int
@@ -45,5 +45,14 @@ class Conversation:
             parts.append(Part(text(turn), reward))
             if reply:
                 parts.append(Part(text(reply), None))
+        return cls._of_parts(row, parts, text)
+
+    @classmethod
+    def of_any(cls, row: Record, text: Callable[[Sequence[int]], str]) -> Self:
+        """Returns the conversation of a row of a batch, like `of`, also of a single completion."""
+        return cls.of(row, text) or cls._of_parts(row, [Part(text(row["tokens"]), row["reward"])], text)
+
+    @classmethod
+    def _of_parts(cls, row: Record, parts: Sequence[Part], text: Callable[[Sequence[int]], str]) -> Self:
         prompt = text(row["prompt_tokens"])
         return cls(row["prompt_id"], row["sample"], prompt, parts, row["reward"], row["finish_reason"])

@@ -1,4 +1,4 @@
-"""Base class for files of prompts and of SFT rows: reads Parquet files and tokenizes their rows."""
+"""Base class for files of prompts and of SFT rows: reads files and tokenizes their rows."""
 
 import difflib
 import hashlib
@@ -17,7 +17,8 @@ from services.common.errors import InvalidInput
 from services.coordinator.data.bad_rows import BadRow, BadRows
 from services.coordinator.data.columns import is_messages
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.parquet import Record, iter_rows, read_table
+from services.coordinator.data.parquet import Record, iter_rows
+from services.coordinator.data.sources import read_rows
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -70,14 +71,14 @@ Tokenized = TypeVar("Tokenized", bound=HasLength)
 
 
 class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
-    """One Parquet file with checked columns."""
+    """One file with checked columns."""
 
     noun: ClassVar[str]
     """Name of the rows in messages."""
 
     def __init__(self, path: Path, config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None):
         self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
-        self._table = read_table(path, field=field).slice(0, max_rows)
+        self._table = read_rows(path, field=field).slice(0, max_rows)
         self.is_templated = is_messages(self._check_columns()) or config.chat
         """Whether rows are rendered with the chat template."""
         self._check_template()

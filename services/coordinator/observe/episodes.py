@@ -1,8 +1,9 @@
-"""Shows one episode of the last step as a conversation, in a few lines."""
+"""Shows one sample of a recent step as a conversation, in a few lines."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,17 +19,22 @@ _LINES = 2
 """Lines that one text takes at most."""
 
 
-class LastEpisode(Reporter):
-    """Reads the first episode of each finished step's batch, and gives it to `shown`."""
+class LastSample(Reporter):
+    """Reads the first sample of the batch of every `freq`-th finished step, and gives it to `shown`."""
 
-    def __init__(self, run_dir: Path, decode: Callable[[Sequence[int]], str], shown: Reporter):
-        self._run_dir, self._decode, self._shown = run_dir, decode, shown
+    def __init__(self, run_dir: Path, decode: Callable[[Sequence[int]], str], shown: Reporter, freq: int = 1):
+        self._run_dir, self._decode, self._shown, self._freq = run_dir, decode, shown, freq
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
-        with pq.ParquetFile(batch_path(self._run_dir, version - 1)) as file:
-            (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
-        if conversation := Conversation.of(row, self._text):
-            self._shown.conversation(version, conversation)
+        if version % self._freq or not self._shown.shows_samples:
+            return
+        path = batch_path(self._run_dir, version - 1)
+        try:
+            with pq.ParquetFile(path) as file:
+                (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
+        except pa.ArrowInvalid as error:  # a ValueError, but what it says is that the disk has lost something
+            raise OSError(f"{path} is damaged: {error}") from error
+        self._shown.conversation(version, Conversation.of_any(row, self._text))
 
     def _text(self, tokens: Sequence[int]) -> str:
         text = self._decode(tokens)
@@ -62,7 +68,7 @@ def _lines(parts: Sequence[Part]) -> list[tuple[str, str, str, str]]:
             lines.append(("reply", part.text, "", "dim"))
         else:
             turn += 1
-            lines.append((f"turn {turn}", part.text, f"{part.reward:+.3f}", "cyan"))
+            lines.append((f"turn {turn}" if len(parts) > 1 else "completion", part.text, f"{part.reward:+.3f}", "cyan"))
     return lines
 
 

@@ -17,6 +17,8 @@ class Outcome:
     num_steps: int
     evaluations: list[dict[str, float]]
     export_path: Path | None
+    best: Mapping[str, float] | None = None
+    """Metrics and version of the best saved step, if `checkpoint.keep_best` is set."""
 
 
 def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number: str) -> None:
@@ -32,5 +34,8 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
     done = f"{outcome.version} steps done."
     if outcome.version < outcome.num_steps:
         done = f"Stopped: {outcome.version} of {outcome.num_steps} steps done. Run the same command again to resume."
+    if outcome.best:
+        name = f"checkpoints/step-{outcome.best['version']:06d}"
+        lines.append(f"  {name:<28} the best checkpoint, by checkpoint.keep_best")
     for line in (f"{done} Files in {outcome.directory}:", *lines):
         console.print(line, soft_wrap=True, highlight=False)

@@ -64,6 +64,7 @@ class Terminal(Reporter):
 
     def __init__(self, console: Console, num_steps: int):
         self._console, self._num_steps = console, num_steps
+        self.shows_samples = console.is_terminal
         self._rows: list[list[str]] = []
         self._phase = ""
         self._episode: tuple[int, Conversation] | None = None
@@ -99,7 +100,7 @@ class Terminal(Reporter):
             self._live.stop()
 
     def _shown(self) -> RenderableType:
-        """Builds the table and, with an environment, an episode of the last step below it."""
+        """Builds the table and below it the last sample that was given to `conversation`."""
         if self._episode is None:
             return self._table(self._console.height)
         version, conversation = self._episode

@@ -79,4 +79,7 @@ class Collector:
             max_tokens=min(draw.sampling.max_tokens, most),
             stop_token_ids=self._tokenizer.eos_token_ids,
             stop=draw.sampling.stop,
+            top_p=draw.sampling.top_p,
+            top_k=draw.sampling.top_k,
+            min_p=draw.sampling.min_p,
         )

@@ -8,6 +8,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.evaluation import EvalSetConfig
+from services.common.config.rollout import SamplingConfig
 from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import Prompts
@@ -30,9 +31,7 @@ async def evaluate(
     with run.phase(Phase.EVALUATING):
         for name, prompts in eval_data.items():
             settings = run.config.evaluation.settings(name)
-            training = run.config.rollout.sampling
-            changes = {"temperature": settings.temperature, "max_tokens": settings.max_tokens or training.max_tokens}
-            sampling, wanted = training.model_copy(update=changes), prompts[: settings.max_prompts]
+            sampling, wanted = eval_sampling(settings, run.config.rollout.sampling), prompts[: settings.max_prompts]
             groups = await collector.collect(wanted, settings.num_samples, sampling, stamp)
             samples = to_table(groups)
             numbers = set_metrics(samples, settings) | rewards_by_column(groups, run.config.data.metrics_column)
@@ -42,6 +41,12 @@ async def evaluate(
             run.record.keep_evaluation(name, samples, stamp)
     run.finish_evaluation(stamp.version, metrics)
     return metrics
+
+
+def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> SamplingConfig:
+    """Returns how a set is sampled: as in training, apart from temperature, length and truncation."""
+    changes = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    return training.model_copy(update=changes | {"max_tokens": settings.max_tokens or training.max_tokens})
 
 
 def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:

@@ -9,7 +9,7 @@ from services.common.errors import PreconditionFailed
 from services.coordinator.data.curriculum import require_enough
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
-from services.coordinator.observe.episodes import LastEpisode
+from services.coordinator.observe.episodes import LastSample
 from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
@@ -103,9 +103,10 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     run.record.require_same_data(data.train.digest)
     frontend.say(run.describe_start(version, trainer.opened.version))
     shown = frontend.begin(run, version)
-    episodes = [LastEpisode(config.run_dir, data.tokenizer.decode, shown)] if config.environment else []
+    freq = config.observability.sample_freq
+    samples = [LastSample(config.run_dir, data.tokenizer.decode, shown, freq)] if freq else []
     run.clock.lanes |= {"generate": services.rollout.busy, "score": services.reward.busy, "train": trainer.busy}
-    run.begin(version, [*files(run, version), *episodes, shown])
+    run.begin(version, [*files(run, version), *samples, shown])
     return LoopContext(
         data=data.train,
         eval_data=data.eval,

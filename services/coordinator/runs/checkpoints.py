@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from services.common.config.run import CheckpointConfig
-from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.best import best_of, evaluations
+from services.coordinator.runs.ledger import Decision, Kind, Ledger
 from services.coordinator.runs.resume import CHECKPOINTS, CRITIC_CHECKPOINTS
 
 _DIRECTORIES = {Kind.SAVED: CHECKPOINTS, Kind.SAVED_CRITIC: CRITIC_CHECKPOINTS}
@@ -76,6 +77,15 @@ class Checkpoints:
             digest = hashlib.sha256(content).hexdigest()
             self._ledger.record(Kind.SAVED, version, path=str(manifest.parent), manifest_digest=digest)
 
+    def best(self) -> Decision | None:
+        """Returns the evaluation of the saved step with the best value of `keep_best`; None if there is none."""
+        saved = {row["version"] for row in self._ledger.checkpoints(Kind.SAVED)}
+        if self._config.keep_best is None or not saved:
+            return None
+        found = [row for row in evaluations(self._ledger, max(saved)) if row["version"] in saved]
+        index = best_of(found, self._config.keep_best)
+        return None if index is None else found[index]
+
     def _path(self, kind: Kind, step: int) -> str:
         return str((self._run_dir / _DIRECTORIES[kind] / f"step-{step:06d}").absolute())
 
@@ -99,6 +109,8 @@ class Checkpoints:
 
     async def _delete_all_but(self, num_kept: int, kind: Kind) -> None:
         newest_first = dict.fromkeys(row["path"] for row in reversed(self._ledger.checkpoints(kind)))
-        for old in list(newest_first)[num_kept:]:
+        best = self.best()
+        kept = self._path(kind, best["version"]) if best else ""
+        for old in [path for path in list(newest_first)[num_kept:] if path != kept]:
             self._ledger.record(Kind.DELETED, path=old)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)

@@ -29,6 +29,7 @@ class Kind(StrEnum):
     COLLECTED = "collected"  # SHA-256 of a step's Parquet file, the stamp that its samples were generated from
     FINISHED = "finished"  # metrics of a step
     EVALUATED = "evaluated"  # metrics of an evaluation
+    STOPPED = "stopped"  # early stopping ended the run here: metric, value, and the step and value of the best
     EXPORTED = "exported"  # path of the final policy
     SAVED = "saved"  # checkpoint path and manifest digest
     SAVED_CRITIC = "saved_critic"  # the same for the critic, recorded before the policy's

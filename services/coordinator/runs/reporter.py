@@ -24,6 +24,9 @@ class ReplicaCounts(Protocol):
 class Reporter:
     """Is notified of every phase, step and evaluation. Each method does nothing by default."""
 
+    shows_samples = False
+    """Whether `conversation` shows anything, so that it is worth reading a sample from the disk."""
+
     def watch(self, rollout: ReplicaCounts) -> None:
         """Gives the reporter access to the run's replicas, which are about to be opened."""
 
@@ -35,7 +38,7 @@ class Reporter:
         """Reports a finished step; `version` counts steps from 1."""
 
     def conversation(self, version: int, conversation: Conversation) -> None:
-        """Shows one episode of the step `version`, which is reported next."""
+        """Shows one sample of the step `version`, which is reported next."""
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         """Reports an evaluation of the weights of `version`: `eval/<set>/<metric>` and `time/evaluating_s`."""

@@ -14,6 +14,7 @@ from services.common.config.run import Config
 from services.common.errors import DataLoss, LockstepError, described
 from services.common.storage import writing
 from services.common.telemetry.context import within
+from services.coordinator.runs.best import best_of, evaluations, is_stalled, require_metric
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
 from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.ledger import Kind
@@ -34,7 +35,7 @@ class Run(Generic[ConfigT]):
         self.num_steps = config.num_steps or 0  # a supervised run may count epochs: sft.loop.use_rows
         self.resume_from, self.resume_critic_from = start.checkpoint, start.critic_checkpoint
         self.required_step = start.required_step
-        self.stopping = False
+        self.stopping = self.is_stalled = False
         self.version = 0
         self.watchers: Sequence[Reporter] = ()
         self.reporters: Sequence[Reporter] = ()
@@ -70,6 +71,7 @@ class Run(Generic[ConfigT]):
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """Starts the loop after step `version`. Later steps in the record will be repeated."""
         self.record.ledger.record(Kind.BEGUN, version)
+        self._end_if_stalled(version)
         self.version, self.reporters = version, [Tolerant(one) for one in (*self.watchers, *reporters)]
         self.clock.restart()
 
@@ -126,12 +128,14 @@ class Run(Generic[ConfigT]):
             self.checkpoints.adopt(due, self._batch_id(due - 1))
 
     async def end_checkpoints(self, models: Sequence[SavedModel]) -> None:
-        """Saves a final checkpoint if the run was stopped between two, and waits until everything is saved.
+        """Saves a final checkpoint if the run was stopped between two, or ended early and checkpoints are saved at all,
+        and waits until everything is saved.
 
         Raises:
             LockstepError: A checkpoint could not be saved.
         """
-        if self.stopping and 0 < self.version < self.num_steps and not self.checkpoint_due(self.version):
+        is_between = self.stopping and 0 < self.version < self.num_steps and not self.checkpoint_due(self.version)
+        if is_between or (self.is_stalled and self.config.checkpoint.save_freq):
             await self.checkpoints.begin(models, self.version)
         await self.checkpoints.finish()
 
@@ -143,11 +147,42 @@ class Run(Generic[ConfigT]):
         return _due(version, settings.eval_freq, self.num_steps)
 
     def finish_evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        """Reports and records the metrics of an evaluation. Its time is not counted in the next step."""
+        """Reports and records the metrics of an evaluation, and ends the run if early stopping says so. Its time is not
+        counted in the next step.
+
+        Raises:
+            InvalidInput: It does not have the metric that the config names.
+        """
+        keep_best, early_stopping = self.config.checkpoint.keep_best, self.config.evaluation.early_stopping
+        if keep_best:
+            require_metric(metrics, keep_best, "checkpoint.keep_best.metric")
+        if early_stopping:
+            require_metric(metrics, early_stopping, "evaluation.early_stopping.metric")
         seconds = self.clock.take(Phase.EVALUATING)
         for reporter in self.reporters:
             reporter.evaluation(version, metrics | {"time/evaluating_s": seconds})
         self.record.ledger.record(Kind.EVALUATED, version, **metrics)
+        self._end_if_stalled(version)
+
+    def _end_if_stalled(self, version: int) -> None:
+        """Makes `version` the last step if early stopping says so; what is recorded decides, so also on resuming."""
+        config, ledger = self.config.evaluation.early_stopping, self.record.ledger
+        if config is None or not is_stalled(found := evaluations(ledger, version), config):
+            return
+        best, last = found[best_of(found, config, config.min_delta) or 0], found[-1]
+        numbers = {"metric": config.metric, "value": last[config.metric]}
+        numbers |= {"best_version": best["version"], "best_value": best[config.metric]}
+        self.num_steps, self.is_stalled = version, True
+        if ledger.last(Kind.STOPPED, version) is None:
+            ledger.record(Kind.STOPPED, version, **numbers)
+        log.warning(
+            "early stopping after step %d: %s was best after step %d, with %g, and not better in %d evaluations since",
+            version,
+            config.metric,
+            best["version"],
+            best[config.metric],
+            config.patience,
+        )
 
     def finish_step(self, version: int, metrics: dict[str, float]) -> None:
         """Reports and records the metrics of a step, and starts the next one.

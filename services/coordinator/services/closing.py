@@ -35,7 +35,7 @@ async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
             with run.phase(Phase.CHECKPOINTING):
                 await trainer.export(str(export_path))
             run.record.record_export(export_path, run.version)
-    return Outcome(directory, run.version, run.num_steps, run.record.evaluations(), export_path)
+    return Outcome(directory, run.version, run.num_steps, run.record.evaluations(), export_path, run.checkpoints.best())
 
 
 async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:

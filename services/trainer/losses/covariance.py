@@ -45,7 +45,8 @@ def clip_cov(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str
 def kl_cov(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns -A r of each token, without a clip, plus coef * |log r| for the selected tokens; r = policy / old.
 
-    In the first mini-batch r is 1 and the penalty has no gradient, so this kind needs num_minibatches above 1.
+    In the first update r is 1 and the penalty has no gradient, so this kind needs num_minibatches or num_epochs above
+    1.
     """
     log_ratio_N = tokens.log_ratio_N
     selected_N = tokens.columns["covariance"] >= config.kl_cov.min_covariance

@@ -1,7 +1,6 @@
 """Updates the critic. Works like the policy's update, but reads returns instead of advantages."""
 
 import functools
-from collections.abc import Sequence
 
 import torch
 
@@ -13,18 +12,21 @@ from services.trainer.updates.policy import Minibatch, apply_gradient
 
 
 def update_critic(
-    backend: Backend, minibatches: Sequence[Minibatch], config: CriticSettings, version: int
+    backend: Backend, minibatches: list[Minibatch], config: CriticSettings, version: int
 ) -> dict[str, float]:
-    """Trains the critic, which is at `version`, on `minibatches`. Returns metrics, the same on every rank.
+    """Trains the critic, which is at `version`, `config.num_epochs` times on `minibatches`.
+
+    Returns metrics, the same on every rank.
 
     Raises:
         FloatingPointError: The gradient is not finite. The weights are corrupt and must not be used.
     """
     metrics: list[dict[str, float]] = []
-    for index, minibatch in enumerate(minibatches):
+    num_updates = config.num_epochs * len(minibatches)
+    for index, minibatch in enumerate(minibatches * config.num_epochs):
         loss = functools.partial(_loss, config=config, totals=minibatch.totals)
         _, sums = backend.accumulate(minibatch.packs, 1.0, loss)
-        applied = apply_gradient(backend, config, version * len(minibatches) + index)
+        applied = apply_gradient(backend, config, version * num_updates + index)
         means = {name: float(value) for name, value in sums.items()}
         kept = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
         metrics.append(kept | {"explained_variance": explained_variance(means)} | applied)

@@ -27,9 +27,11 @@ class Minibatch:
 
 
 def update(
-    backend: Backend, minibatches: Sequence[Minibatch], config: TrainerConfig, temperature: float, version: int
+    backend: Backend, minibatches: list[Minibatch], config: TrainerConfig, temperature: float, version: int
 ) -> dict[str, float]:
-    """Trains the policy, which is at `version`, on `minibatches`. Returns metrics, the same on every rank.
+    """Trains the policy, which is at `version`, `config.num_epochs` times on `minibatches`.
+
+    Returns metrics, the same on every rank.
 
     Before the first optimizer update, the engine's log-probabilities are compared with the trainer's: on the whole
     batch if old log-probabilities are recomputed, else on the first mini-batch, because the trainer's
@@ -45,10 +47,10 @@ def update(
         # The old policy is the one before the first update. The first mini-batch gets it from its own forward.
         compared, later = minibatches, [pack for minibatch in minibatches[1:] for pack in minibatch.packs]
         later_outputs = backend.forward(later, temperature) if later else []
-        for pack, outputs_2N in zip(later, later_outputs, strict=True):
-            pack.columns["old_logprobs"] = outputs_2N[0]
+        _set_old(later, later_outputs)
     metrics: list[dict[str, float]] = []
-    for index, minibatch in enumerate(minibatches):
+    num_updates = config.num_epochs * len(minibatches)
+    for index, minibatch in enumerate(minibatches * config.num_epochs):
         if config.loss.needs_covariance:
             _set_covariance(backend, minibatch)
         loss = functools.partial(pack_loss, config=config.loss, totals=minibatch.totals)
@@ -58,9 +60,16 @@ def update(
             packs = [pack for minibatch in compared for pack in minibatch.packs]
             gaps.add(packs, [*outputs, *later_outputs])
             gap = require_agreement(backend, gaps, sum(m.totals.num_tokens for m in compared), config)
-        applied = apply_gradient(backend, config, version * len(minibatches) + index)
+            if config.loss.old_logprobs == "recompute":
+                _set_old(minibatch.packs, outputs)  # for the epochs after the first
+        applied = apply_gradient(backend, config, version * num_updates + index)
         metrics.append({name: float(value) for name, value in sums.items()} | applied)
     return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]} | gap
+
+
+def _set_old(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
+    for pack, outputs_2N in zip(packs, outputs, strict=True):
+        pack.columns["old_logprobs"] = outputs_2N[0].detach()
 
 
 def apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict[str, float]:

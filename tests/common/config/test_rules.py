@@ -73,6 +73,25 @@ CROSS_FIELD = {
         ["evaluation.eval_freq", "data.eval"],
         ["evaluation.eval_freq=1", "data.eval=b.parquet"],
     ),
+    "the best is of a set": (
+        ["evaluation.eval_freq=2", "data.eval={t: b.parquet}", "evaluation.early_stopping=eval/x/reward"],
+        ["evaluation.early_stopping", "data.eval has no x, only t"],
+        ["evaluation.eval_freq=2", "data.eval={t: b.parquet}", "evaluation.early_stopping=eval/t/reward"],
+    ),
+    "the best is found by evaluations": (
+        ["data.eval={t: b.parquet}", "checkpoint={save_freq: 1, keep_best: eval/t/reward}"],
+        ["checkpoint.keep_best", "evaluation.eval_freq is 0"],
+        ["data.eval={t: b.parquet}", "checkpoint={save_freq: 1, keep_best: eval/t/reward}", "evaluation.eval_freq=1"],
+    ),
+    "what is evaluated is saved": (
+        [
+            "data.eval={t: b.parquet}",
+            "checkpoint={save_freq: 4, keep_best: {metric: eval/t/reward}}",
+            "evaluation.eval_freq=6",
+        ],
+        ["evaluation.eval_freq 6", "multiple of checkpoint.save_freq 4"],
+        ["data.eval={t: b.parquet}", "checkpoint={save_freq: 3, keep_best: eval/t/reward}", "evaluation.eval_freq=6"],
+    ),
     "decay has an end": (
         ["trainer.optim.schedule=cosine"],
         ["decay_steps"],

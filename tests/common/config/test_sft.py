@@ -53,6 +53,7 @@ MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=8", "trainer.megatro
         (["trainer.loss.kind=grpo"], ["trainer.loss.kind grpo", "rewards"]),
         (["trainer.loss.kl_coef=0.1"], ["trainer.loss.kl_coef"]),
         (["num_epochs=2"], ["either num_steps or num_epochs"]),
+        (["trainer.num_epochs=2"], ["trainer.num_epochs", "set num_epochs"]),
         (["num_steps=null"], ["either num_steps or num_epochs"]),
         (["trainer.num_minibatches=3"], ["samples_per_step 8", "num_minibatches 3", "nearest: 9"]),
         (["trainer.num_ranks=9"], ["8 samples", "num_ranks 9", "at least 9"]),

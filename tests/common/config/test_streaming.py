@@ -69,6 +69,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "own advantages": {"advantage": {"kind": "python", "import_path": "a.b:c"}},
     "a critic": {"advantage": {"kind": "gae"}, "critic": {}},
     "several updates": {"trainer": {"num_minibatches": 2}},
+    "several epochs": {"trainer": {"num_epochs": 2}},
     "a loss that reads means of the batch": {"trainer": {"loss": {"kind": "clip_cov"}}},
     "a choice by arrival": {"selection": {"over_sampling": {"factor": 1.5, "keep": "arrival"}}},
     "a group smaller than the ranks": {"trainer": {"num_ranks": 8}},

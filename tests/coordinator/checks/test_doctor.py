@@ -28,7 +28,7 @@ from services.coordinator.checks.doctor import broadcast, host, running, session
 from services.coordinator.checks.doctor.broadcast import check_broadcast
 from services.coordinator.checks.doctor.environment import check_environment, examine_environment
 from services.coordinator.checks.doctor.finding import Finding, Verdict
-from services.coordinator.checks.doctor.inputs import examine_inputs
+from services.coordinator.checks.doctor.inputs import examine_inputs, shown
 from services.coordinator.checks.doctor.running import (
     Answer,
     check_agreement,
@@ -198,8 +198,10 @@ def test_model_and_data(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": ["1+1=", "1+2="] * 8, "answer": ["2", "3"] * 8}), file)
     data = {"train": file, "eval": {"few": file}, "prompts_per_step": 8}
-    model, found = examine_inputs(config_with(data=data), Addresses())
+    model, found, first, steps = examine_inputs(config_with(data=data), Addresses())
     assert (model.verdict, found.verdict, found.found) == (OK, OK, "16 prompts, 16 held out in few")
+    assert first.found.endswith("tokens: '1+1='; answer: '2'")
+    assert steps.found == "100 steps read 800 prompts, 50 epochs, if every one is used"
 
     model, found = examine_inputs(config_with(data=data | {"train": "/nope.parquet"}), Addresses())
     assert model.verdict is OK
@@ -224,10 +226,40 @@ def test_rows_of_a_supervised_run(tmp_path: Path) -> None:
         "trainer": {},
         "num_steps": 1,
     }
-    model, found = examine_inputs(SftConfig.model_validate(tree), Addresses())
+    model, found, steps = examine_inputs(SftConfig.model_validate(tree), Addresses())
     assert (model.verdict, found.verdict, found.found) == (OK, OK, "16 rows, 16 held out in few")
+    assert steps.found == "1 steps read 8 rows, 0.5 epochs, if every one is used"
     checks = {finding.check for finding in host.examine_host(SftConfig.model_validate(tree), Addresses())}
     assert "sandbox" not in checks  # there is no reward service
+
+
+def test_a_text_that_commands_the_terminal_is_shown_as_a_literal() -> None:
+    assert shown("a\x1b[2J\n") == repr("a\x1b[2J\n")
+    assert shown("x" * 999) == repr("x" * 400) + "..."
+
+
+@pytest.mark.parametrize("command", ["run", "sft"])
+def test_a_dry_run_checks_and_starts_nothing(tmp_path: Path, command: str) -> None:
+    file, runs = tmp_path / "train.parquet", tmp_path / "runs"
+    pq.write_table(pa.table({"prompt": ["1+1="] * 8, "answer": ["2"] * 8, "response": ["2"] * 8}), file)
+    tree: dict[str, object] = {"model": str(ROOT / "deploy" / "quickstart" / "model"), "num_steps": 1}
+    data = {"train": str(file), "max_tokens": 32, "samples_per_step": 8, "end_token": "<eos>"}
+    if command == "run":
+        data = {"train": str(file), "max_prompt_tokens": 16, "prompts_per_step": 8}
+        tree["reward"] = {"scorers": [{"kind": "exact"}]}
+        tree["rollout"] = {"max_model_len": 32, "sampling": {"max_tokens": 16}}
+    tree |= {"data": data, "runs_dir": str(runs), "trainer": {"max_tokens_per_microbatch": 64}}
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+
+    def dry_run(*more: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [command, str(tmp_path / "run.yaml"), "--dry-run", *more])
+        return done.exit_code, done.output
+
+    code, output = dry_run()
+    assert (code, "steps" in output, runs.exists()) == (0, True, False), output
+    code, output = dry_run(f"data.train={tmp_path}/none.parquet")
+    assert (code, "does not exist" in output) == (1, True), output
+    assert not runs.exists()
 
 
 def test_scorers_are_imported() -> None:

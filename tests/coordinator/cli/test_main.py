@@ -16,3 +16,9 @@ def test_without_a_command_it_lists_the_commands() -> None:
     shown = CliRunner().invoke(app, [])
     assert "Train language models" in shown.output
     assert all(command in shown.output for command in ("run", "sft", "eval", "replay", "doctor", "plan", "config"))
+
+
+def test_the_shell_completes_commands() -> None:
+    typed = {"_LOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "lockstep re", "COMP_CWORD": "1"}
+    shown = CliRunner().invoke(app, [], prog_name="lockstep", env=typed)
+    assert shown.output.split() == ["report", "replay"]

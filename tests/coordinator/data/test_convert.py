@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,6 +19,7 @@ from services.coordinator.data.prepare.convert import ConversionOptions, convert
 from services.coordinator.data.prepare.deepscaler import DEEPSCALER
 from services.coordinator.data.prepare.gsm8k import GSM8K
 from services.coordinator.data.prompts import PromptDataset
+from tests.coordinator.data import fake_hub
 
 SOLUTION = "She sold 48/2 = <<48/2=24>>24 thousand.\nAltogether 48+24 = <<48+24=72>>72 thousand.\n#### 72,000"
 GSM8K_ROWS = [{"question": "How many clips?", "answer": SOLUTION}] + [
@@ -239,61 +238,12 @@ def test_arithmetic(run, tmp_path):
     assert (tmp_path / "a" / "train.parquet").read_bytes() != (tmp_path / "b" / "train.parquet").read_bytes()
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """Serves the part of the Hugging Face Hub's HTTP API that a download of one dataset needs."""
-
-    files: dict[str, bytes] = {}  # noqa: RUF012
-    sha = "0123456789abcdef0123456789abcdef01234567"
-
-    def do_GET(self) -> None:
-        prefix = "/api/datasets/openai/gsm8k"
-        path = self.path.split("?")[0]
-        if path.startswith(f"{prefix}/revision/"):
-            siblings = [{"rfilename": name} for name in self.files]
-            self._answer(json.dumps({"id": "openai/gsm8k", "sha": self.sha, "siblings": siblings}).encode())
-        elif path.startswith(f"{prefix}/tree/"):
-            tree = [
-                {"type": "file", "path": name, "size": len(content), "oid": name}
-                for name, content in self.files.items()
-            ]
-            self._answer(json.dumps(tree).encode())
-        else:
-            name = path.partition(f"/resolve/{self.sha}/")[2]
-            self._answer(self.files.get(name))
-
-    do_HEAD = do_GET
-
-    def _answer(self, content: bytes | None) -> None:
-        if content is None:
-            self.send_response(404)
-            # The Hub's response for a repository that does not exist or is private.
-            self.send_header("X-Error-Code", "RepoNotFound")
-            content = b""
-        else:
-            self.send_response(200)
-        self.send_header("ETag", f'"{hash(content) & 0xFFFFFFFF:x}"')
-        self.send_header("X-Repo-Commit", self.sha)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(tmp_path):
     folder = write_gsm8k(tmp_path / "published", "parquet")
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.parquet")}
-    handler = type("Hub", (_Hub,), {"files": files | {"socratic/train-00000-of-00001.parquet": b"", "README.md": b"x"}})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with fake_hub.hub(files | {"socratic/train-00000-of-00001.parquet": b"", "README.md": b"x"}) as endpoint:
+        yield endpoint
 
 
 def convert_from_hub(endpoint: str, source: str, tmp_path: Path) -> subprocess.CompletedProcess:

@@ -1,4 +1,4 @@
-"""Tests that an episode of the last step is shown as a conversation, in few lines and as plain text."""
+"""Tests that a sample of a recent step is shown as a conversation, in few lines and as plain text."""
 
 import io
 from pathlib import Path
@@ -14,7 +14,7 @@ from services.common.batch import SAMPLE_SCHEMA
 from services.coordinator.daemon.conversations import from_message, to_message
 from services.coordinator.daemon.following import _show
 from services.coordinator.data.conversation import Conversation, Part
-from services.coordinator.observe.episodes import LastEpisode
+from services.coordinator.observe.episodes import LastSample
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.reporter import Reporter
@@ -31,6 +31,8 @@ CONVERSATION = Conversation("p7", 3, "What is the capital?", PARTS, 1.25, "turn_
 
 
 class Kept(Reporter):
+    shows_samples = True
+
     def __init__(self):
         self.shown: list[tuple[int, Conversation]] = []
 
@@ -87,20 +89,42 @@ def test_the_first_episode_of_a_batch_is_shown(tmp_path: Path) -> None:
     path.parent.mkdir()
     pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA), path)
     kept = Kept()
-    LastEpisode(tmp_path, lambda tokens: ",".join(map(str, tokens)), kept).step(5, {})
+    LastSample(tmp_path, lambda tokens: ",".join(map(str, tokens)), kept).step(5, {})
     ((version, conversation),) = kept.shown
     assert version == 5 and conversation.prompt_id == rows[0]["prompt_id"]
     assert list(conversation.parts) == [Part("5,6", 0.5), Part("7", None), Part("8", 0.0)]
     assert conversation.prompt == ",".join(map(str, rows[0]["prompt_tokens"]))
 
 
-def test_a_batch_without_an_environment_has_no_conversation(tmp_path: Path) -> None:
+def test_a_completion_is_a_conversation_of_one_turn(tmp_path: Path) -> None:
     path = batch_path(tmp_path, 0)
     path.parent.mkdir()
-    pq.write_table(make_batch(1, 2, PolicyStamp(version=0, digest="d" * 32)), path)
+    batch = make_batch(1, 2, PolicyStamp(version=0, digest="d" * 32))
+    pq.write_table(batch, path)
+    kept, row = Kept(), batch.to_pylist()[0]
+    LastSample(tmp_path, lambda tokens: ",".join(map(str, tokens)), kept).step(1, {})
+    ((_, conversation),) = kept.shown
+    assert conversation.prompt == ",".join(map(str, row["prompt_tokens"]))
+    assert list(conversation.parts) == [Part(",".join(map(str, row["tokens"])), row["reward"])]
+    text = "\n".join(lines(conversation, 80, 24))
+    assert "completion" in text and "turn 1" not in text
+
+
+def test_output_that_is_no_terminal_reads_no_sample(tmp_path: Path) -> None:
+    """There is no batch, which would be an error."""
+    terminal = Terminal(make_console(80, 24, is_terminal=False), 9)
+    LastSample(tmp_path, str, terminal).step(1, {})
+
+
+def test_samples_of_some_steps_are_shown(tmp_path: Path) -> None:
+    batch_path(tmp_path, 0).parent.mkdir()
+    for version in range(6):
+        pq.write_table(make_batch(1, 1, PolicyStamp(version=version, digest="d" * 32)), batch_path(tmp_path, version))
     kept = Kept()
-    LastEpisode(tmp_path, str, kept).step(1, {})
-    assert not kept.shown
+    reporter = LastSample(tmp_path, str, kept, freq=3)
+    for step in range(1, 7):
+        reporter.step(step, {})
+    assert [version for version, _ in kept.shown] == [3, 6]
 
 
 def test_a_conversation_on_the_wire_is_the_same() -> None:

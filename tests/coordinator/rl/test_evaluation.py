@@ -19,13 +19,14 @@ from pydantic import ValidationError
 
 from services.common.config.evaluation import EvalSetConfig
 from services.common.config.load import load
+from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.token_hash import tokens_sha256
 from services.common.transfer import seal
 from services.coordinator.observe.reporters import Reporter
 from services.coordinator.rl.eval_session import eval_config
-from services.coordinator.rl.evaluation import evaluate, pass_at_k
+from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
@@ -219,6 +220,9 @@ async def test_an_evaluation_without_any_score_and_one_that_may_not_fail_are_err
         ({"temperature": -1}, "greater than or equal to 0"),
         ({"temperature": float("inf")}, "finite"),
         ({"temperature": 0.005}, "vLLM would sample at 0.01; set at least that, or 0"),
+        ({"top_k": 5}, "top_p, top_k and min_p need a temperature above 0"),
+        ({"temperature": 1, "top_p": 0}, "greater than 0"),
+        ({"temperature": 1, "min_p": 1.5}, "less than or equal to 1"),
         ({"num_samples": 0}, "greater than or equal to 1"),
         ({"max_prompts": 0}, "greater than or equal to 1"),
         ({"pass_at": 1}, "Extra inputs"),
@@ -227,6 +231,35 @@ async def test_an_evaluation_without_any_score_and_one_that_may_not_fail_are_err
 def test_a_set_that_cannot_be_is_refused(settings: dict, message: str):
     with pytest.raises(ValidationError, match=re.escape(message)):
         EvalSetConfig(**settings)
+
+
+def test_a_set_is_sampled_as_in_training_but_for_what_it_sets():
+    training = SamplingConfig(temperature=0.7, max_tokens=9, stop=("x",))
+    truncated = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}
+    expected = training.model_copy(update=truncated)
+    assert eval_sampling(EvalSetConfig(**truncated), training) == expected
+    assert eval_sampling(EvalSetConfig(max_tokens=3), training) == SamplingConfig(
+        temperature=0.0, max_tokens=3, stop=("x",)
+    )
+
+
+async def test_truncation_is_only_of_the_evaluation(tmp_path: Path):
+    asked = []
+
+    class Seen(Replica):
+        async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+            asked.append((round(request.sampling.top_p, 6), request.sampling.top_k, round(request.sampling.min_p, 6)))
+            async for answer in super().Generate(request, context):
+                yield answer
+
+    config = make_config(runs_dir=tmp_path)
+    async with replicas(1, Seen) as fakes, collector(config, fakes, Scorer(set()), STAMP) as collects:
+        for sampling in (
+            config.rollout.sampling,
+            eval_sampling(EvalSetConfig(temperature=1.0, top_p=0.9, top_k=7, min_p=0.25), config.rollout.sampling),
+        ):
+            await collects.collect([make_prompt(0)], 1, sampling, STAMP)
+    assert asked == [(1.0, 0, 0.0), (0.9, 7, 0.25)]
 
 
 @pytest.fixture

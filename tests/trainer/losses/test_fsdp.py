@@ -1,13 +1,16 @@
 """What `old_logprobs` means, and the gap of engine and trainer, through the FSDP backend."""
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from services.common.errors import PreconditionFailed
-from tests.trainer.fsdp_harness import SMALL, Harness
-from tests.trainer.loss_harness import samples
+from tests.trainer import plain_grpo
+from tests.trainer.fsdp_harness import SMALL, TEMPERATURE, Harness, config
+from tests.trainer.loss_harness import HALVES, LOSSES, samples
 
 
 @pytest.mark.parametrize(("kind", "forwards"), [("recompute", 1), ("engine", 0), ("on_policy", 0)])
@@ -68,6 +71,33 @@ def test_gap_is_that_of_trained_tokens(harness: Harness, kind: str, is_trained: 
     with pytest.raises(PreconditionFailed, match="nothing was applied"):
         harness.train(table)
     assert all(torch.equal(tensor, before[name]) for name, tensor in harness.parameters().items())
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_epochs_pass_over_the_batch_again(harness: Harness, trainer_files: Path, minibatches: int) -> None:
+    """The old policy stays the one before the batch, so that the second epoch meets the clips."""
+    changes = SMALL | HALVES | {"loss": LOSSES["grpo"], "num_minibatches": minibatches}
+    harness.open("untied", changes | {"num_epochs": 3})
+    before, after_one = harness.parameters(), harness.logprobs(samples())
+    metrics, weights = harness.train(samples()), harness.parameters()
+    directory, rows = trainer_files / "models" / "untied", samples().to_pylist()
+    want = plain_grpo.update(directory, rows, config(changes | {"num_epochs": 3}), TEMPERATURE)
+    once = plain_grpo.update(directory, rows, config(changes), TEMPERATURE)
+    for name, start in before.items():
+        moved = (want.weights[name] - start).abs().max()
+        assert (weights[name] - want.weights[name]).abs().max() <= 1e-4 * moved, name
+        assert (once.weights[name] - want.weights[name]).abs().max() > 0.1 * moved, name
+    assert metrics["loss"] == pytest.approx(want.metrics["loss"], rel=1e-4)
+    assert after_one is not None and abs(metrics["ratio_mean"] - 1) > 1e-3
+
+
+def test_engine_and_trainer_are_compared_before_the_first_epoch(harness: Harness) -> None:
+    changes = SMALL | HALVES | {"loss": LOSSES["grpo"]}
+    gaps = []
+    for num_epochs in (1, 3):
+        harness.open("untied", changes | {"num_epochs": num_epochs})
+        gaps.append(harness.train(samples())["logprob_gap_mean"])
+    assert gaps[0] == gaps[1]
 
 
 def test_sft_needs_neither_advantages_nor_an_engine(harness: Harness) -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.common.config.trainer.roles import CriticSettings
+from services.common.config.trainer.roles import CriticConfig, CriticSettings
+from services.common.config.trainer.section import TrainerConfig
 from services.trainer.backend import Role
 from tests.support import make_model
 from tests.trainer.critic_harness import (
@@ -184,6 +185,22 @@ def test_update_is_that_of_plain_torch(
     for name, value in wanted.items():
         assert metrics[f"critic_{name}"] == pytest.approx(float(value), rel=REFERENCE_TOLERANCE), name
     assert metrics["critic_lr"] == optim.lr
+
+
+def test_epochs_pass_over_the_batch_again(rank: MegatronHarness, head_D: torch.Tensor) -> None:
+    open_with_head(rank, critic_config(Layout("untied", 1, {}, FSDP | {"num_epochs": 2})), head_D)
+    metrics, weights = rank.train(critic_samples(), role=Role.CRITIC), critic_weights(rank)
+    open_with_head(rank, critic_config(Layout("untied", 1, {}, FSDP)), head_D)
+    twice = [rank.train(critic_samples(), version=version, role=Role.CRITIC) for version in range(2)]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in critic_weights(rank).items())
+    assert metrics["critic_loss"] == pytest.approx((twice[0]["critic_loss"] + twice[1]["critic_loss"]) / 2)
+    assert twice[1]["critic_loss"] != twice[0]["critic_loss"]
+
+
+def test_epochs_are_the_policys_unless_given() -> None:
+    trainer = TrainerConfig(num_epochs=3)
+    assert CriticConfig().settings(trainer).num_epochs == 3
+    assert CriticConfig(num_epochs=2).settings(trainer).num_epochs == 2
 
 
 def test_masked_tokens_do_not_count(rank: MegatronHarness, head_D: torch.Tensor) -> None:

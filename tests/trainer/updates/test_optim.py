@@ -145,6 +145,15 @@ def test_each_update_has_its_learning_rate_and_weight_decay(harness: Harness) ->
     assert [m["lr"] for m in metrics] == [(want[0][0] + want[1][0]) / 2, (want[2][0] + want[3][0]) / 2]
 
 
+def test_updates_are_counted_over_epochs(harness: Harness) -> None:
+    settings = OPTIM | {"warmup_steps": 20}
+    harness.open("untied", {"optim": settings, "num_minibatches": 2, "num_epochs": 3})
+    optim = OptimConfig(**settings)
+    for version in (0, 1):
+        rates = [learning_rate(optim, 6 * version + update) for update in range(6)]
+        assert harness.train(samples(), version)["lr"] == pytest.approx(sum(rates) / 6)
+
+
 def test_checkpoint_keeps_the_groups_that_do_not_decay(harness: Harness, tmp_path: Path) -> None:
     harness.open("untied", {})
     harness.train(samples())

@@ -59,7 +59,9 @@ class CriticConfig(RoleConfig):
     warmup_steps: int = Field(default=0, ge=0)
     """Number of batches that only the critic is trained on, before the first step."""
     num_minibatches: int | None = Field(default=None, ge=1)
-    """Optimizer updates per batch; null uses trainer.num_minibatches."""
+    """Mini-batches per batch, each an optimizer update; null uses trainer.num_minibatches."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the mini-batches of a batch; null uses trainer.num_epochs."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule of the critic."""
     loss: ValueLossConfig = ValueLossConfig()
@@ -67,6 +69,7 @@ class CriticConfig(RoleConfig):
 
     def settings(self, trainer: TrainerConfig) -> CriticSettings:
         """Returns the settings for the ranks of the critic."""
-        minibatches = {} if self.num_minibatches is None else {"num_minibatches": self.num_minibatches}
-        common = super().settings(trainer).model_copy(update={"optim": self.optim, **minibatches})
+        counts = {"num_minibatches": self.num_minibatches, "num_epochs": self.num_epochs}
+        given = {name: count for name, count in counts.items() if count is not None}
+        common = super().settings(trainer).model_copy(update={"optim": self.optim, **given})
         return CriticSettings(**dict(common), value_loss=self.loss)

@@ -166,8 +166,10 @@ class TrainerConfig(Strict):
     """Maximum number of tokens in one micro-batch of packed sequences on one rank. It must be at least the length of
     the longest possible sequence."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Number of optimizer updates per batch. Each update uses an equal share of the prompt groups, and each sample is
-    used once."""
+    """Number of mini-batches per batch, each an equal share of the prompt groups and an optimizer update."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Number of passes over the mini-batches of a batch (verl ppo_epochs, TRL num_iterations, SkyRL
+    update_epochs_per_batch). The comparison with the engine's log-probabilities comes before the first update."""
     streaming: Literal["auto", "off"] = "auto"
     """auto: send prompt groups to the trainer in blocks, in prompt order, while others are still generated, wherever
     the result is the same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same
@@ -198,7 +200,7 @@ class TrainerConfig(Strict):
         is_sum = self.loss.is_sampled and not self.loss.needs_covariance
         # Auxiliary losses are divided by other counts than the loss. Of dropout, a stream that is lost uses up numbers.
         is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
-        return self.num_minibatches == 1 and is_sum and is_alone
+        return self.num_minibatches == self.num_epochs == 1 and is_sum and is_alone
 
     @field_validator("streaming", mode="before")
     @classmethod

@@ -1,9 +1,10 @@
 """Checks the model and data of a config with the same early checks that a run makes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 
 from services.common.config.any import AnyConfig
+from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError
 from services.common.model_card import read_model_card
@@ -12,6 +13,8 @@ from services.coordinator.checks.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.services.launch import Addresses
 from services.coordinator.sft import session as sft
+
+_MAX_CHARS = 400
 
 
 def examine_inputs(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
@@ -29,21 +32,43 @@ def examine_inputs(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
         return
     yield Finding("model", config.model)
     try:
-        found = _rows(config, given)
+        findings = _rows(config, given) if isinstance(config, SftConfig) else _prompts(config, given)
     except LockstepError as error:
         yield Finding("data", error.message, Verdict.FAIL, "set data to files and columns that exist")
         return
-    yield Finding("data", found)
+    yield from findings
 
 
-def _rows(config: AnyConfig, given: Addresses) -> str:
-    if isinstance(config, SftConfig):
-        rows = sft.load_data(config, given)
-        assert rows is not None, "the model is on this host"
-        return f"{len(rows.train)} rows" + "".join(
-            f", {len(held)} held out in {name}" for name, held in rows.held_out.items()
-        )
+def _rows(config: SftConfig, given: Addresses) -> list[Finding]:
+    data = sft.load_data(config, given)
+    assert data is not None, "the model is on this host"
+    num_steps = config.num_steps or data.train.num_steps(config.num_epochs or 0)
+    rows = num_steps * config.data.samples_per_step
+    return [
+        Finding("data", f"{len(data.train)} rows{_held_out(data.held_out)}"),
+        Finding("steps", _steps(num_steps, rows, len(data.train), "rows")),
+    ]
+
+
+def _prompts(config: Config, given: Addresses) -> list[Finding]:
     data = rl.load_data(config, given)
     assert data is not None, "the model is on this host"
-    held_out = "".join(f", {len(prompts)} held out in {name}" for name, prompts in data.eval.items())
-    return f"{len(data.train)} prompts{held_out}"
+    first, prompts = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
+    return [
+        Finding("data", f"{len(data.train)} prompts{_held_out(data.eval)}"),
+        Finding("first prompt", f"{len(first.tokens)} tokens: {shown(first.text)}; answer: {shown(first.answer)}"),
+        Finding("steps", _steps(config.num_steps, prompts, len(data.train), "prompts")),
+    ]
+
+
+def _held_out(sets: Mapping[str, Sized]) -> str:
+    return "".join(f", {len(rows)} held out in {name}" for name, rows in sets.items())
+
+
+def _steps(num_steps: int, num_read: int, num_rows: int, noun: str) -> str:
+    return f"{num_steps} steps read {num_read} {noun}, {num_read / num_rows:.3g} epochs, if every one is used"
+
+
+def shown(text: str) -> str:
+    """Returns the beginning of a text as a Python literal, in which every character is printable."""
+    return repr(text) if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]!r}..."

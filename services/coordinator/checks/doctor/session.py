@@ -1,6 +1,7 @@
 """Runs all checks, in the order in which they are shown."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from rich.console import Console
@@ -21,12 +22,28 @@ def examine(config: AnyConfig | None, given: Addresses, console: Console) -> boo
     with console.status("checking"):
         findings = list(examine_host(config, given))
         if config:
-            findings += [*examine_inputs(config, given), *examine_settings(config, given)]
-        if isinstance(config, Config):
-            findings += examine_environment(config, given)
+            findings += _of_run(config, given)
         if not (given.trainer and given.rollout):
             findings.append(_broadcast())
         findings += asyncio.run(examine_services(given))
+    return _show(findings, console)
+
+
+def examine_run(config: AnyConfig, given: Addresses, console: Console) -> bool:
+    """Checks only what the config of a run says, and prints the findings. Returns whether no check failed."""
+    with console.status("checking"):
+        findings = list(_of_run(config, given))
+    return _show(findings, console)
+
+
+def _of_run(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
+    yield from examine_inputs(config, given)
+    yield from examine_settings(config, given)
+    if isinstance(config, Config):
+        yield from examine_environment(config, given)
+
+
+def _show(findings: Sequence[Finding], console: Console) -> bool:
     show_findings(findings, console)
     return all(finding.verdict is not Verdict.FAIL for finding in findings)
 

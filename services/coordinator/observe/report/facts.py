@@ -44,6 +44,7 @@ def head(run_dir: Path, ledger: RecordedLedger, rows: Sequence[Row]) -> Head:
         "began": f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
         "held-out": _held_out(ledger),
+        "early stopping": _early(ledger, version),
         "error": _error(ledger),
         "seed": str(config.get("seed", "")),
         "config digest": hashlib.sha256(opened["config"].encode()).hexdigest(),
@@ -65,7 +66,15 @@ def _state(run_dir: Path, ledger: RecordedLedger, version: int, num_steps: int |
         return "failed"
     if num_steps is None:
         return "ended"
-    return "done" if version >= num_steps else "stopped"
+    return "done" if version >= num_steps or ledger.last(Kind.STOPPED, version) else "stopped"
+
+
+def _early(ledger: RecordedLedger, version: int) -> str:
+    """Returns why early stopping ended the run after `version`; an empty string if it did not."""
+    stopped = ledger.last(Kind.STOPPED, version)
+    if stopped is None:
+        return ""
+    return f"{stopped['metric']} was best after step {stopped['best_version']}, with {stopped['best_value']:.3g}"
 
 
 def _error(ledger: RecordedLedger) -> str:

@@ -1,0 +1,127 @@
+"""`lockstep init`: writes a config with comments for a model, a file of prompts and the GPUs of this host."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from services.common.errors import InvalidInput
+from services.common.families.architecture import read_architecture, read_content
+from services.coordinator.data.columns import is_messages, is_prompt, is_text
+from services.coordinator.data.sources import read_rows
+from services.coordinator.text.tokenizer import Tokenizer
+
+_PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
+_ANSWERS = ("answer", "solution", "target", "label", "ground_truth", "output")
+_POSITIONS = 4096
+"""Positions of a model whose config.json does not say how many it was made for."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Says how much a first run computes."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    model_len: int
+    tokens_per_microbatch: int
+    lr: float
+
+
+_ON_GPU = _Sizes(64, 8, 1024, 3072, 16384, 1e-6)
+_ON_CPU = _Sizes(8, 4, 256, 512, 2048, 1e-5)
+
+_TEMPLATE = """\
+# Written by `lockstep init` for {gpus}.
+# Next: `lockstep doctor {file}`, then `lockstep run {file}`. `lockstep config` lists every key.
+name: {name}
+model: {model}{family}
+num_steps: 100                   # each step generates, scores, trains once and publishes the new weights
+data:
+  train: {train}
+  # eval: {{held-out: test.parquet}}   # rows to evaluate on; see evaluation below
+  prompt_column: {prompt}
+  answer_column: {answer}        # passed to the scorers
+  prompts_per_step: {sizes.prompts}           # times completions_per_prompt: the samples of a step
+  max_prompt_tokens: {sizes.prompt_tokens}
+  overlong: drop                 # leave out longer prompts; `fail` names them{chat}
+rollout:
+  num_replicas: {replicas}                # engines that generate{replica_gpus}
+  completions_per_prompt: {sizes.samples}      # samples that are compared with each other
+  max_model_len: {length}
+  sampling: {{temperature: 1.0, max_tokens: {completion}}}   # max_tokens: the longest completion
+reward:
+  scorers:                       # docs/algorithms.md lists the kinds: math, code, judge, http, python, ...
+    - {{kind: exact}}              # 1 if the completion is the answer, else 0
+trainer:
+  strategy: fsdp                 # or megatron, for tensor, pipeline and expert parallelism
+  num_ranks: {ranks}
+  max_tokens_per_microbatch: {budget}   # lower it if the trainer runs out of memory: `lockstep plan {file}`
+  optim: {{lr: {sizes.lr:.1e}}}
+# evaluation: {{eval_freq: 10}}    # every 10 steps, with data.eval
+checkpoint: {{save_freq: 20}}      # the same command resumes from the newest
+"""
+
+
+def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> str:
+    """Returns the YAML of a config that `lockstep plan` accepts.
+
+    Args:
+        model: A directory in the Hugging Face format.
+        train: The file of prompts.
+        file: Where the config will be written; its name is the run's.
+        num_gpus: GPUs that the run can use; 0 computes on the CPU.
+
+    Raises:
+        LockstepError: The model or the file cannot be read, or the file has no column of prompts or of answers.
+    """
+    sizes = _ON_GPU if num_gpus else _ON_CPU
+    architecture, content = read_architecture(model), read_content(str(model))
+    rows = read_rows(train, field="--data")
+    prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
+    answer = _column(rows, _ANSWERS, "answers", is_text)
+    length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
+    prompt_tokens = min(sizes.prompt_tokens, length // 2)
+    sizes = _Sizes(**{**vars(sizes), "prompt_tokens": prompt_tokens})
+    ranks = max(1, num_gpus // 2)
+    replicas = max(1, num_gpus - ranks)
+    is_text_of_chat = Tokenizer.load(model).has_chat_template and not is_messages(rows.schema.field(prompt).type)
+    chat = "\n  chat: true                     # text prompts become a user message of the chat template"
+    return _TEMPLATE.format(
+        gpus=_hosts(num_gpus),
+        file=file,
+        name=json.dumps(file.stem),
+        model=json.dumps(str(model)),
+        family=f"   # {architecture.model_type}, {architecture.num_parameters / 1e6:.0f}M parameters",
+        train=json.dumps(str(train)),
+        prompt=json.dumps(prompt),
+        answer=json.dumps(answer),
+        sizes=sizes,
+        chat=chat if is_text_of_chat else "",
+        replicas=replicas,
+        replica_gpus=", each on one GPU" if num_gpus else "",
+        length=length,
+        completion=length - prompt_tokens,
+        ranks=ranks,
+        budget=max(sizes.tokens_per_microbatch, 2 * length),
+    )
+
+
+def _column(rows: pa.Table, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:
+    found = next((n for n in names if n in rows.column_names and fits(rows.schema.field(n).type)), None)
+    if found is None:
+        has = ", ".join(f"{field.name} ({field.type})" for field in rows.schema)
+        raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")
+    return found
+
+
+def _hosts(num_gpus: int) -> str:
+    if num_gpus == 1:
+        return (
+            "one GPU.\n# Trainer and engine need a GPU each: start one of them on another host and give its address, "
+            "see docs/deployment.md"
+        )
+    return f"{num_gpus} GPUs" if num_gpus else "a host without GPUs: sizes for a first try on the CPU"

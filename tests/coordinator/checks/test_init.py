@@ -1,0 +1,59 @@
+"""`lockstep init`: what it writes is a config that plan accepts, for any number of GPUs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.common.errors import InvalidInput
+from services.coordinator.checks.init import starting_config
+from services.coordinator.cli.main import app
+from tests.support import ROOT
+
+MODEL = ROOT / "deploy" / "quickstart" / "model"
+
+
+def write(path: Path, **row: Any) -> Path:
+    path.write_text(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 8])
+def test_plan_accepts_it(tmp_path: Path, num_gpus: int) -> None:
+    data, out = write(tmp_path / "it's: data.jsonl", question="1+1=", answer="2", level=1), tmp_path / "my-run.yaml"
+    done = CliRunner().invoke(
+        app, ["init", "--model", str(MODEL), "--data", str(data), "--out", str(out), "--gpus", str(num_gpus)]
+    )
+    assert done.exit_code == 0, done.output
+    config = load(Config, [str(out)])
+    assert (config.name, config.model, config.data.train) == ("my-run", str(MODEL), (data,))
+    assert (config.data.prompt_column, config.data.answer_column) == ("question", "answer")
+    assert config.trainer.num_ranks + config.rollout.num_replicas == max(2, num_gpus)
+    assert config.rollout.max_model_len <= json.loads((MODEL / "config.json").read_text())["max_position_embeddings"]
+    planned = CliRunner().invoke(app, ["plan", str(out)])
+    assert planned.exit_code == 0, planned.output
+    assert ("need a GPU each" in out.read_text()) == (num_gpus == 1)
+
+
+def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("mine")
+    data = write(tmp_path / "a.jsonl", prompt="1", answer="2")
+    arguments = ["init", "--model", str(MODEL), "--data", str(data), "--out", str(tmp_path / "run.yaml")]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, InvalidInput) and (tmp_path / "run.yaml").read_text() == "mine"
+
+
+def test_messages_need_no_chat_key(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", prompt=[{"role": "user", "content": "x"}], solution="2")
+    text = starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)
+    assert "chat: true" not in text and 'answer_column: "solution"' in text
+
+
+def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", prompt="1", answer=2)
+    with pytest.raises(InvalidInput, match=r"no column of answers .* among prompt \(string\), answer \(int64\)"):
+        starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)

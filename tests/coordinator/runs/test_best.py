@@ -1,0 +1,185 @@
+"""The best checkpoint is kept, and a run that gets no better ends; both follow from what the ledger has."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+
+from services.common.errors import InvalidInput
+from services.coordinator.daemon.history import read_run
+from services.coordinator.observe.outcome import Outcome
+from services.coordinator.observe.report.facts import head
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.resume import open_run
+from services.coordinator.runs.run import Run
+from tests.coordinator.fake_services import make_config
+from tests.coordinator.runs.test_checkpoints import DIRECTORIES, FakeTrainer
+
+METRIC = "eval/test/reward"
+Open = Callable[..., Run]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens the run, which may be open; with other settings of its checkpoints and evaluations."""
+    runs: list[Run] = []
+
+    def opening(version: int = 0, *, early_stopping: Any = None, **checkpoint: Any) -> Run:
+        if runs:
+            runs.pop().close()
+        config = make_config(
+            name="run",
+            runs_dir=tmp_path,
+            num_steps=100,
+            checkpoint={"save_freq": 1, "max_ckpts_to_keep": 1, **checkpoint},
+            evaluation={"eval_freq": 1, "early_stopping": early_stopping},
+            data={"train": "a.parquet", "eval": {"test": "b.parquet"}, "prompts_per_step": 2},
+        )
+        runs.append(Run(config, open_run(config)))
+        runs[0].begin(version, [])
+        return runs[0]
+
+    yield opening
+    for run in runs:
+        run.close()
+
+
+async def step(run: Run, value: float | None, *, models: tuple[FakeTrainer, ...] = ()) -> None:
+    """Finishes a step, saves it, and evaluates it unless `value` is None."""
+    run.finish_step(run.version + 1, {})
+    for model in models:
+        model.ends.put_nowait(None)
+    await run.checkpoints.begin(models, run.version)
+    await run.checkpoints.finish()
+    if value is not None:
+        run.finish_evaluation(run.version, {METRIC: value, "eval/test/tokens_mean": 1.0})
+
+
+def kept(run: Run, name: str = "checkpoints") -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run.config.run_dir / name).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "expected"),
+    [
+        ("max", [0.1, 0.9, 0.5, 0.9], [2, 4]),
+        ("min", [0.1, 0.9, 0.5, 0.7], [1, 4]),
+        ("max", [0.1, 0.9, float("nan"), 0.95, 0.1], [4, 5]),
+        ("max", [float("nan"), float("nan")], [2]),
+    ],
+)
+async def test_the_best_is_kept_beside_the_newest(
+    opened: Open, mode: str, values: list[float], expected: list[int]
+) -> None:
+    run, critic, trainer = opened(keep_best={"metric": METRIC, "mode": mode}), FakeTrainer("critic"), FakeTrainer()
+    for value in values:
+        await step(run, value, models=(critic, trainer))
+    assert [kept(run, name) for name in DIRECTORIES] == [expected, expected]
+
+
+async def test_without_the_key_the_newest_is_kept(opened: Open) -> None:
+    run, trainer = opened(), FakeTrainer()
+    for value in (0.9, 0.1, 0.2):
+        await step(run, value, models=(trainer,))
+    assert kept(run) == [3] and run.checkpoints.best() is None
+
+
+async def test_evaluations_of_weights_that_the_run_has_left_do_not_count(opened: Open) -> None:
+    run, trainer = opened(keep_best=METRIC, max_ckpts_to_keep=9), FakeTrainer()
+    for value in (0.5, 0.9, 0.1):
+        await step(run, value, models=(trainer,))
+    run.begin(1, [])  # it goes back to step 1
+    await step(run, None, models=(trainer,))  # step 2 has other weights now
+    best = run.checkpoints.best()
+    assert best and best["version"] == 1
+    run.finish_evaluation(2, {METRIC: 0.6})
+    best = run.checkpoints.best()
+    assert best and (best["version"], best[METRIC]) == (2, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "last"),
+    [
+        ({"patience": 2}, [0.1, 0.5, 0.4, 0.5], 4),
+        ({"patience": 2}, [0.1, 0.5, 0.4, 0.6, 0.7], None),
+        ({"patience": 1, "mode": "min"}, [0.5, 0.4, 0.4], 3),
+        ({"patience": 2, "min_delta": 0.1}, [0.1, 0.15, 0.19], 3),
+        ({"patience": 2, "min_delta": 0.1}, [0.1, 0.15, 0.25, 0.3], None),
+        ({"patience": 1}, [float("nan"), float("nan"), 0.1, float("nan")], 4),
+    ],
+)
+async def test_a_run_ends_when_it_gets_no_better(
+    opened: Open, settings: dict[str, Any], values: list[float], last: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    run = opened(early_stopping={"metric": METRIC, **settings})
+    for value in values:
+        assert run.version < run.num_steps
+        await step(run, value)
+    assert (run.num_steps, run.is_stalled) == (last or 100, last is not None)
+    stopped = run.record.ledger.all(Kind.STOPPED)
+    assert [row["version"] for row in stopped] == ([last] if last else [])
+    assert ("early stopping after step" in caplog.text) == (last is not None)
+
+
+async def test_it_has_ended_when_it_is_opened_again_unless_the_config_says_otherwise(opened: Open) -> None:
+    early = {"metric": METRIC, "patience": 1}
+    run = opened(early_stopping=early)
+    for value in (0.5, 0.4):
+        await step(run, value)
+    run = opened(2, early_stopping=early)
+    assert (run.num_steps, len(run.record.ledger.all(Kind.STOPPED))) == (2, 1)
+    (stopped,) = run.record.ledger.all(Kind.STOPPED)
+    expected = {"version": 2, "metric": METRIC, "value": 0.4, "best_version": 1, "best_value": 0.5}
+    assert stopped == expected
+    assert opened(2, early_stopping=early | {"patience": 2}).num_steps == 100
+    assert opened(2).num_steps == 100
+
+
+@pytest.mark.parametrize(("save_freq", "saved"), [(1, [3]), (4, [3]), (0, [])])
+async def test_the_last_step_is_saved(opened: Open, save_freq: int, saved: list[int]) -> None:
+    run, trainer = opened(early_stopping={"metric": METRIC, "patience": 1}, save_freq=save_freq), FakeTrainer()
+    for value in (0.5, 0.6, 0.4):
+        run.finish_step(run.version + 1, {})
+        run.finish_evaluation(run.version, {METRIC: value})
+    trainer.ends.put_nowait(None)
+    await run.end_checkpoints([trainer])
+    assert trainer.saving == saved
+    assert Outcome(run.config.run_dir, run.version, run.num_steps, [], None).num_steps == 3  # it is complete
+
+
+@pytest.mark.parametrize("key", ["keep_best", "early_stopping"])
+async def test_a_metric_that_no_evaluation_has_is_named(opened: Open, key: str) -> None:
+    run = opened(**{key: "eval/test/rewards"})
+    with pytest.raises(
+        InvalidInput, match=f"{key}.metric: there is no metric eval/test/rewards, only eval/test/reward"
+    ):
+        run.finish_evaluation(0, {METRIC: 0.5})
+    assert not run.record.ledger.all(Kind.EVALUATED)
+
+
+@pytest.mark.parametrize("patience", [1, 9])
+async def test_a_run_that_ended_early_is_shown_as_done(opened: Open, patience: int) -> None:
+    run = opened(early_stopping={"metric": METRIC, "patience": patience})
+    for value in (0.5, 0.4):
+        await step(run, value)
+    lines = [{"step": version, "time/step_s": 1.0, METRIC: 0.5} for version in (1, 2)]
+    (run.config.run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run.close()
+    with closing(RecordedLedger(run.config.run_dir)) as ledger:
+        shown = head(run.config.run_dir, ledger, lines)
+    listed = read_run(run.config.run_dir)
+    assert listed
+    why = dict(shown["facts"]).get("early stopping")
+    if patience == 1:
+        assert (shown["state"], why) == ("done", "eval/test/reward was best after step 1, with 0.5")
+        assert (listed.state, listed.version, listed.num_steps) == (pb.RUN_STATE_FINISHED, 2, 2)
+    else:
+        assert (shown["state"], why) == ("stopped", None)
+        assert (listed.state, listed.num_steps) == (pb.RUN_STATE_STOPPED, 100)
