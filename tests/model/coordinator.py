@@ -68,10 +68,12 @@ def take_version(w: World, rules: Rules) -> Iterator[World]:
 
 def open_replica(w: World, rules: Rules, index: int) -> Iterator[World]:
     """Opens the run, on a new engine if the replica has none; also after it was lost during the run."""
-    r, token = w.replicas[index], w.coordinator.token
-    engine = r if r.is_open else Replica(is_open=True)
-    inbox = r.inbox
-    yield with_replica(w, index, engine._replace(token=token, newest=0, seat=0, view="stale", inbox=inbox))
+    r = w.replicas[index]
+    engine = r if r.is_open else Replica(is_open=True, inbox=r.inbox)
+    newest = engine.stamp.version if engine.stamp else 0
+    yield with_replica(
+        w, index, engine._replace(token=w.coordinator.token, newest=newest, seat=0, view="stale")
+    )
 
 
 def can_open_replica(w: World, rules: Rules, index: int) -> bool:

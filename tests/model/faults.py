@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.model.coordinator import attempt_failed, drawing, ended, fail_attempt, moved, synced
+from tests.model.coordinator import attempt_failed, drawing, ended, moved, synced
 from tests.model.services import broadcast
 from tests.model.state import (
     CORRUPT,

@@ -1,6 +1,7 @@
 """The protocol as a table: everything that can happen, with when it can and what it does.
 
-"it" is the coordinator. `emits` has what can be seen of it: the calls that it sends and the kinds of rows that it writes.
+"it" is the coordinator. `emits` has what can be seen of it: the calls that it sends, and the kinds of rows that it
+writes.
 """
 
 from tests.model import coordinator as c
