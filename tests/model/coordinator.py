@@ -60,7 +60,7 @@ def take_version(w: World, rules: Rules) -> Iterator[World]:
     batch = w.ledger.collected[held - 1] if is_ahead else None
     w = w._replace(trainer=w.trainer._replace(waits=None, answer=None))
     if is_ahead and batch is None:  # the run ends with DATA_LOSS, and its user restarts the trainer, as it says
-        yield ended(w)._replace(trainer=Trainer(is_alive=False))
+        yield ended(w)._replace(trainer=Trainer())
         return
     version = held - 1 if is_ahead else held
     yield moved(w, "opening replicas", version=version, is_ahead=is_ahead, batch=batch, stamp=batch and batch.stamp)
@@ -70,18 +70,13 @@ def open_replica(w: World, rules: Rules, index: int) -> Iterator[World]:
     """Opens the run, on a new engine if the replica has none; also after it was lost during the run."""
     r = w.replicas[index]
     engine = r if r.is_open else Replica(is_open=True, inbox=r.inbox)
-    newest = engine.stamp.version if engine.stamp else 0
-    yield with_replica(
-        w, index, engine._replace(token=w.coordinator.token, newest=newest, seat=0, view="stale")
-    )
+    yield with_replica(w, index, engine._replace(token=w.coordinator.token, newest=-1, seat=0, view="stale"))
 
 
 def can_open_replica(w: World, rules: Rules, index: int) -> bool:
     r = w.replicas[index]
     is_busy = r.stage in ("joining", "receiving")
-    return (
-        w.coordinator.at not in ("down", "opening trainer", "done") and r.view == "dead" and r.is_alive and not is_busy
-    )
+    return w.coordinator.at not in ("down", "opening trainer", "done") and r.view == "dead" and not is_busy
 
 
 def begin(w: World, rules: Rules) -> Iterator[World]:
@@ -215,8 +210,8 @@ def fail_attempt(w: World, rules: Rules) -> Iterator[World]:
     """Drops the members that are gone; the next attempt has a new epoch."""
     c, t = w.coordinator, w.trainer
     is_replaced = any(m.answer and m.answer.value == "replaced" for m in (t, *w.replicas))
-    lost = [r.view != "dead" and not (r.is_alive and r.is_open) for r in w.replicas]
-    if is_replaced or not (t.is_alive and t.is_open) or (not any(lost) and c.attempts + 1 >= MAX_ATTEMPTS):
+    lost = [r.view != "dead" and not r.is_open for r in w.replicas]
+    if is_replaced or not t.is_open or (not any(lost) and c.attempts + 1 >= MAX_ATTEMPTS):
         yield ended(w)
         return
     replicas = [

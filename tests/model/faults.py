@@ -35,22 +35,22 @@ def thaw_late(w: World, rules: Rules) -> Iterator[World]:
     yield ended(w._replace(trainer=trainer))
 
 
-def trainer_is_alive(w: World, rules: Rules) -> bool:
-    return w.trainer.is_alive
+def trainer_is_open(w: World, rules: Rules) -> bool:
+    return w.trainer.is_open
 
 
 def kill_trainer(w: World, rules: Rules) -> Iterator[World]:
     t = w.trainer
-    yield w._replace(trainer=Trainer(is_alive=False, waits=t.waits, answer=t.answer, saved=t.saved))
+    yield w._replace(trainer=Trainer(waits=t.waits, answer=t.answer, saved=t.saved))
 
 
-def replica_is_alive(w: World, rules: Rules, index: int) -> bool:
-    return w.replicas[index].is_alive
+def replica_is_open(w: World, rules: Rules, index: int) -> bool:
+    return w.replicas[index].is_open
 
 
 def kill_replica(w: World, rules: Rules, index: int) -> Iterator[World]:
     r = w.replicas[index]
-    dead = Replica(is_alive=False, seat=r.seat, view=r.view, waits=r.waits, answer=r.answer)
+    dead = Replica(seat=r.seat, view=r.view, waits=r.waits, answer=r.answer)
     yield with_replica(w, index, dead)
 
 
@@ -74,7 +74,7 @@ def repeat_batch(w: World, rules: Rules) -> Iterator[World]:
 
 
 def can_repeat_save(w: World, rules: Rules) -> bool:
-    return w.coordinator.saving > 0 and w.trainer.is_alive and w.trainer.is_open
+    return w.coordinator.saving > 0 and w.trainer.is_open
 
 
 def repeat_save(w: World, rules: Rules) -> Iterator[World]:

@@ -56,8 +56,6 @@ SERVICES = [
     *s.replica_receives("commit", s.replica_commits),
     *s.replica_receives("generate", s.replica_generates),
     *for_each_replica("a replica gives up an epoch", s.replica_waits_in_vain, s.replica_gives_up),
-    Transition("the trainer is started again", s.trainer_is_dead, s.restart_trainer),
-    *for_each_replica("a replica is started again", s.replica_is_dead, s.restart_replica),
 ]
 
 FAULTS = [
@@ -65,8 +63,8 @@ FAULTS = [
     Transition(
         "a coordinator is replaced while it is stopped", c.at("generating", "collecting"), f.thaw_late, is_fault=True
     ),
-    Transition("the trainer is killed", f.trainer_is_alive, f.kill_trainer, is_fault=True),
-    *for_each_replica("a replica is killed", f.replica_is_alive, f.kill_replica, is_fault=True),
+    Transition("the trainer is killed and started again", f.trainer_is_open, f.kill_trainer, is_fault=True),
+    *for_each_replica("a replica is killed and started again", f.replica_is_open, f.kill_replica, is_fault=True),
     Transition("a call of a publication is lost or late", f.is_publishing, c.fail_attempt, is_fault=True),
     Transition("a Generate call is lost or late", c.at("collecting"), f.lose_draw, is_fault=True),
     Transition("a Train call or its answer is lost", f.can_repeat_batch, f.repeat_batch, is_fault=True),

@@ -3,10 +3,10 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.model.properties import INVARIANTS, is_finished
-from tests.model.state import Rules, Transition, World
+from tests.model.state import Request, Rules, Transition, World
 
 PROGRESS = "once faults stop, the run can reach its end"
 ALL_RULES = Rules()
@@ -33,7 +33,7 @@ def after(
             continue
         if step.guard(world, rules):
             for then in step.effect(world, rules):
-                yield step, _canonical(then, world.num_faults + step.is_fault)
+                yield step, _canonical(then, world.num_faults + step.is_fault, rules)
 
 
 def search(protocol: Sequence[Transition], rules: Rules = ALL_RULES, *, max_faults: int) -> Found:
@@ -63,11 +63,29 @@ def search(protocol: Sequence[Transition], rules: Rules = ALL_RULES, *, max_faul
     return Found(len(reached), len(finished), time.perf_counter() - begin, violated, path)
 
 
-def _canonical(world: World, num_faults: int) -> World:
-    """Orders the replicas, which are interchangeable."""
-    one, other = world.replicas
-    replicas = (other, one) if hash(other) < hash(one) else world.replicas
-    return world._replace(replicas=replicas, num_faults=num_faults)
+def _canonical(world: World, num_faults: int, rules: Rules) -> World:
+    """Orders the replicas, which are interchangeable, and forgets calls that would be refused whenever they arrive."""
+    one, other = (_purged(replica, rules) for replica in world.replicas)
+    replicas = (other, one) if hash(other) < hash(one) else (one, other)
+    return world._replace(trainer=_purged(world.trainer, rules), replicas=replicas, num_faults=num_faults)
+
+
+def _purged(service: Any, rules: Rules) -> Any:
+    if not service.inbox:
+        return service
+    inbox = tuple(one for one in service.inbox if one == service.waits or not _is_void(service, one, rules))
+    return service if len(inbox) == len(service.inbox) else service._replace(inbox=inbox)
+
+
+def _is_void(service: Any, request: Request, rules: Rules) -> bool:
+    """Returns whether `request` can have no effect any more: tokens, epochs and versions never come back."""
+    if rules.fencing_token and request.token < service.token and request.method != "open":
+        return True
+    if rules.epoch_fence and request.method in ("join", "send", "receive"):
+        is_join = request.method == "join"
+        epoch = request.about if is_join else request.about[0]
+        return epoch <= service.epoch if is_join else epoch < service.epoch
+    return request.method == "generate"
 
 
 def _first_stuck(

@@ -31,7 +31,7 @@ def receives(
         return {request for request in w.trainer.inbox if request.method == method and is_in_order(w.trainer, request)}
 
     def guard(w: World, rules: Rules) -> bool:
-        return w.trainer.is_alive and is_ready(w.trainer) and bool(requests(w))
+        return is_ready(w.trainer) and bool(requests(w))
 
     def effect(w: World, rules: Rules) -> Iterator[World]:
         for request in requests(w):
@@ -193,8 +193,13 @@ def arrived(r: Replica, weights: Weights, rules: Rules) -> Replica:
     return r if rules.second_phase else r._replace(stamp=weights, newest=max(r.newest, weights.version))
 
 
+def is_abandoned(service) -> bool:
+    """Returns whether the call in progress was canceled, or its caller is gone."""
+    return service.waits is None or service.waits in service.inbox
+
+
 def trainer_waits_in_vain(w: World, rules: Rules) -> bool:
-    return w.trainer.stage in ("joining", "sending") and w.trainer.waits is None
+    return w.trainer.stage in ("joining", "sending") and is_abandoned(w.trainer)
 
 
 def give_up(w: World, rules: Rules) -> Iterator[World]:
@@ -209,7 +214,7 @@ def replica_receives(method: str, act: Callable[[Replica, Rules, Request], Repli
 
     def guard(w: World, rules: Rules, index: int) -> bool:
         r = w.replicas[index]
-        return r.is_alive and r.stage in ("", "joined") and any(request.method == method for request in r.inbox)
+        return r.stage in ("", "joined") and any(request.method == method for request in r.inbox)
 
     def effect(w: World, rules: Rules, index: int) -> Iterator[World]:
         r = w.replicas[index]
@@ -250,32 +255,12 @@ def replica_generates(r: Replica, rules: Rules, request: Request) -> Replica:
 
 
 def replica_waits_in_vain(w: World, rules: Rules, index: int) -> bool:
-    """Nobody waits for its part any more: the call was canceled, or its caller is gone."""
     r = w.replicas[index]
-    return r.stage in ("joining", "receiving") and r.waits is None
+    return r.stage in ("joining", "receiving") and is_abandoned(r)
 
 
 def replica_gives_up(w: World, rules: Rules, index: int) -> Iterator[World]:
     yield with_replica(w, index, w.replicas[index]._replace(stage=""))
-
-
-def trainer_is_dead(w: World, rules: Rules) -> bool:
-    return not w.trainer.is_alive
-
-
-def restart_trainer(w: World, rules: Rules) -> Iterator[World]:
-    t = w.trainer
-    yield w._replace(trainer=Trainer(waits=t.waits, answer=t.answer, saved=t.saved))
-
-
-def replica_is_dead(w: World, rules: Rules, index: int) -> bool:
-    return not w.replicas[index].is_alive
-
-
-def restart_replica(w: World, rules: Rules, index: int) -> Iterator[World]:
-    r = w.replicas[index]
-    kept = Replica(seat=r.seat, view=r.view, waits=r.waits, answer=r.answer)
-    yield with_replica(w, index, kept)
 
 
 def is_idle(t: Trainer) -> bool:

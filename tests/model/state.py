@@ -89,7 +89,6 @@ class Coordinator(NamedTuple):
 class Trainer(NamedTuple):
     """The trainer. Its ranks are one process here, as each command ends on all ranks or ends the trainer."""
 
-    is_alive: bool = True
     is_open: bool = False
     token: int = 0
     tokens: frozenset[int] = frozenset()
@@ -114,7 +113,6 @@ class Trainer(NamedTuple):
 class Replica(NamedTuple):
     """A rollout replica, and what the coordinator knows of it."""
 
-    is_alive: bool = True
     is_open: bool = False
     token: int = 0
     content: Weights | None = None
@@ -123,7 +121,7 @@ class Replica(NamedTuple):
     """The stamp that it serves."""
     received: Weights | None = None
     """The stamp that it has received and that is not committed."""
-    newest: int = 0
+    newest: int = -1
     """The newest version that it has served in this session."""
     epoch: int = 0
     stage: str = ""
@@ -251,9 +249,9 @@ def is_pending(service: Any) -> bool:
     """Returns whether the call that the coordinator waits for can still be answered by the service."""
     if service.waits is None or service.answer is not None:
         return False
-    return service.is_alive and (service.waits in service.inbox or service.stage in ("joining", "sending", "receiving"))
+    return service.waits in service.inbox or service.stage in ("joining", "sending", "receiving")
 
 
 def is_lost(service: Any) -> bool:
-    """Returns whether the service was restarted since, or is gone, so that its answer never comes."""
+    """Returns whether the service was restarted since, so that its answer never comes."""
     return service.waits is not None and service.answer is None and not is_pending(service)

@@ -3,11 +3,8 @@
 import logging
 from collections.abc import Callable
 
-import pytest
-
 from tests.model.protocol import PROTOCOL
 from tests.model.search import Found, search
-from tests.model.state import Rules
 
 log = logging.getLogger(__name__)
 MAX_FAULTS = 2
