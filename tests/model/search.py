@@ -1,12 +1,11 @@
 """Searches all states that the protocol can reach, breadth first, so that the first violation has the shortest path."""
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tests.model.properties import INVARIANTS, is_finished
-from tests.model.state import Request, Rules, Transition, World
+from tests.model.state import Order, Request, Rules, Transition, World
 
 PROGRESS = "once faults stop, the run can reach its end"
 ALL_RULES = Rules()
@@ -25,42 +24,61 @@ class Found(NamedTuple):
 
 
 def after(
-    world: World, protocol: Sequence[Transition], rules: Rules, max_faults: int
+    world: World, protocol: Sequence[Transition], rules: Rules = ALL_RULES, *, max_faults: int, permuting: bool = True
 ) -> Iterator[tuple[Transition, World]]:
-    """Yields every transition that can happen in `world`, with the state that it leads to."""
+    """Yields the transitions that can happen in `world`, with the states that they lead to.
+
+    Without `permuting`, what happens in different places at the same time happens in one order only. A LOCAL transition
+    comes before all others: until it, the rest of the system sees no difference. Of the services that can handle their
+    CURRENT call, only the first does. Nothing is lost: a fault that comes before a service handles its call leaves that
+    call under way, so that it can be handled after the fault as well.
+    """
+    is_current_done = False
     for step in protocol:
         if step.is_fault and world.num_faults == max_faults:
             continue
-        if step.guard(world, rules):
-            for then in step.effect(world, rules):
-                yield step, _canonical(then, world.num_faults + step.is_fault, rules)
+        if step.order is Order.CURRENT and is_current_done:
+            continue
+        if not step.guard(world, rules):
+            continue
+        for then in step.effect(world, rules):
+            yield step, _canonical(then, world.num_faults + step.is_fault, rules)
+        if not permuting:
+            if step.order is Order.LOCAL:
+                return
+            is_current_done = is_current_done or step.order is Order.CURRENT
 
 
-def search(protocol: Sequence[Transition], rules: Rules = ALL_RULES, *, max_faults: int) -> Found:
+def search(
+    protocol: Sequence[Transition], rules: Rules = ALL_RULES, *, max_faults: int, permuting: bool = False
+) -> Found:
     """Visits every reachable state with at most `max_faults` faults on its path; stops at the first violation."""
     begin = time.perf_counter()
-    first = World()
-    reached: dict[World, tuple[World | None, str]] = {first: (None, "")}
-    calmly_before: dict[World, list[World]] = {}
-    finished: list[World] = []
-    waiting = deque([first])
-    violated, where = "", None
-    while waiting and not violated:
-        world = waiting.popleft()
-        violated = next((name for name, holds in INVARIANTS.items() if not holds(world)), "")
-        where = world
+    protocol = sorted(protocol, key=lambda step: step.order)
+    worlds, numbers = [World()], {World(): 0}
+    came_from: list[tuple[int, str]] = [(0, "")]
+    calmly_before: list[list[int]] = [[]]
+    finished: list[int] = []
+    violated, at = "", 0
+    while at < len(worlds):
+        world = worlds[at]
+        if violated := next((name for name, holds in INVARIANTS.items() if not holds(world)), ""):
+            break
         if is_finished(world):
-            finished.append(world)
-        for step, then in after(world, protocol, rules, max_faults):
-            if then not in reached:
-                reached[then] = world, step.name
-                waiting.append(then)
+            finished.append(at)
+        for step, then in after(world, protocol, rules, max_faults=max_faults, permuting=permuting):
+            number = numbers.setdefault(then, len(worlds))
+            if number == len(worlds):
+                worlds.append(then)
+                came_from.append((at, step.name))
+                calmly_before.append([])
             if not step.is_fault:
-                calmly_before.setdefault(then, []).append(world)
-    if not violated and (where := _first_stuck(reached, finished, calmly_before)):
+                calmly_before[number].append(at)
+        at += 1
+    if not violated and (at := _first_stuck(finished, calmly_before)) is not None:
         violated = PROGRESS
-    path = _path(reached, where) if violated and where else []
-    return Found(len(reached), len(finished), time.perf_counter() - begin, violated, path)
+    path = _path(came_from, at) if violated and at is not None else []
+    return Found(len(worlds), len(finished), time.perf_counter() - begin, violated, path)
 
 
 def _canonical(world: World, num_faults: int, rules: Rules) -> World:
@@ -79,8 +97,8 @@ def _purged(service: Any, rules: Rules) -> Any:
 
 def _is_void(service: Any, request: Request, rules: Rules) -> bool:
     """Returns whether `request` can have no effect any more: tokens, epochs and versions never come back."""
-    if rules.fencing_token and request.token < service.token and request.method != "open":
-        return True
+    if rules.fencing_token and request.token < service.token:
+        return request.method != "open" or request.token in service.tokens
     if rules.epoch_fence and request.method in ("join", "send", "receive"):
         is_join = request.method == "join"
         epoch = request.about if is_join else request.about[0]
@@ -88,23 +106,23 @@ def _is_void(service: Any, request: Request, rules: Rules) -> bool:
     return request.method == "generate"
 
 
-def _first_stuck(
-    reached: dict[World, tuple[World | None, str]], finished: list[World], calmly_before: dict[World, list[World]]
-) -> World | None:
+def _first_stuck(finished: list[int], calmly_before: list[list[int]]) -> int | None:
     """Returns the first state from which no finished state can be reached without another fault."""
-    good, waiting = set(finished), list(finished)
+    is_good, waiting = bytearray(len(calmly_before)), list(finished)
+    for number in finished:
+        is_good[number] = True
     while waiting:
-        for before in calmly_before.get(waiting.pop(), ()):
-            if before not in good:
-                good.add(before)
+        for before in calmly_before[waiting.pop()]:
+            if not is_good[before]:
+                is_good[before] = True
                 waiting.append(before)
-    return next((world for world in reached if world not in good), None)
+    stuck = is_good.find(0)
+    return None if stuck < 0 else stuck
 
 
-def _path(reached: dict[World, tuple[World | None, str]], world: World) -> list[str]:
+def _path(came_from: list[tuple[int, str]], at: int) -> list[str]:
     path = []
-    before, name = reached[world]
-    while before is not None:
+    while at:
+        at, name = came_from[at]
         path.append(name)
-        before, name = reached[before]
     return path[::-1]

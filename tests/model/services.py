@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from tests.model.state import (
     Answer,
     Checkpoint,
+    Order,
     Replica,
     Request,
     Rules,
@@ -24,20 +25,25 @@ BASE = Weights(0, 0)  # of the model directory
 
 def receives(
     method: str, act: Callable[[World, Rules, Request], World], is_ready: Callable[[Trainer], bool]
-) -> Transition:
-    """Returns the transition in which the trainer handles a call of `method`, if it `is_ready`."""
+) -> list[Transition]:
+    """Returns the transitions in which the trainer handles a call of `method`, if it `is_ready`."""
 
-    def requests(w: World) -> set[Request]:
-        return {request for request in w.trainer.inbox if request.method == method and is_in_order(w.trainer, request)}
+    def handling(is_late: bool) -> Transition:
+        def requests(w: World) -> set[Request]:
+            t = w.trainer
+            ours = {one for one in t.inbox if one.method == method and (one != t.waits) == is_late}
+            return {request for request in ours if is_in_order(t, request)}
 
-    def guard(w: World, rules: Rules) -> bool:
-        return is_ready(w.trainer) and bool(requests(w))
+        def guard(w: World, rules: Rules) -> bool:
+            return bool(w.trainer.inbox) and is_ready(w.trainer) and bool(requests(w))
 
-    def effect(w: World, rules: Rules) -> Iterator[World]:
-        for request in requests(w):
-            yield act(w, rules, request)
+        def effect(w: World, rules: Rules) -> Iterator[World]:
+            return (act(w, rules, request) for request in requests(w))
 
-    return Transition(f"the trainer handles {method}", guard, effect)
+        name = f"the trainer handles {'a late ' if is_late else ''}{method}"
+        return Transition(name, guard, effect, order=Order.FREE if is_late else Order.CURRENT)
+
+    return [handling(is_late=False), handling(is_late=True)]
 
 
 def is_in_order(t: Trainer, request: Request) -> bool:
@@ -212,17 +218,25 @@ def give_up(w: World, rules: Rules) -> Iterator[World]:
 def replica_receives(method: str, act: Callable[[Replica, Rules, Request], Replica]) -> list[Transition]:
     """Returns the transitions in which a replica handles a call of `method`."""
 
-    def guard(w: World, rules: Rules, index: int) -> bool:
-        r = w.replicas[index]
-        return r.stage in ("", "joined") and any(request.method == method for request in r.inbox)
+    def handling(is_late: bool) -> list[Transition]:
+        def requests(r: Replica) -> set[Request]:
+            return {one for one in r.inbox if one.method == method and (one != r.waits) == is_late}
 
-    def effect(w: World, rules: Rules, index: int) -> Iterator[World]:
-        r = w.replicas[index]
-        for request in {request for request in r.inbox if request.method == method}:
-            why = refusal(r, request, rules)
-            yield with_replica(w, index, answered(r, request, "refused", why) if why else act(r, rules, request))
+        def guard(w: World, rules: Rules, index: int) -> bool:
+            r = w.replicas[index]
+            return bool(r.inbox) and r.stage in ("", "joined") and bool(requests(r))
 
-    return for_each_replica(f"a replica handles {method}", guard, effect)
+        def effect(w: World, rules: Rules, index: int) -> Iterator[World]:
+            r = w.replicas[index]
+            for request in requests(r):
+                why = refusal(r, request, rules)
+                then = answered(r, request, "refused", why) if why else act(r, rules, request)
+                yield with_replica(w, index, then)
+
+        name = f"a replica handles {'a late ' if is_late else ''}{method}"
+        return for_each_replica(name, guard, effect, order=Order.FREE if is_late else Order.CURRENT)
+
+    return [*handling(is_late=False), *handling(is_late=True)]
 
 
 def replica_joins(r: Replica, rules: Rules, request: Request) -> Replica:

@@ -4,6 +4,7 @@ All values are immutable and hashable, because the search keeps every state that
 """
 
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -196,6 +197,16 @@ Guard = Callable[[World, Rules], bool]
 Effect = Callable[[World, Rules], Iterable[World]]
 
 
+class Order(IntEnum):
+    """How far the search permutes a transition with others. See `after` in search.py."""
+
+    LOCAL = 0
+    """Concerns only the coordinator: it takes answers that are there, and sends calls."""
+    CURRENT = 1
+    """A service handles the call that the coordinator waits for."""
+    FREE = 2
+
+
 class Transition(NamedTuple):
     """One thing that can happen: when it can, and which states it can lead to."""
 
@@ -205,6 +216,7 @@ class Transition(NamedTuple):
     emits: tuple[str, ...] = ()
     """What can be seen of the coordinator: the calls that it sends, and the kinds of the rows that it writes."""
     is_fault: bool = False
+    order: Order = Order.FREE
 
 
 def for_each_replica(name: str, guard: Any, effect: Any, **more: Any) -> list[Transition]:

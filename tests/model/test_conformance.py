@@ -12,7 +12,7 @@ from services.coordinator.runs.ledger import Ledger
 from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
 from tests.model.coordinator import ended
 from tests.model.protocol import PROTOCOL
-from tests.model.search import ALL_RULES, after
+from tests.model.search import after
 from tests.model.state import NUM_STEPS, World
 
 __all__ = ["deadline"]
@@ -90,7 +90,7 @@ def _closure(places: set[Place]) -> set[Place]:
         world, coming = waiting.pop()
         if coming:
             continue
-        for step, then in after(world, PROTOCOL, ALL_RULES, max_faults=0):
+        for step, then in after(world, PROTOCOL, max_faults=0):
             place = then, tuple(event for event in step.emits if event in SEEN)
             if place not in reached:
                 reached.add(place)
