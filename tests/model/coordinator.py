@@ -26,7 +26,7 @@ def ended(w: World) -> World:
     return w._replace(
         coordinator=Coordinator(token=w.coordinator.token),
         trainer=w.trainer._replace(**calm, saved=None),
-        replicas=tuple(r._replace(**calm, view="dead", seat=0) for r in w.replicas),
+        replicas=tuple(r._replace(**calm, view="dead") for r in w.replicas),
         ledger=w.ledger._replace(unsynced=None),
     )
 
@@ -273,7 +273,7 @@ def record_batch(w: World, rules: Rules) -> Iterator[World]:
     index, r = drawing(w)
     c = w.coordinator
     drawn, stamp = r.answer.value
-    batch = Batch(c.version, drawn, stamp, made_by=c.token)
+    batch = Batch(c.version, drawn, stamp)
     ledger = synced(w.ledger, batch) if rules.synced_rows else w.ledger._replace(unsynced=batch)
     w = with_replica(w, index, r._replace(waits=None, answer=None))
     yield moved(w._replace(ledger=ledger), "recording", batch=batch)

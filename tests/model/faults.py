@@ -30,7 +30,7 @@ def kill_coordinator(w: World, rules: Rules) -> Iterator[World]:
 def thaw_late(w: World, rules: Rules) -> Iterator[World]:
     """It goes on later, with a batch that is only in its own memory, while another coordinator has the run."""
     c = w.coordinator
-    batch = Batch(c.version, drawn=c.stamp, stamp=c.stamp, made_by=c.token)
+    batch = Batch(c.version, drawn=c.stamp, stamp=c.stamp, is_foreign=True)
     trainer = w.trainer._replace(inbox=(*w.trainer.inbox, Request("train", c.token, batch)))
     yield ended(w._replace(trainer=trainer))
 

@@ -72,7 +72,9 @@ FAULTS = [
     Transition("a Generate call is lost or late", c.at("collecting"), f.lose_draw, is_fault=True),
     Transition("a Train call or its answer is lost", f.can_repeat_batch, f.repeat_batch, is_fault=True),
     Transition("a SaveCheckpoint call or its answer is lost", f.can_repeat_save, f.repeat_save, is_fault=True),
-    Transition("bytes of a broadcast are flipped", s.all_in("sending", "receiving"), f.flip, is_fault=True),
+    Transition(
+        "bytes of a broadcast are flipped", s.all_in("sending", "receiving"), f.flip, is_fault=True, order=Order.CURRENT
+    ),
     Transition("an unsynced row reaches the disk", f.has_unsynced, f.catch_up),
 ]
 

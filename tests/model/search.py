@@ -4,8 +4,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from tests.model.canonical import canonical
 from tests.model.properties import INVARIANTS, is_finished
-from tests.model.state import Order, Request, Rules, Transition, World
+from tests.model.state import Order, Rules, Transition, World, is_lost
 
 PROGRESS = "once faults stop, the run can reach its end"
 ALL_RULES = Rules()
@@ -30,23 +31,29 @@ def after(
 
     Without `permuting`, what happens in different places at the same time happens in one order only. A LOCAL transition
     comes before all others: until it, the rest of the system sees no difference. Of the services that can handle their
-    CURRENT call, only the first does. Nothing is lost: a fault that comes before a service handles its call leaves that
-    call under way, so that it can be handled after the fault as well.
+    CURRENT call, only the first does, and faults come before all of them. Nothing is lost: a fault leaves the calls
+    under way, so that they can be handled after it as well.
     """
     is_current_done = False
+    allows_faults = permuting or not any(map(_is_handled, (world.trainer, *world.replicas)))
     for step in protocol:
-        if step.is_fault and world.num_faults == max_faults:
+        if step.is_fault and (world.num_faults == max_faults or (step.order is Order.FREE and not allows_faults)):
             continue
         if step.order is Order.CURRENT and is_current_done:
             continue
         if not step.guard(world, rules):
             continue
         for then in step.effect(world, rules):
-            yield step, _canonical(then, world.num_faults + step.is_fault, rules)
+            yield step, canonical(then._replace(num_faults=world.num_faults + step.is_fault), rules)
         if not permuting:
             if step.order is Order.LOCAL:
                 return
-            is_current_done = is_current_done or step.order is Order.CURRENT
+            is_current_done = is_current_done or (step.order is Order.CURRENT and not step.is_fault)
+
+
+def _is_handled(service: Any) -> bool:
+    """Returns whether the service has handled the call that the coordinator waits for."""
+    return service.waits is not None and service.waits not in service.inbox and not is_lost(service)
 
 
 def search(
@@ -79,31 +86,6 @@ def search(
         violated = PROGRESS
     path = _path(came_from, at) if violated and at is not None else []
     return Found(len(worlds), len(finished), time.perf_counter() - begin, violated, path)
-
-
-def _canonical(world: World, num_faults: int, rules: Rules) -> World:
-    """Orders the replicas, which are interchangeable, and forgets calls that would be refused whenever they arrive."""
-    one, other = (_purged(replica, rules) for replica in world.replicas)
-    replicas = (other, one) if hash(other) < hash(one) else (one, other)
-    return world._replace(trainer=_purged(world.trainer, rules), replicas=replicas, num_faults=num_faults)
-
-
-def _purged(service: Any, rules: Rules) -> Any:
-    if not service.inbox:
-        return service
-    inbox = tuple(one for one in service.inbox if one == service.waits or not _is_void(service, one, rules))
-    return service if len(inbox) == len(service.inbox) else service._replace(inbox=inbox)
-
-
-def _is_void(service: Any, request: Request, rules: Rules) -> bool:
-    """Returns whether `request` can have no effect any more: tokens, epochs and versions never come back."""
-    if rules.fencing_token and request.token < service.token:
-        return request.method != "open" or request.token in service.tokens
-    if rules.epoch_fence and request.method in ("join", "send", "receive"):
-        is_join = request.method == "join"
-        epoch = request.about if is_join else request.about[0]
-        return epoch <= service.epoch if is_join else epoch < service.epoch
-    return request.method == "generate"
 
 
 def _first_stuck(finished: list[int], calmly_before: list[list[int]]) -> int | None:

@@ -118,7 +118,7 @@ def train(w: World, rules: Rules, request: Request) -> World:
     if rules.stamp_compared and not (t.is_published and batch.stamp == t.weights):
         return trainer_answers(w, request, "refused", "stale")
     version = t.weights.version + 1
-    after = Weights(version, sum(update.after.version == version for update in w.updates))
+    after = Weights(version, 1 + max((one.after.salt for one in w.updates if one.after.version == version), default=-1))
     w = w._replace(updates=(*w.updates, Update(t.weights, batch, after)))
     return trainer_answers(w, request, "trained", version, weights=after, last=batch, is_published=False)
 
@@ -130,7 +130,7 @@ def save(w: World, rules: Rules, request: Request) -> World:
     if not why and rules.versioned_save and request.about != t.weights.version:
         why = "stale"
     if not why and w.disk[request.about]:
-        why = "" if w.disk[request.about].token == request.token else "exists"
+        why = "" if w.disk[request.about].weights == t.weights else "exists"
         return save_answers(w, request, why)
     if why:
         return save_answers(w, request, why)
@@ -152,7 +152,7 @@ def is_copying(w: World, rules: Rules) -> bool:
 def complete_save(w: World, rules: Rules) -> Iterator[World]:
     """Writes the manifest, which is the last file."""
     t, c, disk = w.trainer, w.coordinator, list(w.disk)
-    disk[t.copied.step] = t.copied
+    disk[t.copied.step] = t.copied._replace(token=0)
     is_awaited = t.copied.token == c.token and c.saving == t.copied.step
     t = t._replace(copied=None, saved=Answer("saved") if is_awaited else t.saved)
     yield w._replace(disk=tuple(disk), trainer=t)

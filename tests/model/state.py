@@ -30,8 +30,8 @@ class Batch(NamedTuple):
     """The weights that the samples were really drawn from."""
     stamp: Weights
     """The stamp that the samples carry."""
-    made_by: int
-    """The token of the coordinator that collected it: two batches of one version may differ."""
+    is_foreign: bool = False
+    """Whether it is only in the memory of a coordinator that was replaced."""
 
 
 class Request(NamedTuple):
@@ -63,8 +63,8 @@ class Checkpoint(NamedTuple):
     step: int
     weights: Weights
     last: Batch
-    token: int
-    """Of the coordinator that asked for it."""
+    token: int = 0
+    """Of the coordinator that asked for it, while it is written."""
 
 
 class Coordinator(NamedTuple):
