@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.model.state import CORRUPT, Request, Rules, Weights, World
+from tests.model.state import CORRUPT, Coordinator, Request, Rules, Weights, World
 
 _EPOCHS = ("join", "send", "receive")  # methods whose calls have an epoch
 
@@ -14,10 +14,11 @@ def canonical(world: World, rules: Rules) -> World:
     Replicas are interchangeable. Calls that would be refused whenever they arrive are forgotten. Of tokens, epochs and
     salts only the order counts, so they are numbered anew. What no process and no file remembers is forgotten.
     """
-    trainer = _purged(world.trainer, rules)
+    c = world.coordinator
+    trainer = _purged(world.trainer, c, rules)
     opens = {one.token for one in trainer.inbox if one.method == "open"}
     trainer = trainer._replace(tokens=trainer.tokens & (opens | {trainer.token}))
-    replicas = tuple(_purged(replica, rules) for replica in world.replicas)
+    replicas = tuple(_purged(replica, c, rules) for replica in world.replicas)
     world = _renumbered(world._replace(trainer=trainer, replicas=replicas))
     if any(update.after.salt for update in world.updates) or len(world.updates) > (trainer.weights or (0,))[0]:
         world = _with_new_salts(world)
@@ -25,20 +26,24 @@ def canonical(world: World, rules: Rules) -> World:
     return world._replace(replicas=(other, one)) if hash(other) < hash(one) else world
 
 
-def _purged(service: Any, rules: Rules) -> Any:
+def _purged(service: Any, c: Coordinator, rules: Rules) -> Any:
     if not service.inbox:
         return service
-    inbox = tuple(one for one in service.inbox if one == service.waits or not _is_void(service, one, rules))
+    inbox = tuple(one for one in service.inbox if one == service.waits or not _is_void(service, one, c, rules))
     return service if len(inbox) == len(service.inbox) else service._replace(inbox=inbox)
 
 
-def _is_void(service: Any, request: Request, rules: Rules) -> bool:
+def _is_void(service: Any, request: Request, c: Coordinator, rules: Rules) -> bool:
     """Returns whether `request` can have no effect any more: tokens, epochs and versions never come back."""
     if rules.fencing_token and request.token < service.token:
         return request.method != "open" or request.token in service.tokens
     if rules.epoch_fence and request.method in _EPOCHS:
         is_join = request.method == "join"
         return request.about <= service.epoch if is_join else request.about[0] < service.epoch
+    if rules.digest_in_commit and request.method == "commit":  # a session does not publish it again
+        return request.token == c.token and request.about.version < c.version
+    if rules.batch_id and rules.stamp_compared and request.method == "train":
+        return service.is_open and request.about.version < service.weights.version
     return request.method == "generate"
 
 
