@@ -387,4 +387,7 @@ def finish_run(w: World, rules: Rules) -> Iterator[World]:
 
 
 def end(w: World, rules: Rules) -> Iterator[World]:
-    yield ended(w)
+    """Ends the run. If the trainer has applied another batch than the recorded one, its user restarts it, as told."""
+    t = w.trainer
+    must_restart = t.answer is not None and t.answer.value == "replayed"
+    yield ended(w)._replace(trainer=Trainer()) if must_restart else ended(w)

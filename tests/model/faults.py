@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.model.coordinator import attempt_failed, drawing, ended, moved, synced
+from tests.model.coordinator import attempt_failed, drawing, ended, moved, must_draw, synced
 from tests.model.services import broadcast
 from tests.model.state import (
     CORRUPT,
@@ -25,6 +25,10 @@ def is_running(w: World, rules: Rules) -> bool:
 def kill_coordinator(w: World, rules: Rules) -> Iterator[World]:
     """Its calls that are under way may still arrive."""
     yield ended(w)
+
+
+def can_thaw_late(w: World, rules: Rules) -> bool:
+    return w.coordinator.at == "collecting" or must_draw(w, rules)
 
 
 def thaw_late(w: World, rules: Rules) -> Iterator[World]:

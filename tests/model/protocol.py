@@ -63,9 +63,7 @@ SERVICES = [
 
 FAULTS = [
     Transition("the coordinator is killed", f.is_running, f.kill_coordinator, is_fault=True),
-    Transition(
-        "a coordinator is replaced while it is stopped", c.at("generating", "collecting"), f.thaw_late, is_fault=True
-    ),
+    Transition("a coordinator is replaced while it is stopped", f.can_thaw_late, f.thaw_late, is_fault=True),
     Transition("the trainer is killed and started again", f.trainer_is_open, f.kill_trainer, is_fault=True),
     *for_each_replica("a replica is killed and started again", f.replica_is_open, f.kill_replica, is_fault=True),
     Transition("a call of a publication is lost or late", f.is_publishing, c.fail_attempt, is_fault=True),

@@ -177,7 +177,7 @@ def all_in(own: str, others: str):
 
 def done_together(service, word: str, value: object = None, **changes: object):
     """Returns the service after a joint call, with its answer if somebody waits for it."""
-    answer = Answer(word, value) if service.waits else service.answer
+    answer = service.answer if is_abandoned(service) else Answer(word, value)
     return service._replace(stage="joined", answer=answer, **changes)
 
 
