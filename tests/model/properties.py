@@ -45,12 +45,17 @@ def saved_as_finished(w: World) -> bool:
     return w.ledger.saved == 0 or bool(saved and finished and saved.weights == finished[1])
 
 
+def one_owner(w: World) -> bool:
+    return all(update.is_owners for update in w.updates)
+
+
 INVARIANTS: Mapping[str, Callable[[World], bool]] = {
     "every batch is trained on by exactly the weights that it was drawn from": on_policy,
     "replicas serve only what was hashed equal on all members": served_as_stamped,
     "versions that a replica serves never go back within a session": never_backwards,
     "no late call disturbs a replica that serves": not_disturbed,
     "a batch id has one effect, that of the recorded batch": one_effect,
+    "only the coordinator that opened the run last trains": one_owner,
     "a batch is on disk before the trainer gets it": recorded_first,
     "a recorded checkpoint is that of its step": saved_as_finished,
 }

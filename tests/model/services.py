@@ -119,7 +119,7 @@ def train(w: World, rules: Rules, request: Request) -> World:
         return trainer_answers(w, request, "refused", "stale")
     version = t.weights.version + 1
     after = Weights(version, 1 + max((one.after.salt for one in w.updates if one.after.version == version), default=-1))
-    w = w._replace(updates=(*w.updates, Update(t.weights, batch, after)))
+    w = w._replace(updates=(*w.updates, Update(t.weights, batch, after, request.token == t.token)))
     return trainer_answers(w, request, "trained", version, weights=after, last=batch, is_published=False)
 
 

@@ -55,6 +55,8 @@ class Update(NamedTuple):
     before: Weights
     batch: Batch
     after: Weights
+    is_owners: bool
+    """Whether the coordinator that opened the run last asked for it."""
 
 
 class Checkpoint(NamedTuple):

@@ -24,16 +24,16 @@ STOPPED = "a coordinator is replaced while it is stopped"
 MUTATIONS: dict[str, tuple[Sequence[str], Callable[[World], bool] | None]] = {
     "second_phase": ([], properties.served_as_stamped),
     "epoch_fence": ([LATE], properties.not_disturbed),
-    "fencing_token": ([STOPPED], properties.one_effect),
+    "fencing_token": ([STOPPED], properties.one_owner),
     "batch_id": ([KILLS[0]], None),
     "contents_compared": ([KILLS[1], STOPPED], properties.one_effect),
     "digests_compared": ([FLIPPED], properties.served_as_stamped),
     "digest_in_commit": ([LATE], properties.served_as_stamped),
     "stamp_of_draw": ([KILLS[1]], properties.on_policy),
-    "stamp_compared": ([STOPPED], properties.on_policy),
+    "stamp_compared": ([LOST_TRAIN], properties.on_policy),
     "synced_rows": ([], properties.recorded_first),
     "versioned_save": ([LOST_SAVE], properties.saved_as_finished),
-    "leftovers_removed": ([KILLS[1]], properties.saved_as_finished),
+    "leftovers_removed": ([STOPPED], properties.saved_as_finished),
 }
 
 
