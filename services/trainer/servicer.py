@@ -36,6 +36,7 @@ from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.network import published_host
 from services.trainer.ranks.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.ranks.worker import CONFIGS, Worker
+from services.trainer.replays import replay
 
 NAME = "lockstep.trainer.v1.TrainerService"
 
@@ -138,11 +139,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         begin = time.perf_counter()
         header, samples = await receive(request_iterator)
         received_s = time.perf_counter() - begin
+        sha256 = await asyncio.to_thread(batches.content_sha256, samples)
         role = _role(header.role, is_trained=True)
         async with self._changing:
             held = self._require_open(role)  # only now: another run may have been opened while this waited for the lock
             if header.batch_id and header.batch_id == held.state.last_batch_id:
-                return _replay(header, held)
+                return replay(header, held.state, sha256, is_critic=role is Role.CRITIC)
             _check_contract(header, samples, role, held)
             parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
             answers = await self._ranks.call(
@@ -155,7 +157,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             metrics = answers[0].body["metrics"]
             if role is Role.POLICY:
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
-            held.state = TrainState(held.state.version + 1, header.batch_id, metrics)
+            held.state = TrainState(held.state.version + 1, header.batch_id, metrics, sha256)
             held.digest = ""
             self._metrics.trained(role, samples)
         return pb.TrainResponse(version=held.state.version, metrics=metrics)
@@ -256,7 +258,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> _OpenRole:
         card = read_model_card(request.model_path)
-        state = TrainState(0, "", {})
+        state = TrainState(0, "", {}, "")
         if request.checkpoint_path:
             state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
         self._fence.take_over(request.run_id)
@@ -359,18 +361,6 @@ def _require_version(version: int, held: _OpenRole) -> None:
             f"the batch is for version {version}, but the trainer holds version {held.state.version}",
             reason=Reason.STALE_STAMP,
         )
-
-
-def _replay(header: pb.TrainHeader, held: _OpenRole) -> pb.TrainResponse:
-    """Returns the answer to a batch that was applied already, if the caller expects it applied to the same version."""
-    is_critic = _ROLES[header.role] is Role.CRITIC
-    applied_to = header.critic_version if is_critic else header.expected_stamp.version
-    if applied_to + 1 != held.state.version:
-        raise PreconditionFailed(
-            f"batch {header.batch_id} was applied to version {held.state.version - 1}, not to {applied_to}",
-            reason=Reason.REPLAYED_BATCH,
-        )
-    return pb.TrainResponse(version=held.state.version, metrics=held.state.last_metrics, replayed=True)
 
 
 def _most(costs: list[dict[str, Any]]) -> types_pb2.PublicationCost:

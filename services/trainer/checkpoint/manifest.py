@@ -27,6 +27,8 @@ class TrainState:
     version: int
     last_batch_id: str
     last_metrics: dict[str, float]
+    last_batch_sha256: str
+    """Of the samples of the last batch, see batch.content_sha256; empty in a checkpoint of an earlier release."""
 
 
 def staging(path: Path) -> Path:
@@ -107,7 +109,7 @@ def verify(path: Path) -> TrainState:
         raise NotFound(f"checkpoint {path}: no {_MANIFEST} there", field="path")
     try:
         content = json.loads(manifest.read_bytes())
-        state, files = TrainState(**content["state"]), content["files"]
+        state, files = TrainState(**{"last_batch_sha256": "", **content["state"]}), content["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error}") from error
     for name, expected in files.items():
