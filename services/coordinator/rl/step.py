@@ -86,7 +86,7 @@ async def collect(run: Run, context: LoopContext, stamp: PolicyStamp, step: int)
     samples = compute_advantages(samples, config.advantage, kl_coef=coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     decision = {**selected.decision, "metrics": selected.metrics | context.collector.take_metrics()}
-    return CollectedBatch(samples, stamp, decision, selected.outcomes, context.data.digest, kl)
+    return CollectedBatch(samples, stamp, decision, selected.outcomes, context.data.digest, len(context.data), kl)
 
 
 def kl_coef(run: Run, version: int) -> float:
