@@ -158,6 +158,11 @@ class History:
     def _is_evaluated(self, row: Row) -> None:
         version = row.required_version
         _require(version == self._session.version, f"version {version} was evaluated while another one was served")
+        if self._newest[row.kind, version, None] == row.seq:
+            stamp = version, self._in_session(row).get(version, "")
+            for path in sorted(self._run_dir.glob(f"evaluations/*-step-{version:06d}.parquet")):
+                for wrong in self.samples.check_stamps(path, stamp):
+                    raise ViolationError(wrong)
 
     def _is_saved(self, row: Row) -> None:
         version, path = row.required_version, row.body["path"]

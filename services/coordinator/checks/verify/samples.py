@@ -24,19 +24,11 @@ class SampleChecks:
 
     def check(self, path: Path, step: int, body: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
         """Yields a sentence for everything that is wrong in the batch of `step`, whose row is `body`."""
-        try:
-            samples = pq.read_table(path, columns=_COLUMNS)
-        except (pa.ArrowException, OSError) as error:
-            yield f"{path.name} cannot be read: {error}"
-            return
-        self.num_samples += samples.num_rows
-        rows = samples.to_pylist()
+        yield from self.check_stamps(path, (step, body["digest"]))
+        rows = pq.read_table(path, columns=_COLUMNS).to_pylist()
         seen: set[tuple[str, int]] = set()
         for number, row in enumerate(rows):
-            who = f"sample {row['sample']} of prompt {row['prompt_id']} (row {number} of {path.name})"
-            stamp = row["policy_version"], row["policy_digest"]
-            if stamp != (step, body["digest"]):
-                yield f"{who} carries version {stamp[0]} with digest {stamp[1]}, not {step} with {body['digest']}"
+            who = _who(row, number, path)
             if (row["prompt_id"], row["sample"]) in seen:
                 yield f"{who} is in the batch twice"
             seen.add((row["prompt_id"], row["sample"]))
@@ -44,6 +36,20 @@ class SampleChecks:
             if row["seed"] != expected:
                 yield f"{who} has seed {row['seed']}, but the order of the run gives {expected}"
         yield from self._check_order(rows, step, body, config, path.name)
+
+    def check_stamps(self, path: Path, stamp: tuple[int, str]) -> Iterator[str]:
+        """Yields a sentence for every sample of a file that carries another stamp than (version, digest)."""
+        try:
+            samples = pq.read_table(path, columns=_COLUMNS)
+        except (pa.ArrowException, OSError) as error:
+            yield f"{path.name} cannot be read: {error}"
+            return
+        self.num_samples += samples.num_rows
+        for number, row in enumerate(samples.to_pylist()):
+            found = row["policy_version"], row["policy_digest"]
+            if found != stamp:
+                who = _who(row, number, path)
+                yield f"{who} carries version {found[0]} with digest {found[1]}, not {stamp[0]} with {stamp[1]}"
 
     def _check_order(
         self, rows: list[dict[str, Any]], step: int, body: Mapping[str, Any], config: Mapping[str, Any], name: str
@@ -67,3 +73,7 @@ class SampleChecks:
         taken = set(batch)
         rest = [place for place in shuffled(num_prompts, seed, step, REFILLS).tolist() if place not in taken]
         return [*batch, *rest]
+
+
+def _who(row: Mapping[str, Any], number: int, path: Path) -> str:
+    return f"sample {row['sample']} of prompt {row['prompt_id']} (row {number} of {path.name})"

@@ -1,7 +1,7 @@
 """`lockstep verify`: checks that a run's record could have come about in the only legal order."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +70,14 @@ def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
             continue
         if step <= before:
             yield f"line {number} of {path.name} is of step {step} and comes after that of step {before}"
-        if step > newest + 1 or (step <= newest and line != recorded.get(step)):
+        if step > newest + 1 or (step <= newest and _text(line) != _text(recorded.get(step))):
             yield f"line {number} of {path.name}, of step {step}, is not what the ledger has of this step"
         before = step
+
+
+def _text(metrics: Mapping[str, object] | None) -> str:
+    """Returns text that is equal for equal metrics, NaN included."""
+    return json.dumps(metrics, sort_keys=True)
 
 
 def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
