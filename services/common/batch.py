@@ -1,11 +1,9 @@
 """Encodes samples as Arrow: the same schema in memory, on the wire and in the Parquet file kept for every step."""
 
-import hashlib
 import struct
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from services.common.errors import InvalidInput
 
@@ -40,9 +38,6 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("environment", pa.string()),
     ]
 )
-
-_CONTENT = ("policy_version", "policy_digest", "seed", "prompt_tokens", "tokens", "logprobs", "loss_mask")
-_CONTENT += ("ref_logprobs", "values", "advantages", "returns")
 
 # Larger gRPC messages block the event loop; smaller ones cost more overhead per byte.
 FRAME_BYTES = 1 << 20
@@ -89,23 +84,6 @@ def decode(frames: Iterable[bytes], *, schema: pa.Schema | None = None) -> pa.Ta
     if schema is not None and not table.schema.equals(schema):
         raise InvalidInput(f"frame: columns are {table.schema.names}, expected {schema.names}", field="frame")
     return table
-
-
-def content_sha256(samples: pa.Table) -> str:
-    """Returns the SHA-256 of what identifies the samples and of what is trained on.
-
-    It is the same for the same values, however they are split into chunks and wherever they were read from.
-    """
-    sha256 = hashlib.sha256()
-    for name in _CONTENT:
-        values = samples[name].combine_chunks()
-        if pa.types.is_list(values.type):
-            sha256.update(pc.fill_null(pc.list_value_length(values), -1).to_numpy().tobytes())
-            values = values.flatten()
-        as_text = pa.types.is_string(values.type)
-        content = "\n".join(values.to_pylist()).encode() if as_text else values.to_numpy(zero_copy_only=False).tobytes()
-        sha256.update(content)
-    return sha256.hexdigest()
 
 
 def _read(frame: pa.Buffer) -> pa.Table:

@@ -15,11 +15,11 @@ import pyarrow as pa
 from services.common.config.data import FilesConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.bad_rows import BadRow, BadRows
-from services.coordinator.data.chat_template import Message, TemplateRefusal
 from services.coordinator.data.columns import is_messages
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.parquet import Record, iter_rows, read_table
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.chat_template import Message, TemplateRefusal
+from services.coordinator.text.tokenizer import Tokenizer
 
 _ROWS_AT_ONCE = 4096
 
@@ -162,12 +162,17 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             later = iter(encode([piece for row in chunk for piece in row.pieces[1:]]))
             for row, prompt in zip(chunk, prompts, strict=True):
                 pieces = [prompt, *islice(later, len(row.pieces) - 1)]
-                try:
-                    if not prompt:
-                        raise BadRow("the prompt has no tokens")
-                    yield row.where, self._example(row, pieces)
-                except BadRow as error:
-                    bad.add(row.where, error)
+                if example := self._usable(row, pieces, bad):
+                    yield row.where, example
+
+    def _usable(self, row: ReadRow, pieces: list[list[int]], bad: BadRows) -> Tokenized | None:
+        try:
+            if not pieces[0]:
+                raise BadRow("the prompt has no tokens")
+            return self._example(row, pieces)
+        except BadRow as error:
+            bad.add(row.where, error)
+            return None
 
     def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
         for index, record in enumerate(iter_rows(self._table)):

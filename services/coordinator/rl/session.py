@@ -9,7 +9,6 @@ from services.common.errors import PreconditionFailed
 from services.coordinator.data.curriculum import require_enough
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.observe.episodes import LastEpisode
 from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
@@ -17,6 +16,7 @@ from services.coordinator.observe.reporters import files
 from services.coordinator.rl.advantages.python import require_importable
 from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.lagged import train_lagged
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.rl.step import LoopContext
@@ -26,6 +26,7 @@ from services.coordinator.services.closing import finish
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.running import recorded_run, running_services
+from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
     "metrics.jsonl, tensorboard/": "metrics of every step",
@@ -65,7 +66,8 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
             frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
             async with open_services(run, addresses) as services:
                 context = _begin(run, services, data, frontend)
-                await train(run, context)
+                loop = train_lagged if config.trainer.lag.versions else train
+                await loop(run, context)
                 return await finish(run, services.trainer)
 
 
@@ -102,6 +104,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     frontend.say(run.describe_start(version, trainer.opened.version))
     shown = frontend.begin(run, version)
     episodes = [LastEpisode(config.run_dir, data.tokenizer.decode, shown)] if config.environment else []
+    run.clock.lanes |= {"generate": services.rollout.busy, "score": services.reward.busy, "train": trainer.busy}
     run.begin(version, [*files(run, version), *episodes, shown])
     return LoopContext(
         data=data.train,

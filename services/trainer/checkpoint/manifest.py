@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
@@ -27,8 +27,10 @@ class TrainState:
     version: int
     last_batch_id: str
     last_metrics: dict[str, float]
-    last_batch_sha256: str
-    """Of the samples of the last batch, see batch.content_sha256; empty in a checkpoint of an earlier release."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the newest published weights by version, as far as samples of them may still arrive."""
+    last_batch_sha256: str = ""
+    """Of the samples of the last batch, see blocks.content_sha256; empty in a checkpoint of an earlier release."""
 
 
 def staging(path: Path) -> Path:
@@ -109,7 +111,7 @@ def verify(path: Path) -> TrainState:
         raise NotFound(f"checkpoint {path}: no {_MANIFEST} there", field="path")
     try:
         content = json.loads(manifest.read_bytes())
-        state, files = TrainState(**{"last_batch_sha256": "", **content["state"]}), content["files"]
+        state, files = TrainState(**content["state"]), content["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error}") from error
     for name, expected in files.items():

@@ -13,6 +13,11 @@ CROSS_FIELD = {
         ["reward.group_timeout_s 300 must be below timeouts.score_s 300"],
         ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=299"],
     ),
+    "a lag needs log-probabilities of the weights that were sampled": (
+        ["trainer.lag.versions=1"],
+        ["lag.versions 1 with loss.old_logprobs recompute", "to engine"],
+        ["trainer.lag.versions=1", "trainer.loss.old_logprobs=engine"],
+    ),
     "groups divide": (
         ["data.prompts_per_step=11", "trainer.num_minibatches=4"],
         ["nearest: 12"],

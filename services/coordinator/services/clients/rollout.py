@@ -27,6 +27,7 @@ from services.common.token_hash import tokens_sha256
 from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.replica import Replica, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Rollout:
 
     def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
-        self.num_redispatched = 0
+        self.num_redispatched, self.busy = 0, Busy()
         self._config = config
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
@@ -93,19 +94,24 @@ class Rollout:
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
             async with self._reserved(len(seeds), cost, affinity or Affinity()) as replica:
-                try:
-                    answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
+                if (answers := await self._answers(replica, request)) is not None:
                     return _group(index, prompt, len(seeds), answers)
-                except Unavailable as error:
-                    self.mark_dead(replica, error)
-                except DeadlineExceeded as error:
-                    why = f"{error.message}: a group took longer than timeouts.generate_s, so its engine is replaced"
-                    self.mark_dead(replica, DeadlineExceeded(why), restart=True)
-                except PreconditionFailed as error:
-                    if error.reason not in (Reason.NOT_SERVING, Reason.RUN_NOT_OPEN):
-                        raise
-                    self.mark_dead(replica, error)
             self.num_redispatched += 1
+
+    async def _answers(self, replica: Replica, request: pb.GenerateRequest) -> list[pb.GenerateResponse] | None:
+        """Returns what `replica` answers; None if it died, hangs or is not serving any more, and is marked as dead."""
+        try:
+            return [require_sealed(request, answer) async for answer in replica.generate(request)]
+        except Unavailable as error:
+            self.mark_dead(replica, error)
+        except DeadlineExceeded as error:
+            why = f"{error.message}: a group took longer than timeouts.generate_s, so its engine is replaced"
+            self.mark_dead(replica, DeadlineExceeded(why), restart=True)
+        except PreconditionFailed as error:
+            if error.reason not in (Reason.NOT_SERVING, Reason.RUN_NOT_OPEN):
+                raise
+            self.mark_dead(replica, error)
+        return None
 
     def mark_dead(self, replica: Replica, why: LockstepError, *, restart: bool = False) -> None:
         """Stops sending groups to the replica, and reopens it when it comes back; with `restart`, on a new engine."""
@@ -164,7 +170,8 @@ class Rollout:
             replica.samples_in_flight += num_samples
             replica.tokens_in_flight += cost
         try:
-            yield replica
+            with self.busy.working():
+                yield replica
         finally:
             replica.samples_in_flight -= num_samples
             replica.tokens_in_flight -= cost
