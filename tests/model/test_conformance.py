@@ -9,6 +9,7 @@ import pytest
 from services.common.config.run import Config
 from services.common.rpc.client import Client
 from services.coordinator.runs.ledger import Ledger
+from services.coordinator.services.clients.blocks import BlockStream
 from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
 from tests.model.coordinator import ended
 from tests.model.protocol import PROTOCOL
@@ -28,7 +29,7 @@ Place = tuple[World, tuple[str, ...]]
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists the calls that the coordinator sends and the rows that it has written."""
     events: list[str] = []
-    record, call, stream = Ledger.record, Client.call, Client.stream
+    record, call, stream, commit = Ledger.record, Client.call, Client.stream, BlockStream.commit
 
     def see(event: str) -> None:
         if event in SEEN:
@@ -47,6 +48,11 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         see(_name(method))
         return stream(self, method, *args, **options)
 
+    def committing(self: BlockStream, batch: Any) -> None:
+        see("Trainer.Train")  # before it, the blocks of a batch have no effect
+        commit(self, batch)
+
+    monkeypatch.setattr(BlockStream, "commit", committing)
     monkeypatch.setattr(Ledger, "record", recording)
     monkeypatch.setattr(Client, "call", calling)
     monkeypatch.setattr(Client, "stream", streaming)
@@ -98,15 +104,16 @@ def _closure(places: set[Place]) -> set[Place]:
     return reached
 
 
-def _made(directory: Path) -> Config:
-    config = make_run(directory, NUM_STEPS)
+def _made(directory: Path, **changes: Any) -> Config:
+    config = make_run(directory, NUM_STEPS, **changes)
     evaluation = config.evaluation.model_copy(update={"eval_freq": 0, "eval_before_train": False})
     return config.model_copy(update={"evaluation": evaluation})
 
 
-async def test_an_undisturbed_run_is_a_path_of_the_model(observed: list[str], tmp_path: Path):
+@pytest.mark.parametrize("changes", [{}, {"trainer": {"max_tokens_per_microbatch": 48}}], ids=["whole", "in blocks"])
+async def test_an_undisturbed_run_is_a_path_of_the_model(changes: dict[str, Any], observed: list[str], tmp_path: Path):
     async with surviving_services() as services:
-        await services.run(_made(tmp_path))
+        await services.run(_made(tmp_path, **changes))
     assert {*observed} == SEEN
     assert first_impossible(observed) is None
     wrong = [*observed]

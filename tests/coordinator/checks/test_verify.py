@@ -181,7 +181,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, tuple[str, int | None]]]
     "a step twice": (lambda run: insert_again(run, "finished", 5), "step 5 was finished after step 5", ("finished", 5)),
     "a batch twice": (
         lambda run: insert_again(run, "collected", 4),
-        "a batch of version 4 came while 5",
+        "a batch was sampled from version 4 while 5",
         ("collected", 4),
     ),
     "versions that go back": (lambda run: insert_again(run, "published", 2), "was published twice", ("published", 2)),

@@ -119,12 +119,19 @@ class History:
         version, body = row.required_version, row.body
         published, session = self._in_session(row), self._session
         assert session.collected is not None
-        _require(version == session.version, f"a batch of version {version} came while {session.version} was served")
-        _require(version not in session.collected, f"two batches of version {version} were sampled in one session")
-        _require(version in published, f"a batch was sampled from version {version}, which was not published")
+        drawn, lag = body.get("drawn", version), self._lag()
         _require(
-            body["digest"] == published[version],
-            f"the batch carries weights {body['digest']} as version {version}, but {published[version]} were published",
+            drawn == session.version, f"a batch was sampled from version {drawn} while {session.version} was served"
+        )
+        is_first = drawn == session.begun and drawn <= version <= drawn + lag
+        _require(
+            version == drawn + lag or is_first, f"the batch for version {version} was sampled from version {drawn}"
+        )
+        _require(version not in session.collected, f"two batches for version {version} were sampled in one session")
+        _require(drawn in published, f"a batch was sampled from version {drawn}, which was not published")
+        _require(
+            body["digest"] == published[drawn],
+            f"the batch carries weights {body['digest']} as version {drawn}, but {published[drawn]} were published",
         )
         _require(self._dataset in ("", body["dataset"]), "the training data is not that of the batches before")
         self._dataset, self._collected[version] = body["dataset"], body
@@ -146,12 +153,12 @@ class History:
         _require(version == session.version + 1, f"step {version} was finished after step {session.version}")
         _require(before in self._collected, f"step {version} was finished without a batch")
         _require(version in published, f"step {version} was finished, but its weights were not published")
-        drawn, known = self._collected[before]["digest"], {digest for _, digest in self._published.get(before, ())}
-        if before in published:
-            known = {published[before]}
-        _require(
-            drawn in known, f"step {version} trained on samples of weights {drawn}, not on those of version {before}"
-        )
+        batch = self._collected[before]
+        drawn, used = batch.get("drawn", before), batch["digest"]
+        known = {digest for _, digest in self._published.get(drawn, ())}
+        if drawn in published:
+            known = {published[drawn]}
+        _require(used in known, f"step {version} trained on samples of weights {used}, not on those of version {drawn}")
         session.version = self._finished = version
         self._ever_finished.add(version)
 
@@ -200,6 +207,10 @@ class History:
         _require(self._session.published is not None, f"a row {row.kind} came before its session began")
         assert self._session.published is not None
         return self._session.published
+
+    def _lag(self) -> int:
+        """Returns how many versions older than the one that it updates a batch is, but for a session's first ones."""
+        return self._session.config["trainer"].get("lag", {}).get("versions", 0)
 
     def _layout(self) -> str:
         return json.dumps([self._session.config.get(section) for section in _LAYOUT], sort_keys=True)

@@ -24,7 +24,7 @@ class SampleChecks:
 
     def check(self, path: Path, step: int, body: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
         """Yields a sentence for everything that is wrong in the batch of `step`, whose row is `body`."""
-        yield from self.check_stamps(path, (step, body["digest"]))
+        yield from self.check_stamps(path, (body.get("drawn", step), body["digest"]))
         rows = pq.read_table(path, columns=_COLUMNS).to_pylist()
         seen: set[tuple[str, int]] = set()
         for number, row in enumerate(rows):
