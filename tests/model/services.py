@@ -200,8 +200,9 @@ def arrived(r: Replica, weights: Weights, rules: Rules) -> Replica:
 
 
 def is_abandoned(service) -> bool:
-    """Returns whether the call in progress was canceled, or its caller is gone."""
-    return service.waits is None or service.waits in service.inbox
+    """Returns whether the joint call in progress was canceled, or its caller is gone."""
+    waits = service.waits
+    return waits is None or waits in service.inbox or waits.method not in ("join", "send", "receive")
 
 
 def trainer_waits_in_vain(w: World, rules: Rules) -> bool:

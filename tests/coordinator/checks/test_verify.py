@@ -13,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner
 
 from services.common.errors import NotFound
 from services.coordinator.checks.verify.session import Verdict, verify
+from services.coordinator.cli.main import app
 from services.coordinator.data.seeds import seed_of
 from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
 
@@ -253,3 +255,16 @@ def test_a_session_that_goes_on_with_other_weights_is_named(run_dir: Path):
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(NotFound):
         verify(tmp_path)
+
+
+def test_the_command_prints_the_prefix_and_the_violation(run_dir: Path):
+    done = CliRunner().invoke(app, ["verify", str(run_dir)])
+    assert (done.exit_code, f"{NUM_STEPS} finished steps" in done.output) == (0, True)
+    assert "no violation" in done.output
+    change_batch(run_dir, 2, other_stamp)
+    done = CliRunner().invoke(app, ["verify", str(run_dir)])
+    assert done.exit_code == 1
+    lines = done.output.splitlines()
+    assert "collected 2" in lines[-2]
+    assert lines[-1].startswith("violation after ")
+    assert "carries version 2 with digest digest 7" in lines[-1]
