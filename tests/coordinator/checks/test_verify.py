@@ -47,11 +47,9 @@ def execute(run_dir: Path, sql: str, *values: object) -> None:
 def change_row(run_dir: Path, kind: str, version: int, **changes: object) -> None:
     """Changes fields of the newest row of `kind` and `version`."""
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database:
-        (body,) = database.execute(
-            "SELECT body FROM decisions WHERE kind = ? AND version = ? ORDER BY seq DESC", (kind, version)
-        ).fetchone()
-    text = json.dumps(json.loads(body) | changes)
-    execute(run_dir, "UPDATE decisions SET body = ? WHERE kind = ? AND version = ?", text, kind, version)
+        sql = "SELECT seq, body FROM decisions WHERE kind = ? AND version = ? ORDER BY seq DESC"
+        seq, body = database.execute(sql, (kind, version)).fetchone()
+    execute(run_dir, "UPDATE decisions SET body = ? WHERE seq = ?", json.dumps(json.loads(body) | changes), seq)
 
 
 def change_batch(run_dir: Path, version: int, change: Callable[[list[dict[str, Any]]], None]) -> None:
@@ -153,6 +151,14 @@ def insert_again(run_dir: Path, kind: str, version: int) -> None:
     execute(run_dir, sql, kind, version)
 
 
+def begin_session(run_dir: Path, version: int) -> None:
+    """Appends rows of a coordinator that goes on after step `version`."""
+    columns = "time, kind, version, body"
+    sql = f"INSERT INTO decisions ({columns}) SELECT time, kind, ?, body FROM decisions WHERE kind = ? LIMIT 1"
+    execute(run_dir, sql, None, "opened")
+    execute(run_dir, sql, version, "begun")
+
+
 def rewrite_lines(run_dir: Path, change: Callable[[list[str]], list[str]]) -> None:
     path = run_dir / "metrics.jsonl"
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
@@ -167,8 +173,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, tuple[str, int | None]]]
     "a lost batch": (lambda run: (run / "batches" / "step-000001.parquet").unlink(), "is missing", ("collected", 1)),
     "another publication": (
         lambda run: change_row(run, "published", 3, digest="x", received={}),
-        "but x were published",
-        ("collected", 3),
+        "carries version 3 with digest digest 3, not 3 with x",
+        ("evaluated", 3),
     ),
     "a replica with other weights": (
         lambda run: change_row(run, "published", 3, received={"a:1": "x"}),
@@ -178,7 +184,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, tuple[str, int | None]]]
     "a lost row": (
         lambda run: execute(run, "DELETE FROM decisions WHERE kind = 'published' AND version = 2"),
         "is missing: the next one is row",
-        ("collected", 2),
+        ("finished", 2),
     ),
     "a step twice": (lambda run: insert_again(run, "finished", 5), "step 5 was finished after step 5", ("finished", 5)),
     "a batch twice": (
@@ -200,10 +206,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, tuple[str, int | None]]]
     "a changed checkpoint": (lambda run: flip(saved(run)), "is not the file that was saved", ("saved", 2)),
     "a lost checkpoint": (lambda run: saved(run).unlink(), "is missing", ("saved", 2)),
     "a session from nowhere": (
-        lambda run: insert_again(run, "begun", 0),
-        "the session goes on after step 0",
-        ("begun", 0),
+        lambda run: begin_session(run, 3),
+        "the session goes on after step 3, but the run has finished step 5",
+        ("begun", 3),
     ),
+    "a session that begins twice": (lambda run: insert_again(run, "begun", 0), "began before", ("begun", 0)),
     "other data": (
         lambda run: change_row(run, "collected", 3, dataset="x"),
         "the training data is not",
@@ -221,14 +228,20 @@ def test_a_damaged_record_is_named(run_dir: Path, name: str):
     assert (verdict.rows[-1].kind, verdict.rows[-1].version) == (kind, version)
 
 
+def first_step(lines: list[str]) -> str:
+    return next(line for line in lines if "time/step_s" in line)
+
+
+def changed(line: str) -> str:
+    metrics = json.loads(line)
+    return json.dumps({**metrics, "time/step_s": metrics["time/step_s"] + 1}) + "\n"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            lambda lines: [lines[-2].replace('"batch/tokens": ', '"batch/tokens": 1'), *lines],
-            "is not what the ledger has",
-        ),
-        (lambda lines: [*lines, lines[1]], "comes after that of step 5"),
+        (lambda lines: [changed(first_step(lines))], "is not what the ledger has"),
+        (lambda lines: [*lines, first_step(lines)], "comes after that of step 5"),
         (lambda lines: [*lines, "{\n"], "is damaged"),
     ],
     ids=["changed", "repeated", "damaged"],
@@ -244,10 +257,9 @@ def test_lines_may_be_missing(run_dir: Path):
 
 
 def test_a_session_that_goes_on_with_other_weights_is_named(run_dir: Path):
-    for kind, version in (("opened", None), ("begun", NUM_STEPS), ("published", NUM_STEPS)):
-        columns = "time, kind, version, body"
-        sql = f"INSERT INTO decisions ({columns}) SELECT time, kind, ?, body FROM decisions WHERE kind = ? LIMIT 1"
-        execute(run_dir, sql, version, kind)
+    begin_session(run_dir, NUM_STEPS)
+    insert_again(run_dir, "published", NUM_STEPS)
+    change_row(run_dir, "published", NUM_STEPS, digest="digest 0", received={})
     verdict = verify(run_dir)
     assert "of digest digest 0, which was never published before: the run had digest 5" in verdict.violation
 

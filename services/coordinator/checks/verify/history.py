@@ -81,6 +81,7 @@ class History:
 
     def _begun(self, row: Row) -> None:
         version, checkpoint = row.required_version, self._session.checkpoint
+        _require(self._session.begun is None, "the session began before")
         saved = self._step_of(checkpoint) if checkpoint else 0
         _require(
             version in (self._finished, saved),
