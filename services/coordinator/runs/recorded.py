@@ -65,6 +65,8 @@ class RecordedLedger(Ledger):
 
     def rows(self) -> list[Row]:
         """Returns all decisions, oldest first."""
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'").fetchone():
+            return []  # its coordinator was killed before it had made the tables
         rows = self._db.execute("SELECT seq, time, kind, version, body FROM decisions ORDER BY seq")
         return [Row(seq, time_s, kind, version, json.loads(body)) for seq, time_s, kind, version, body in rows]
 

@@ -191,9 +191,9 @@ class History:
         _require(
             found == row.body["manifest_digest"], f"{manifest} is not the file that was saved: its SHA-256 is {found}"
         )
-        state = json.loads(content)["state"]
+        state = json.loads(content).get("state", {})
         expected = f"{self._run_id}/{row.required_version - 1}"
-        batch = state["last_batch_id"]
+        batch = state.get("last_batch_id")
         _require(batch == expected, f"{manifest} was saved after batch {batch}, not after {expected}")
 
     def _is_deleted(self, row: Row) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.common.errors import PreconditionFailed
+from services.common.errors import DataLoss, PreconditionFailed
 from services.coordinator.checks.verify.history import History, ViolationError
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.recorded import RecordedLedger, Row
@@ -35,11 +35,13 @@ def verify(run_dir: Path) -> Verdict:
     Raises:
         NotFound: `run_dir` holds no run.
         PreconditionFailed: It is an SFT run.
-        DataLoss: The ledger cannot be read.
+        DataLoss: The ledger is empty or cannot be read.
     """
     with closing(RecordedLedger(run_dir)) as ledger:
         rows = ledger.rows()
-    if rows and rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
+    if not rows:
+        raise DataLoss(f"{run_dir}: the ledger is empty; the run was never opened")
+    if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
         raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
     history = History(run_dir, rows)
     for number, row in enumerate(rows, 1):
