@@ -38,9 +38,10 @@ class OpenRole:
         """Returns the stamp of the weights that this role holds."""
         return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
-    def trained(self, batch_id: str, metrics: dict[str, float]) -> None:
-        """Takes note of a batch that was applied."""
-        self.state, self.digest = TrainState(self.state.version + 1, batch_id, metrics, self.state.digests), ""
+    def trained(self, batch_id: str, metrics: dict[str, float], sha256: str) -> None:
+        """Takes note of a batch that was applied; `sha256` is that of its samples."""
+        self.state = TrainState(self.state.version + 1, batch_id, metrics, self.state.digests, sha256)
+        self.digest = ""
 
     def published(self, digest: str) -> None:
         """Takes note of a publication, and forgets those that no batch may be drawn from any more."""
@@ -123,8 +124,23 @@ def _require_version(version: int, held: OpenRole) -> None:
         )
 
 
-def replay(header: pb.TrainHeader, held: OpenRole) -> pb.TrainResponse:
-    """Returns the answer to a batch that was applied already, if the caller expects it applied to the same version."""
+def replay(header: pb.TrainHeader, held: OpenRole, sha256: str) -> pb.TrainResponse:
+    """Returns the answer to a batch that was applied already: the same samples, to the version that the caller expects.
+
+    Args:
+        header: The header of the repeated call.
+        held: The role that the batch was applied to.
+        sha256: Of the repeated samples; empty if they have not arrived yet.
+
+    Raises:
+        PreconditionFailed: REPLAYED_BATCH: under this id other samples were applied, or to another version.
+    """
+    if sha256 and held.state.last_batch_sha256 not in ("", sha256):
+        raise PreconditionFailed(
+            f"other samples were applied as batch {header.batch_id}, by a coordinator that had the run in between; "
+            "restart the trainer, to resume from a checkpoint",
+            reason=Reason.REPLAYED_BATCH,
+        )
     is_critic = ROLES[header.role] is Role.CRITIC
     applied_to = header.critic_version if is_critic else header.expected_stamp.version
     if applied_to + 1 != held.state.version:

@@ -15,6 +15,7 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1 import types_pb2
 
 from services.common import batch as batches
+from services.common.blocks import content_sha256
 from services.common.config.load import parse_json
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
@@ -117,11 +118,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         begin = time.perf_counter()
         header, samples = await receive(request_iterator)
         received_s = time.perf_counter() - begin
+        sha256 = await asyncio.to_thread(content_sha256, samples)
         role = role_of(header.role, is_trained=True)
         async with self._changing:
             held = self._require_open(role)  # only now: another run may have been opened while this waited for the lock
             if header.batch_id and header.batch_id == held.state.last_batch_id:
-                return replay(header, held)
+                return replay(header, held, sha256.hex())
             check_contract(header, samples, role, held)
             await self._stream.end()
             if header.groups_per_block and role is Role.POLICY:
@@ -139,7 +141,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 metrics = answers[0].body["metrics"]
             if role is Role.POLICY:
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
-            held.trained(header.batch_id, metrics)
+            held.trained(header.batch_id, metrics, sha256.hex())
             self._metrics.trained(role, samples)
         return pb.TrainResponse(version=held.state.version, metrics=metrics)
 
@@ -152,7 +154,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._changing:
             held = self._require_open()
             if header.batch_id and header.batch_id == held.state.last_batch_id:
-                return _as_blocks(replay(header, held))
+                return _as_blocks(replay(header, held, ""))
             check_header(header)
             training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
             await self._stream.begin(training)
@@ -162,10 +164,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     check_contract(header, block, Role.POLICY, held)
                     await training.add(block)
             begin = time.perf_counter()
+            sha256 = await asyncio.to_thread(content_sha256, training.samples)
             async with self._streaming(training):
                 metrics = await training.apply(held.state.version)
                 metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
-                held.trained(header.batch_id, metrics)
+                held.trained(header.batch_id, metrics, sha256.hex())
                 self._metrics.trained(Role.POLICY, training.samples)
                 return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics)
         finally:

@@ -20,6 +20,7 @@ from tests.trainer.deployment import Deployment
 
 
 async def test_checkpoint_restores_version_batch_and_weights(trainer: Deployment, tmp_path: Path) -> None:
+    version_0 = trainer.stamp
     await trainer.train(trainer.batch(), batch_id="first")
     stamp = await trainer.publish()
     saved = await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(tmp_path / "c")))
@@ -31,7 +32,6 @@ async def test_checkpoint_restores_version_batch_and_weights(trainer: Deployment
     assert await trainer.held() == PolicyStamp(version=1)  # not published by this process since
     assert await trainer.publish() == stamp
     # A resumed batch that was applied before is answered from the checkpoint.
-    version_0 = PolicyStamp(version=0, digest="f" * 32)
     assert (await trainer.train(trainer.batch(version_0), batch_id="first", stamp=version_0)).replayed
     # The next update is the same, optimizer state included.
     await trainer.train(trainer.batch(seed=1), batch_id="second")

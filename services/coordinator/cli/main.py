@@ -170,6 +170,17 @@ def replay(
 
 
 @app.command()
+def verify(run_dir: _RunDir) -> None:
+    """Check that what a run has recorded is possible. Changes nothing; the exit code is 1 if there is a violation."""
+    from services.coordinator.checks.verify.session import show_verdict
+    from services.coordinator.checks.verify.session import verify as verify_run
+
+    verdict = verify_run(run_dir)
+    show_verdict(verdict, run_dir, _console)
+    raise typer.Exit(1 if verdict.violation else 0)
+
+
+@app.command()
 @takes_addresses("rollout", "reward", "trainer")
 def doctor(
     config: Annotated[

@@ -9,7 +9,7 @@ from services.coordinator.data.order import shuffled
 from services.coordinator.data.prompts import Prompt, PromptDataset
 
 # Second word of the spawn key. The orders of epochs use keys of one word.
-_REFILLS = 1
+REFILLS = 1
 
 
 def prompts_to_try(
@@ -52,7 +52,7 @@ def plain_order(data: PromptDataset, *, seed: int, step: int) -> Iterator[Prompt
     batch = data.batch(step)
     yield from batch
     taken = {prompt.prompt_id for prompt in batch}
-    for index in shuffled(len(data), seed, step, _REFILLS).tolist():
+    for index in shuffled(len(data), seed, step, REFILLS).tolist():
         prompt = data.prompts[index]
         if prompt.prompt_id not in taken:
             yield prompt

@@ -64,9 +64,9 @@ class Publisher:
             try:
                 if list(self._members) != [(replica, replica.num_opens) for replica in living]:
                     await self._form_group(living)
-                stamp = await self._send(version)
+                stamp, received = await self._send(version)
                 self._attendance.took_part(living)
-                self._run.record.record_published(stamp)
+                self._run.record.record_published(stamp, received)
                 return stamp
             except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
                 if error.reason is Reason.RUN_REPLACED:
@@ -100,7 +100,8 @@ class Publisher:
             )
         self._members = [(replica, replica.num_opens) for replica in replicas]
 
-    async def _send(self, version: int) -> PolicyStamp:
+    async def _send(self, version: int) -> tuple[PolicyStamp, dict[str, str]]:
+        """Returns the stamp, and the digest that each replica received, by address."""
         replicas = [replica for replica, _ in self._members]
         receiving = [replica.receive(self._epoch, version) for replica in replicas]
         *received, stamp = await self._attendance.gather(replicas, receiving, self._trainer.send(self._epoch, version))
@@ -108,4 +109,4 @@ class Publisher:
         if set(digests) != {stamp.digest}:
             raise PreconditionFailed(f"sent {stamp.digest}, received {digests}", reason=Reason.DIGEST_MISMATCH)
         await self._attendance.gather(replicas, [replica.commit(stamp) for replica in replicas])
-        return stamp
+        return stamp, {replica.address: digest for replica, digest in zip(replicas, digests, strict=True)}

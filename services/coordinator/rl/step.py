@@ -97,7 +97,9 @@ async def collect(
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     metrics = selected.metrics | context.collector.take_metrics()
     decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
-    return CollectedBatch(samples, version, stamp, decision, selected.outcomes, context.data.digest, kl)
+    return CollectedBatch(
+        samples, version, stamp, decision, selected.outcomes, context.data.digest, len(context.data), kl
+    )
 
 
 def with_advantages(config: Config, samples: pa.Table, coef: float) -> pa.Table:

@@ -32,6 +32,8 @@ class CollectedBatch:
     """(samples, samples that passed) by prompt id."""
     dataset: str
     """The digest of the training data."""
+    num_prompts: int
+    """The number of training prompts, which together with the seed determines their order."""
     kl: Mapping[str, float] | None
     """The KL divergence and its coefficient, if the reward has a KL penalty."""
 
@@ -52,9 +54,9 @@ class RunRecord:
         """Returns a weight-group epoch that is higher than all earlier ones."""
         return self.ledger.record(Kind.EPOCH, num_replicas=num_replicas)
 
-    def record_published(self, stamp: PolicyStamp) -> None:
-        """Records that the replicas serve `stamp`."""
-        self.ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest)
+    def record_published(self, stamp: PolicyStamp, received: Mapping[str, str]) -> None:
+        """Records that the replicas serve `stamp`, and which digest each `received`, by address."""
+        self.ledger.record(Kind.PUBLISHED, stamp.version, digest=stamp.digest, received=received)
 
     def require_same_data(self, dataset_digest: str) -> None:
         """Checks, before the first step, that the training data is the same that the run started with.
@@ -81,7 +83,12 @@ class RunRecord:
         with self.ledger.transaction():
             self.ledger.record(Kind.SELECTED, version, **batch.decision)
             self.ledger.keep_outcomes(version, batch.outcomes)
-            collected = {"sha256": _sha256(path), "dataset": batch.dataset, "kl": batch.kl}
+            collected = {
+                "sha256": _sha256(path),
+                "dataset": batch.dataset,
+                "num_prompts": batch.num_prompts,
+                "kl": batch.kl,
+            }
             self.ledger.record(Kind.COLLECTED, version, drawn=stamp.version, digest=stamp.digest, **collected)
         return batch.samples
 

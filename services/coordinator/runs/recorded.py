@@ -1,13 +1,41 @@
 """Reads a run's directory without keeping a lock and without creating or changing files."""
 
 import fcntl
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from services.common.errors import NotFound
+from services.common.errors import DataLoss, NotFound
 from services.coordinator.runs.database import Database
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import LEDGER
+
+
+@dataclass(frozen=True)
+class Row:
+    """A decision as it stands in the ledger."""
+
+    seq: int
+    """Counts rows from 1."""
+    time_s: float
+    """Seconds since 1970."""
+    kind: str
+    """A `Kind`, or one of a newer release."""
+    version: int | None
+    body: dict[str, Any]
+
+    @property
+    def required_version(self) -> int:
+        """Returns the version of a kind that always has one.
+
+        Raises:
+            DataLoss: It has none.
+        """
+        if self.version is None:
+            raise DataLoss(f"row {self.seq} of the ledger, {self.kind}, has no version: the file is damaged")
+        return self.version
 
 
 class RecordedLedger(Ledger):
@@ -34,6 +62,13 @@ class RecordedLedger(Ledger):
         """Returns (seconds since 1970, kind) of each decision, oldest first."""
         rows = self._db.execute("SELECT time, kind FROM decisions ORDER BY seq")
         return [(time_s, Kind(kind)) for time_s, kind in rows]
+
+    def rows(self) -> list[Row]:
+        """Returns all decisions, oldest first."""
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'decisions'").fetchone():
+            return []  # its coordinator was killed before it had made the tables
+        rows = self._db.execute("SELECT seq, time, kind, version, body FROM decisions ORDER BY seq")
+        return [Row(seq, time_s, kind, version, json.loads(body)) for seq, time_s, kind, version, body in rows]
 
     def close(self) -> None:
         """Closes the file."""

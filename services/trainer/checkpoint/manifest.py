@@ -29,6 +29,8 @@ class TrainState:
     last_metrics: dict[str, float]
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the newest published weights by version, as far as samples of them may still arrive."""
+    last_batch_sha256: str = ""
+    """Of the samples of the last batch, see blocks.content_sha256; empty in a checkpoint of an earlier release."""
 
 
 def staging(path: Path) -> Path:

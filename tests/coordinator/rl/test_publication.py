@@ -51,8 +51,9 @@ class FakeRun(SimpleNamespace):
         self.epochs.append(num_replicas)
         return len(self.epochs)
 
-    def record_published(self, stamp: PolicyStamp) -> None:
+    def record_published(self, stamp: PolicyStamp, received: dict[str, str]) -> None:
         self.published.append(stamp.version)
+        self.received = received
 
 
 @dataclass

@@ -1,14 +1,19 @@
 """Tests that a coordinator that is killed at any point loses and doubles nothing, if its services go on."""
 
+import hashlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from services.common.config.run import Config
-from services.coordinator.runs.ledger import Kind
+from services.common.errors import PreconditionFailed, Reason
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.runs.resume import LEDGER
 from tests.coordinator.runs.killing import (
     Deadline,
     Killed,
@@ -74,6 +79,35 @@ async def test_it_may_be_killed_again_and_again(models: dict[str, Any], tmp_path
         assert services.rank.critic_trained == ([0, 1] if models else [])
         assert metrics_lines(config.run_dir) == undisturbed
         assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS)
+
+
+async def test_a_batch_that_another_coordinator_has_trained_on_is_not_taken_for_the_recorded_one(
+    tmp_path: Path, deadline: Deadline
+):
+    """A host is frozen, its lock expires, and it goes on with a batch of its own after another has resumed its run."""
+    async with surviving_services() as services:
+        _, events = await _undisturbed(services, tmp_path / "undisturbed", deadline)
+        config = _made(tmp_path / "killed")
+        deadline.restart(events.index("Train") + 1)
+        assert await _run_until_killed(services, config)
+        deadline.restart()
+        _record_another_batch(config.run_dir)
+        with pytest.raises(PreconditionFailed, match="restart the trainer") as caught:
+            await services.run(config)
+        assert caught.value.reason is Reason.REPLAYED_BATCH
+        assert _record(config.run_dir)[0] == []
+
+
+def _record_another_batch(run_dir: Path) -> None:
+    """Gives the record of step 1 other samples than those that the trainer has applied."""
+    path = batch_path(run_dir, 0)
+    samples = pq.read_table(path)
+    pq.write_table(samples.take(list(reversed(range(samples.num_rows)))), path)
+    with closing(Ledger(run_dir / LEDGER)) as ledger:
+        row = ledger.last(Kind.COLLECTED, 0)
+        assert row
+        row.pop("version")
+        ledger.record(Kind.COLLECTED, 0, **{**row, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
 
 
 def _record(run_dir: Path) -> tuple[list[int], list[int], list[int]]:

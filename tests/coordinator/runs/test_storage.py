@@ -36,7 +36,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 def batch_of(num_bytes: int, version: int = 0) -> CollectedBatch:
     noise = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
     samples, stamp = pa.table({"noise": noise}), PolicyStamp(version=version, digest="d")
-    return CollectedBatch(samples, stamp.version, stamp, decision={}, outcomes={}, dataset="data", kl=None)
+    return CollectedBatch(samples, version, stamp, decision={}, outcomes={}, dataset="data", num_prompts=1, kl=None)
 
 
 def refused(action: Callable[[], object], path: Path, fix: str) -> None:

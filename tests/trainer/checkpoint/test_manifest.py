@@ -16,7 +16,7 @@ from services.trainer.checkpoint import export
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState, begin, finish, staging, verify
 
-STATE = TrainState(version=7, last_batch_id="b7", last_metrics={"loss": 0.25})
+STATE = TrainState(version=7, last_batch_id="b7", last_metrics={"loss": 0.25}, last_batch_sha256="a" * 64)
 
 
 def save(path: Path) -> tuple[int, str]:

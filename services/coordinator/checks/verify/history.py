@@ -1,0 +1,239 @@
+"""Follows the rows of a run's ledger in order and finds the first that could not have come there."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.coordinator.checks.verify.samples import SampleChecks
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.record import batch_path
+from services.coordinator.runs.recorded import Row
+
+# Sections of the config that decide how weights are cut into buckets, which the digest covers.
+_LAYOUT = ("model", "trainer", "weights")
+
+
+class ViolationError(Exception):
+    """Says in a sentence what is wrong with a row."""
+
+
+@dataclass
+class _Session:
+    """What one coordinator has done since it opened the run."""
+
+    config: Mapping[str, Any]
+    checkpoint: str
+    begun: int | None = None
+    version: int = 0
+    published: dict[int, str] | None = None
+    collected: set[int] | None = None
+
+
+class History:
+    """Knows what may come next after the rows that were given to `follow`."""
+
+    def __init__(self, run_dir: Path, rows: Sequence[Row]):
+        self._run_dir = run_dir
+        self._newest = {(row.kind, row.version, row.body.get("path")): row.seq for row in rows}
+        self._run_id, self._num_rows = "", 0
+        self._session = _Session({}, "")
+        self._finished = 0  # the newest finished step of the current history
+        self._ever_finished: set[int] = set()
+        self._published: dict[int, set[tuple[str, str]]] = {}  # version -> layouts and digests
+        self._collected: dict[int, Mapping[str, Any]] = {}
+        self._saved: dict[str, int] = {}
+        self._dataset = ""
+        self.samples = SampleChecks()
+        self._follow: dict[str, Callable[[Row], None]] = {
+            Kind.OPENED: self._opened,
+            Kind.BEGUN: self._begun,
+            Kind.PUBLISHED: self._is_published,
+            Kind.COLLECTED: self._is_collected,
+            Kind.FINISHED: self._is_finished,
+            Kind.EVALUATED: self._is_evaluated,
+            Kind.SAVED: self._is_saved,
+            Kind.SAVED_CRITIC: self._is_saved,
+            Kind.DELETED: self._is_deleted,
+            Kind.EXPORTED: self._is_exported,
+        }
+
+    def follow(self, row: Row) -> None:
+        """Takes the next row.
+
+        Raises:
+            ViolationError: It contradicts the rows before it, or a file that it describes.
+        """
+        self._num_rows += 1
+        _require(row.seq == self._num_rows, f"row {self._num_rows} is missing: the next one is row {row.seq}")
+        _require(bool(self._run_id) or row.kind == Kind.OPENED, "the first row does not open the run")
+        if row.kind in self._follow:
+            self._follow[row.kind](row)
+
+    def _opened(self, row: Row) -> None:
+        run_id = row.body["run_id"]
+        _require(self._run_id in ("", run_id), f"the run was {self._run_id} before and is now {run_id}")
+        self._run_id = run_id
+        self._session = _Session(json.loads(row.body["config"]), row.body["checkpoint"])
+
+    def _begun(self, row: Row) -> None:
+        version, checkpoint = row.required_version, self._session.checkpoint
+        _require(self._session.begun is None, "the session began before")
+        saved = self._step_of(checkpoint) if checkpoint else 0
+        _require(
+            version in (self._finished, saved),
+            f"the session goes on after step {version}, but the run has finished step {self._finished}, and "
+            + (f"the checkpoint that it resumed is of step {saved}" if checkpoint else "it resumed no checkpoint"),
+        )
+        self._finished = version
+        self._session.begun = self._session.version = version
+        self._session.published, self._session.collected = {}, set()
+
+    def _is_published(self, row: Row) -> None:
+        version, digest = row.required_version, row.body["digest"]
+        session, published = self._session, self._in_session(row)
+        _require(version not in published, f"version {version} was published twice in one session")
+        if published or version == session.version + 1:
+            _require(version == session.version + 1, f"version {version} was published after version {session.version}")
+            _require(session.version in self._collected, f"version {version} has no batch that it could come from")
+        else:
+            _require(version == session.version, f"version {version} was published, but {session.version} was held")
+            self._require_same_weights(version, digest)
+        for address, received in row.body.get("received", {}).items():
+            _require(received == digest, f"replica {address} received weights {received}, but {digest} were sent")
+        published[version] = digest
+        self._published.setdefault(version, set()).add((self._layout(), digest))
+
+    def _require_same_weights(self, version: int, digest: str) -> None:
+        """Checks that a session that goes on after `version` has the weights that this version had."""
+        before = {known for layout, known in self._published.get(version, ()) if layout == self._layout()}
+        _require(
+            not before or digest in before,
+            f"the session goes on with version {version} of digest {digest}, which was never published before: "
+            f"the run had {' and '.join(sorted(before))}",
+        )
+
+    def _is_collected(self, row: Row) -> None:
+        version, body = row.required_version, row.body
+        published, session = self._in_session(row), self._session
+        assert session.collected is not None
+        drawn, lag = body.get("drawn", version), self._lag()
+        _require(
+            drawn == session.version, f"a batch was sampled from version {drawn} while {session.version} was served"
+        )
+        is_first = drawn == session.begun and drawn <= version <= drawn + lag
+        _require(
+            version == drawn + lag or is_first, f"the batch for version {version} was sampled from version {drawn}"
+        )
+        _require(version not in session.collected, f"two batches for version {version} were sampled in one session")
+        _require(drawn in published, f"a batch was sampled from version {drawn}, which was not published")
+        _require(
+            body["digest"] == published[drawn],
+            f"the batch carries weights {body['digest']} as version {drawn}, but {published[drawn]} were published",
+        )
+        _require(self._dataset in ("", body["dataset"]), "the training data is not that of the batches before")
+        self._dataset, self._collected[version] = body["dataset"], body
+        session.collected.add(version)
+        if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
+            self._check_batch(version, body)
+
+    def _check_batch(self, version: int, body: Mapping[str, Any]) -> None:
+        path = batch_path(self._run_dir, version)
+        _require(path.is_file(), f"{path.name}, the batch of version {version}, is missing")
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        _require(found == body["sha256"], f"{path.name} is not the file that was recorded: its SHA-256 is {found}")
+        for wrong in self.samples.check(path, version, body, self._session.config):
+            raise ViolationError(wrong)
+
+    def _is_finished(self, row: Row) -> None:
+        version, session, published = row.required_version, self._session, self._in_session(row)
+        before = version - 1
+        _require(version == session.version + 1, f"step {version} was finished after step {session.version}")
+        _require(before in self._collected, f"step {version} was finished without a batch")
+        _require(version in published, f"step {version} was finished, but its weights were not published")
+        batch = self._collected[before]
+        drawn, used = batch.get("drawn", before), batch["digest"]
+        known = {digest for _, digest in self._published.get(drawn, ())}
+        if drawn in published:
+            known = {published[drawn]}
+        _require(used in known, f"step {version} trained on samples of weights {used}, not on those of version {drawn}")
+        session.version = self._finished = version
+        self._ever_finished.add(version)
+
+    def _is_evaluated(self, row: Row) -> None:
+        version = row.required_version
+        _require(version == self._session.version, f"version {version} was evaluated while another one was served")
+        if self._newest[row.kind, version, None] == row.seq:
+            stamp = version, self._in_session(row).get(version, "")
+            for path in sorted(self._run_dir.glob(f"evaluations/*-step-{version:06d}.parquet")):
+                for wrong in self.samples.check_stamps(path, stamp):
+                    raise ViolationError(wrong)
+
+    def _is_saved(self, row: Row) -> None:
+        version, path = row.required_version, row.body["path"]
+        _require(
+            version in self._ever_finished, f"the checkpoint of step {version} was saved before that step was finished"
+        )
+        _require(version <= self._finished, f"the checkpoint of step {version} was saved after step {self._finished}")
+        self._saved[path] = version
+        is_gone = (Kind.DELETED, None, path) in self._newest and self._newest[Kind.DELETED, None, path] > row.seq
+        if not is_gone and self._newest[row.kind, version, path] == row.seq:
+            self._check_checkpoint(row)
+
+    def _check_checkpoint(self, row: Row) -> None:
+        manifest = self._there(row.body["path"]) / "manifest.json"
+        _require(manifest.is_file(), f"{manifest} of a recorded checkpoint is missing")
+        content = manifest.read_bytes()
+        found = hashlib.sha256(content).hexdigest()
+        _require(
+            found == row.body["manifest_digest"], f"{manifest} is not the file that was saved: its SHA-256 is {found}"
+        )
+        state = json.loads(content).get("state", {})
+        expected = f"{self._run_id}/{row.required_version - 1}"
+        batch = state.get("last_batch_id")
+        _require(batch == expected, f"{manifest} was saved after batch {batch}, not after {expected}")
+
+    def _is_deleted(self, row: Row) -> None:
+        path = row.body["path"]
+        _require(path in self._saved, f"{path} was deleted, but never saved")
+
+    def _is_exported(self, row: Row) -> None:
+        version = row.required_version
+        _require(version == self._finished, f"version {version} was exported, but step {self._finished} was the last")
+
+    def _in_session(self, row: Row) -> dict[int, str]:
+        _require(self._session.published is not None, f"a row {row.kind} came before its session began")
+        assert self._session.published is not None
+        return self._session.published
+
+    def _lag(self) -> int:
+        """Returns how many versions older than the one that it updates a batch is, but for a session's first ones."""
+        return self._session.config["trainer"].get("lag", {}).get("versions", 0)
+
+    def _layout(self) -> str:
+        return json.dumps([self._session.config.get(section) for section in _LAYOUT], sort_keys=True)
+
+    def _step_of(self, checkpoint: str) -> int:
+        """Returns the step of the checkpoint that a session resumed, also if it was deleted since."""
+        manifest = self._there(checkpoint) / "manifest.json"
+        if checkpoint in self._saved:
+            return self._saved[checkpoint]
+        if manifest.is_file():
+            return int(json.loads(manifest.read_bytes())["state"]["version"])
+        named = re.search(r"step-(\d+)$", checkpoint)
+        _require(named is not None, f"the session resumed {checkpoint}, which is no checkpoint")
+        assert named
+        return int(named[1])
+
+    def _there(self, path: str) -> Path:
+        """Returns where a checkpoint is now, also if the run's directory was moved."""
+        moved = self._run_dir / Path(path).parent.name / Path(path).name
+        return moved if moved.is_dir() else Path(path)
+
+
+def _require(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise ViolationError(otherwise)

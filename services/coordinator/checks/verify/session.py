@@ -1,0 +1,103 @@
+"""`lockstep verify`: checks that a run's record could have come about in the only legal order."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from services.common.errors import DataLoss, PreconditionFailed
+from services.coordinator.checks.verify.history import History, ViolationError
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.recorded import RecordedLedger, Row
+
+METRICS = "metrics.jsonl"
+_NUM_SHOWN = 12
+_HIDDEN = ("config", "versions", "metrics")  # too long for a line
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a verification."""
+
+    rows: Sequence[Row]
+    """The shortest prefix of the ledger that is illegal; all of it if none is."""
+    num_samples: int
+    violation: str
+    """What is wrong with the last of `rows`, or with metrics.jsonl; empty if all is well."""
+
+
+def verify(run_dir: Path) -> Verdict:
+    """Checks a run's ledger and the files that it describes, up to the first violation. Changes nothing.
+
+    Raises:
+        NotFound: `run_dir` holds no run.
+        PreconditionFailed: It is an SFT run.
+        DataLoss: The ledger is empty or cannot be read.
+    """
+    with closing(RecordedLedger(run_dir)) as ledger:
+        rows = ledger.rows()
+    if not rows:
+        raise DataLoss(f"{run_dir}: the ledger is empty; the run was never opened")
+    if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
+        raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
+    history = History(run_dir, rows)
+    for number, row in enumerate(rows, 1):
+        try:
+            history.follow(row)
+        except ViolationError as error:
+            return Verdict(rows[:number], history.samples.num_samples, str(error))
+    violation = next(_wrong_lines(run_dir / METRICS, rows), "")
+    return Verdict(rows, history.samples.num_samples, violation)
+
+
+def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields a sentence for every line of a step that contradicts the ledger.
+
+    Lines may be missing, because a full disk does not end a run, and the line of a step is written before its row.
+    """
+    recorded = {row.required_version: row.body for row in rows if row.kind == Kind.FINISHED}
+    newest = next((row.required_version for row in reversed(rows) if row.kind in (Kind.FINISHED, Kind.BEGUN)), 0)
+    before = 0
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
+        try:
+            line = json.loads(text)
+            step = line.pop("step")
+        except (ValueError, KeyError, AttributeError):
+            yield f"line {number} of {path.name} is damaged"
+            return
+        if "time/step_s" not in line:  # of an evaluation
+            continue
+        if step <= before:
+            yield f"line {number} of {path.name} is of step {step} and comes after that of step {before}"
+        if step > newest + 1 or (step <= newest and _text(line) != _text(recorded.get(step))):
+            yield f"line {number} of {path.name}, of step {step}, is not what the ledger has of this step"
+        before = step
+
+
+def _text(metrics: Mapping[str, object] | None) -> str:
+    """Returns text that is equal for equal metrics, NaN included."""
+    return json.dumps(metrics, sort_keys=True)
+
+
+def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
+    """Prints the verdict; after a violation the last rows of the prefix too."""
+    kinds = [row.kind for row in verdict.rows]
+    counts = f"{kinds.count(Kind.OPENED)} sessions, {kinds.count(Kind.FINISHED)} finished steps"
+    if not verdict.violation:
+        line = f"{run_dir}: {len(kinds)} rows, {counts}, {verdict.num_samples} samples: no violation"
+        console.print(line, soft_wrap=True, highlight=False)
+        return
+    shown = verdict.rows[-_NUM_SHOWN:]
+    if len(shown) < len(kinds):
+        console.print(f"... {len(kinds) - len(shown)} rows before", highlight=False)
+    for row in shown:
+        body = {name: value for name, value in row.body.items() if name not in _HIDDEN and not isinstance(value, float)}
+        version = "" if row.version is None else f" {row.version}"
+        text = f"{row.seq:>6}  {row.kind}{version}  {json.dumps(body)}"
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+    console.print(
+        f"violation after {len(kinds)} rows: {verdict.violation}", soft_wrap=True, highlight=False, markup=False
+    )

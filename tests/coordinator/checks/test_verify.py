@@ -1,0 +1,282 @@
+"""Tests `lockstep verify`: the record of a real run is legal, and whatever is damaged in a copy of it is named."""
+
+import hashlib
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import pytest_asyncio
+from typer.testing import CliRunner
+
+from services.common.errors import NotFound
+from services.coordinator.checks.verify.session import Verdict, verify
+from services.coordinator.cli.main import app
+from services.coordinator.data.seeds import seed_of
+from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
+
+__all__ = ["deadline"]
+NUM_STEPS = 5  # two steps of prompts repeat: 8 prompts, 2 a step
+
+
+@pytest_asyncio.fixture(scope="module")
+async def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("verified")
+    config = make_run(directory, NUM_STEPS)
+    async with surviving_services() as services:
+        await services.run(config)
+    return config.run_dir
+
+
+@pytest.fixture
+def run_dir(undisturbed: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(undisturbed, tmp_path / "runs" / "run")
+
+
+def execute(run_dir: Path, sql: str, *values: object) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database, database:
+        assert database.execute(sql, values).rowcount > 0
+
+
+def change_row(run_dir: Path, kind: str, version: int, **changes: object) -> None:
+    """Changes fields of the newest row of `kind` and `version`."""
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database:
+        sql = "SELECT seq, body FROM decisions WHERE kind = ? AND version = ? ORDER BY seq DESC"
+        seq, body = database.execute(sql, (kind, version)).fetchone()
+    execute(run_dir, "UPDATE decisions SET body = ? WHERE seq = ?", json.dumps(json.loads(body) | changes), seq)
+
+
+def change_batch(run_dir: Path, version: int, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Changes the samples of a batch, and records the new file's hash as a forger would."""
+    path = run_dir / "batches" / f"step-{version:06d}.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    change_row(run_dir, "collected", version, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_a_real_run_is_legal_and_verifying_changes_nothing(run_dir: Path):
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    verdict = verify(run_dir)
+    assert verdict.violation == ""
+    assert verdict.num_samples >= NUM_STEPS * 4
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "event", ["Train", "SendWeights", "CommitWeights", "line 1", "SaveCheckpoint", "batch recorded"]
+)
+async def test_a_run_that_was_killed_and_resumed_is_legal(event: str, deadline: Deadline, tmp_path: Path):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    async with surviving_services() as services:
+        await services.run(make_run(tmp_path / "first", 2))
+        num_events = deadline.events.index(event) + 1
+        config = make_run(tmp_path / "second", 2)
+        deadline.restart(num_events)
+        try:
+            await services.run(config)
+        except BaseException as error:
+            if not any(isinstance(one, Killed) for one in killed(error)):
+                raise
+        assert verify(config.run_dir).violation == ""
+        deadline.restart()
+        await services.run(config)
+    verdict = verify(config.run_dir)
+    assert verdict.violation == ""
+    assert sum(row.kind == "opened" for row in verdict.rows) == 2
+
+
+def other_stamp(rows: list[dict[str, Any]]) -> None:
+    rows[1]["policy_digest"] = "digest 7"
+
+
+def other_version(rows: list[dict[str, Any]]) -> None:
+    rows[1]["policy_version"] = 1
+
+
+def other_seed(rows: list[dict[str, Any]]) -> None:
+    rows[1]["seed"] += 1
+
+
+def repeated_sample(rows: list[dict[str, Any]]) -> None:
+    rows[1] = rows[0]
+
+
+def other_prompt(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if row["group"] == rows[0]["group"]:
+            row["prompt_id"] = "99-ffffffff"
+            row["seed"] = seed_of(0, 4, row["prompt_id"], row["sample"])
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "said"),
+    [
+        (2, other_stamp, "carries version 2 with digest digest 7, not 2 with digest 2"),
+        (2, other_version, "carries version 1"),
+        (2, other_seed, "has seed"),
+        (2, repeated_sample, "is in the batch twice"),
+        (4, other_prompt, "where the order of the data has"),
+    ],
+)
+def test_a_wrong_sample_is_named(run_dir: Path, version: int, change: Callable[..., None], said: str):
+    change_batch(run_dir, version, change)
+    verdict = verify(run_dir)
+    assert said in verdict.violation
+    assert (verdict.rows[-1].kind, verdict.rows[-1].version) == ("collected", version)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def saved(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "step-000002" / "manifest.json"
+
+
+def insert_again(run_dir: Path, kind: str, version: int) -> None:
+    """Appends a copy of a row."""
+    columns = "time, kind, version, body"
+    sql = f"INSERT INTO decisions ({columns}) SELECT {columns} FROM decisions WHERE kind = ? AND version = ?"
+    execute(run_dir, sql, kind, version)
+
+
+def begin_session(run_dir: Path, version: int) -> None:
+    """Appends rows of a coordinator that goes on after step `version`."""
+    columns = "time, kind, version, body"
+    sql = f"INSERT INTO decisions ({columns}) SELECT time, kind, ?, body FROM decisions WHERE kind = ? LIMIT 1"
+    execute(run_dir, sql, None, "opened")
+    execute(run_dir, sql, version, "begun")
+
+
+def rewrite_lines(run_dir: Path, change: Callable[[list[str]], list[str]]) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, tuple[str, int | None]]] = {
+    "a changed batch": (
+        lambda run: flip(run / "batches" / "step-000001.parquet"),
+        "is not the file that was recorded",
+        ("collected", 1),
+    ),
+    "a lost batch": (lambda run: (run / "batches" / "step-000001.parquet").unlink(), "is missing", ("collected", 1)),
+    "another publication": (
+        lambda run: change_row(run, "published", 3, digest="x", received={}),
+        "carries version 3 with digest digest 3, not 3 with x",
+        ("evaluated", 3),
+    ),
+    "a replica with other weights": (
+        lambda run: change_row(run, "published", 3, received={"a:1": "x"}),
+        "replica a:1 received",
+        ("published", 3),
+    ),
+    "a lost row": (
+        lambda run: execute(run, "DELETE FROM decisions WHERE kind = 'published' AND version = 2"),
+        "is missing: the next one is row",
+        ("finished", 2),
+    ),
+    "a step twice": (lambda run: insert_again(run, "finished", 5), "step 5 was finished after step 5", ("finished", 5)),
+    "a batch twice": (
+        lambda run: insert_again(run, "collected", 4),
+        "a batch was sampled from version 4 while 5",
+        ("collected", 4),
+    ),
+    "versions that go back": (lambda run: insert_again(run, "published", 2), "was published twice", ("published", 2)),
+    "a step without its publication": (
+        lambda run: execute(run, "UPDATE decisions SET kind = 'epoch' WHERE kind = 'published' AND version = 3"),
+        "its weights were not published",
+        ("finished", 3),
+    ),
+    "a checkpoint before its step": (
+        lambda run: execute(run, "UPDATE decisions SET version = 5 WHERE kind = 'saved' AND version = 2"),
+        "was saved before that step",
+        ("saved", 5),
+    ),
+    "a changed checkpoint": (lambda run: flip(saved(run)), "is not the file that was saved", ("saved", 2)),
+    "a lost checkpoint": (lambda run: saved(run).unlink(), "is missing", ("saved", 2)),
+    "a session from nowhere": (
+        lambda run: begin_session(run, 3),
+        "the session goes on after step 3, but the run has finished step 5",
+        ("begun", 3),
+    ),
+    "a session that begins twice": (lambda run: insert_again(run, "begun", 0), "began before", ("begun", 0)),
+    "other data": (
+        lambda run: change_row(run, "collected", 3, dataset="x"),
+        "the training data is not",
+        ("collected", 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_record_is_named(run_dir: Path, name: str):
+    damage, said, (kind, version) = DAMAGES[name]
+    damage(run_dir)
+    verdict = verify(run_dir)
+    assert said in verdict.violation
+    assert (verdict.rows[-1].kind, verdict.rows[-1].version) == (kind, version)
+
+
+def first_step(lines: list[str]) -> str:
+    return next(line for line in lines if "time/step_s" in line)
+
+
+def changed(line: str) -> str:
+    metrics = json.loads(line)
+    return json.dumps({**metrics, "time/step_s": metrics["time/step_s"] + 1}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda lines: [changed(first_step(lines))], "is not what the ledger has"),
+        (lambda lines: [*lines, first_step(lines)], "comes after that of step 5"),
+        (lambda lines: [*lines, "{\n"], "is damaged"),
+    ],
+    ids=["changed", "repeated", "damaged"],
+)
+def test_a_wrong_line_is_named(run_dir: Path, change: Callable[[list[str]], list[str]], said: str):
+    rewrite_lines(run_dir, change)
+    assert said in verify(run_dir).violation
+
+
+def test_lines_may_be_missing(run_dir: Path):
+    rewrite_lines(run_dir, lambda lines: lines[3:])
+    assert verify(run_dir) == Verdict(verify(run_dir).rows, verify(run_dir).num_samples, "")
+
+
+def test_a_session_that_goes_on_with_other_weights_is_named(run_dir: Path):
+    begin_session(run_dir, NUM_STEPS)
+    insert_again(run_dir, "published", NUM_STEPS)
+    change_row(run_dir, "published", NUM_STEPS, digest="digest 0", received={})
+    verdict = verify(run_dir)
+    assert "of digest digest 0, which was never published before: the run had digest 5" in verdict.violation
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(NotFound):
+        verify(tmp_path)
+
+
+def test_the_command_prints_the_prefix_and_the_violation(run_dir: Path):
+    done = CliRunner().invoke(app, ["verify", str(run_dir)])
+    assert (done.exit_code, f"{NUM_STEPS} finished steps" in done.output) == (0, True)
+    assert "no violation" in done.output
+    change_batch(run_dir, 2, other_stamp)
+    done = CliRunner().invoke(app, ["verify", str(run_dir)])
+    assert done.exit_code == 1
+    lines = done.output.splitlines()
+    assert "collected 2" in lines[-2]
+    assert lines[-1].startswith("violation after ")
+    assert "carries version 2 with digest digest 7" in lines[-1]

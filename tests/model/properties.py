@@ -1,0 +1,66 @@
+"""What must hold in every state, and when a run has reached its end."""
+
+from collections.abc import Callable, Mapping
+
+from tests.model.state import NUM_STEPS, World
+
+
+def on_policy(w: World) -> bool:
+    return all(update.batch.drawn == update.batch.stamp == update.before for update in w.updates)
+
+
+def served_as_stamped(w: World) -> bool:
+    """What a replica serves was compared on all members, and its engine really has it."""
+    return all(r.stamp is None or (r.stamp == r.content and r.stamp in w.compared) for r in w.replicas)
+
+
+def never_backwards(w: World) -> bool:
+    return all(r.stamp is None or r.newest in (-1, r.stamp.version) for r in w.replicas)
+
+
+def not_disturbed(w: World) -> bool:
+    """A replica that the coordinator told to serve goes on with it, until it is killed or told otherwise."""
+    c = w.coordinator
+    if c.at not in ("generating", "collecting"):
+        return True
+    return all(r.stamp == c.stamp for r in w.replicas if r.view == "serving" and r.token == c.token)
+
+
+def one_effect(w: World) -> bool:
+    """Every finished step is one update, by exactly the batch that is recorded for it."""
+    steps = [finished for finished in w.ledger.finished if finished]
+    applied = {(update.batch, update.after) for update in w.updates}
+    return all(step in applied for step in steps)
+
+
+def recorded_first(w: World) -> bool:
+    """What the trainer was given is on disk: its coordinator can be killed at any time."""
+    last = w.trainer.last
+    return last is None or last.is_foreign or last in w.ledger.collected
+
+
+def saved_as_finished(w: World) -> bool:
+    """A recorded checkpoint is complete and has the weights of the finished step that it is named after."""
+    saved, finished = w.disk[w.ledger.saved], w.ledger.finished[w.ledger.saved]
+    return w.ledger.saved == 0 or bool(saved and finished and saved.weights == finished[1])
+
+
+def one_owner(w: World) -> bool:
+    return all(update.is_owners for update in w.updates)
+
+
+INVARIANTS: Mapping[str, Callable[[World], bool]] = {
+    "every batch is trained on by exactly the weights that it was drawn from": on_policy,
+    "replicas serve only what was hashed equal on all members": served_as_stamped,
+    "versions that a replica serves never go back within a session": never_backwards,
+    "no late call disturbs a replica that serves": not_disturbed,
+    "a batch id has one effect, that of the recorded batch": one_effect,
+    "only the coordinator that opened the run last trains": one_owner,
+    "a batch is on disk before the trainer gets it": recorded_first,
+    "a recorded checkpoint is that of its step": saved_as_finished,
+}
+
+
+def is_finished(w: World) -> bool:
+    """The run has done all steps, and its last checkpoint is recorded."""
+    return w.coordinator.at == "done" and w.ledger.last == NUM_STEPS == w.ledger.saved

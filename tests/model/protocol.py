@@ -1,0 +1,79 @@
+"""The protocol as a table: everything that can happen, with when it can and what it does.
+
+"it" is the coordinator. `emits` has what can be seen of it: the calls that it sends, and the kinds of rows that it
+writes.
+"""
+
+from tests.model import coordinator as c
+from tests.model import faults as f
+from tests.model import services as s
+from tests.model.state import Order, Transition, for_each_replica
+
+LOCAL = Order.LOCAL
+_JOINING = ("epoch", "Rollout.JoinWeightGroup", "Trainer.JoinWeightGroup")
+_SENDING = ("Rollout.ReceiveWeights", "Trainer.SendWeights")
+
+COORDINATOR = [
+    Transition("a coordinator starts", c.at("down"), c.start, emits=("opened", "Trainer.OpenRun")),
+    Transition("it takes over the version that the trainer holds", c.trainer_opened, c.take_version, order=LOCAL),
+    *for_each_replica("it opens a replica", c.can_open_replica, c.open_replica, emits=("Rollout.OpenRun",)),
+    Transition("it begins", c.replicas_opened, c.begin, emits=("begun",)),
+    Transition("it adopts an unrecorded checkpoint", c.can_adopt, c.adopt, emits=("saved",)),
+    Transition("it goes on", c.can_go_on, c.go_on, order=LOCAL),
+    Transition("it forms a weight group", c.needs_group, c.form_group, emits=_JOINING),
+    Transition("it publishes", c.all_answered("joining", "joined", "joined"), c.send, emits=_SENDING, order=LOCAL),
+    Transition("it publishes to the same group", c.has_group_to_use, c.send, emits=_SENDING),
+    Transition("it commits equal digests", c.can_commit, c.commit, emits=("Rollout.CommitWeights",), order=LOCAL),
+    Transition("it rejects unequal digests", c.must_reject, c.fail_attempt, order=LOCAL),
+    Transition(
+        "it records it", c.all_answered("committing", "", "committed"), c.published, emits=("published",), order=LOCAL
+    ),
+    Transition("it gives up an attempt to publish", c.attempt_failed, c.fail_attempt),
+    Transition("it finishes the step", c.at("finishing step"), c.finish_step, emits=("finished",)),
+    Transition("it begins to save", c.can_save, c.begin_save, emits=("Trainer.SaveCheckpoint",)),
+    Transition("it has nothing to save", c.is_saved_already, c.skip_save, order=LOCAL),
+    Transition("it records the checkpoint", c.is_saved, c.record_save, emits=("saved",), order=LOCAL),
+    Transition("it takes the recorded batch", c.can_take_recorded, c.take_recorded),
+    Transition("it has a replica generate", c.must_generate, c.generate, emits=("Rollout.Generate",)),
+    Transition("it records the batch", c.samples_came, c.record_batch, emits=("collected",), order=LOCAL),
+    Transition("it gives the group to another replica", c.draw_failed, c.draw_elsewhere),
+    Transition("it sends the batch", c.at("recording"), c.train, emits=("Trainer.Train",)),
+    Transition("it takes the new version", c.trained, c.take_trained, order=LOCAL),
+    Transition("it ends without a replica", c.has_no_replica, c.end),
+    Transition("it ends with the trainer's error", c.trainer_failed, c.end),
+    Transition("the run is done", c.is_at_the_end, c.finish_run),
+]
+
+SERVICES = [
+    *s.receives("open", s.open_run, s.is_free),
+    *s.receives("join", s.join, s.is_idle),
+    *s.receives("send", s.send, s.is_idle),
+    *s.receives("train", s.train, s.is_idle),
+    *s.receives("save", s.save, s.is_free),
+    Transition("the trainer completes a checkpoint", s.is_copying, s.complete_save),
+    Transition("all members meet", s.all_in("joining", "joining"), s.meet),
+    Transition("the weights are broadcast", s.all_in("sending", "receiving"), s.broadcast),
+    Transition("the trainer gives up an epoch", s.trainer_waits_in_vain, s.give_up),
+    *s.replica_receives("join", s.replica_joins),
+    *s.replica_receives("receive", s.replica_receives_weights),
+    *s.replica_receives("commit", s.replica_commits),
+    *s.replica_receives("generate", s.replica_generates),
+    *for_each_replica("a replica gives up an epoch", s.replica_waits_in_vain, s.replica_gives_up),
+]
+
+FAULTS = [
+    Transition("the coordinator is killed", f.is_running, f.kill_coordinator, is_fault=True),
+    Transition("a coordinator is replaced while it is stopped", f.can_thaw_late, f.thaw_late, is_fault=True),
+    Transition("the trainer is killed and started again", f.trainer_is_open, f.kill_trainer, is_fault=True),
+    *for_each_replica("a replica is killed and started again", f.replica_is_open, f.kill_replica, is_fault=True),
+    Transition("a call of a publication is lost or late", f.is_publishing, c.fail_attempt, is_fault=True),
+    Transition("a Generate call is lost or late", c.at("collecting"), f.lose_draw, is_fault=True),
+    Transition("a Train call or its answer is lost", f.can_repeat_batch, f.repeat_batch, is_fault=True),
+    Transition("a SaveCheckpoint call or its answer is lost", f.can_repeat_save, f.repeat_save, is_fault=True),
+    Transition(
+        "bytes of a broadcast are flipped", s.all_in("sending", "receiving"), f.flip, is_fault=True, order=Order.CURRENT
+    ),
+    Transition("an unsynced row reaches the disk", f.has_unsynced, f.catch_up),
+]
+
+PROTOCOL = (*COORDINATOR, *SERVICES, *FAULTS)

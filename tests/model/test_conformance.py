@@ -1,0 +1,146 @@
+"""Compares the real coordinator with the model: what it does in whole runs, some of them killed, is a path of it."""
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config.run import Config
+from services.common.rpc.client import Client
+from services.coordinator.runs.ledger import Ledger
+from services.coordinator.services.clients.blocks import BlockStream
+from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
+from tests.model.coordinator import ended
+from tests.model.protocol import PROTOCOL
+from tests.model.search import after
+from tests.model.state import NUM_STEPS, World
+
+__all__ = ["deadline"]
+# One real replica stands for the model's two; several groups of a step for its one.
+_IGNORED = {"Rollout.OpenRun"}
+SEEN = {event for step in PROTOCOL for event in step.emits} - _IGNORED
+KILLED = "killed"
+Place = tuple[World, tuple[str, ...]]
+"""A state of the model, and what can still be seen of the transition that led to it."""
+
+
+@pytest.fixture
+def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lists the calls that the coordinator sends and the rows that it has written."""
+    events: list[str] = []
+    record, call, stream, commit = Ledger.record, Client.call, Client.stream, BlockStream.commit
+
+    def see(event: str) -> None:
+        if event in SEEN:
+            events.append(event)
+
+    def recording(self: Ledger, kind: Any, version: int | None = None, **body: Any) -> int:
+        number = record(self, kind, version, **body)
+        see(kind.value)
+        return number
+
+    async def calling(self: Client, method: Any, *args: Any, **options: Any) -> Any:
+        see(_name(method))
+        return await call(self, method, *args, **options)
+
+    def streaming(self: Client, method: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        see(_name(method))
+        return stream(self, method, *args, **options)
+
+    def committing(self: BlockStream, batch: Any) -> None:
+        see("Trainer.Train")  # before it, the blocks of a batch have no effect
+        commit(self, batch)
+
+    monkeypatch.setattr(BlockStream, "commit", committing)
+    monkeypatch.setattr(Ledger, "record", recording)
+    monkeypatch.setattr(Client, "call", calling)
+    monkeypatch.setattr(Client, "stream", streaming)
+    return events
+
+
+def _name(method: Any) -> str:
+    return method.__qualname__.replace("ServiceServicer", "")
+
+
+def without_repeats(events: Iterable[str]) -> Iterator[str]:
+    """Leaves out all but the first Generate of a step."""
+    is_drawing = False
+    for event in events:
+        if event == "Rollout.Generate":
+            if is_drawing:
+                continue
+            is_drawing = True
+        is_drawing = is_drawing and event not in ("collected", KILLED)
+        yield event
+
+
+def first_impossible(events: Iterable[str]) -> tuple[int, str] | None:
+    """Returns number and name of the first event that no path of the model has; None if `events` is a path."""
+    places: set[Place] = {(World(), ())}
+    for number, event in enumerate(without_repeats(events)):
+        places = _closure(places)
+        if event == KILLED:
+            places = {(ended(world), ()) for world, _ in places}
+        else:
+            places = {(world, coming[1:]) for world, coming in places if coming[:1] == (event,)}
+        if not places:
+            return number, event
+    return None
+
+
+def _closure(places: set[Place]) -> set[Place]:
+    """Adds what can happen unseen."""
+    reached, waiting = set(places), list(places)
+    while waiting:
+        world, coming = waiting.pop()
+        if coming:
+            continue
+        for step, then in after(world, PROTOCOL, max_faults=0):
+            place = then, tuple(event for event in step.emits if event in SEEN)
+            if place not in reached:
+                reached.add(place)
+                waiting.append(place)
+    return reached
+
+
+def _made(directory: Path, **changes: Any) -> Config:
+    config = make_run(directory, NUM_STEPS, **changes)
+    evaluation = config.evaluation.model_copy(update={"eval_freq": 0, "eval_before_train": False})
+    return config.model_copy(update={"evaluation": evaluation})
+
+
+@pytest.mark.parametrize("changes", [{}, {"trainer": {"max_tokens_per_microbatch": 48}}], ids=["whole", "in blocks"])
+async def test_an_undisturbed_run_is_a_path_of_the_model(changes: dict[str, Any], observed: list[str], tmp_path: Path):
+    async with surviving_services() as services:
+        await services.run(_made(tmp_path, **changes))
+    assert {*observed} == SEEN
+    assert first_impossible(observed) is None
+    wrong = [*observed]
+    place = wrong.index("collected")
+    wrong[place : place + 2] = "Trainer.Train", "collected"
+    assert first_impossible(wrong) is not None
+
+
+@pytest.mark.parametrize("event", ["CommitWeights", "batch recorded", "Train", "ledger finished 1", "SaveCheckpoint"])
+async def test_so_is_a_run_whose_coordinator_is_killed(
+    event: str, observed: list[str], deadline: Deadline, tmp_path: Path
+):
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "killed").mkdir()
+    async with surviving_services() as services:
+        await services.run(_made(tmp_path / "undisturbed"))
+        num_events = deadline.events.index(event) + 1
+        observed.clear()
+        deadline.restart(num_events)
+        config = _made(tmp_path / "killed")
+        try:
+            await services.run(config)
+        except BaseException as error:
+            if not any(isinstance(one, Killed) for one in killed(error)):
+                raise
+            observed.append(KILLED)
+        assert KILLED in observed
+        deadline.restart()
+        await services.run(config)
+    assert first_impossible(observed) is None

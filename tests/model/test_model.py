@@ -1,0 +1,73 @@
+"""Searches every state of the protocol, and shows that the search finds a protocol that lacks one of its rules."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.model import properties
+from tests.model.properties import INVARIANTS
+from tests.model.protocol import FAULTS, PROTOCOL
+from tests.model.search import PROGRESS, Found, search
+from tests.model.state import Rules, World
+
+log = logging.getLogger(__name__)
+Record = Callable[[str, object], None]
+
+# A rule, the faults without which nobody notices that it is missing, and what is violated then.
+KILLS = ("the coordinator is killed", "the trainer is killed and started again")
+LATE = "a call of a publication is lost or late"
+FLIPPED = "bytes of a broadcast are flipped"
+LOST_TRAIN = "a Train call or its answer is lost"
+LOST_SAVE = "a SaveCheckpoint call or its answer is lost"
+STOPPED = "a coordinator is replaced while it is stopped"
+MUTATIONS: dict[str, tuple[Sequence[str], Callable[[World], bool] | None]] = {
+    "second_phase": ([], properties.served_as_stamped),
+    "epoch_fence": ([LATE], properties.not_disturbed),
+    "fencing_token": ([STOPPED], properties.one_owner),
+    "batch_id": ([KILLS[0]], None),
+    "contents_compared": ([KILLS[1], STOPPED], properties.one_effect),
+    "digests_compared": ([FLIPPED], properties.served_as_stamped),
+    "digest_in_commit": ([LATE], properties.served_as_stamped),
+    "stamp_of_draw": ([KILLS[1]], properties.on_policy),
+    "stamp_compared": ([LOST_TRAIN], properties.on_policy),
+    "synced_rows": ([], properties.recorded_first),
+    "versioned_save": ([LOST_SAVE], properties.saved_as_finished),
+    "leftovers_removed": ([STOPPED], properties.saved_as_finished),
+}
+
+
+def test_the_protocol_keeps_its_promises_in_every_state(record_property: Record):
+    found = _reported(search(PROTOCOL, max_faults=2), record_property)
+    assert found.violated == "", "\n".join(found.path)
+    assert found.num_finished > 1
+
+
+def test_permuting_everything_finds_no_more(record_property: Record):
+    """The shorter search of the first test leaves out only what makes no difference."""
+    found = _reported(search(PROTOCOL, max_faults=1, permuting=True), record_property)
+    assert found.violated == "", "\n".join(found.path)
+
+
+def test_there_is_a_mutation_for_each_rule():
+    assert list(Rules._fields) == list(MUTATIONS)
+    known = {step.name for step in FAULTS}
+    assert all(name in known for faults, _ in MUTATIONS.values() for name in faults)
+
+
+@pytest.mark.parametrize("rule", MUTATIONS)
+def test_a_protocol_without_a_rule_is_found(rule: str, record_property: Record):
+    faults, invariant = MUTATIONS[rule]
+    protocol = [step for step in PROTOCOL if not step.is_fault or step.name in faults]
+    assert search(protocol, max_faults=len(faults)).violated == ""
+    found = _reported(search(protocol, Rules()._replace(**{rule: False}), max_faults=len(faults)), record_property)
+    names = {holds: name for name, holds in INVARIANTS.items()}
+    assert found.violated == (names[invariant] if invariant else PROGRESS), "\n".join(found.path)
+    assert found.path
+
+
+def _reported(found: Found, record_property: Record) -> Found:
+    log.info("%d states, %d of them finished, in %.1f s", *found[:3])
+    record_property("states", found.num_states)
+    record_property("seconds", round(found.seconds, 1))
+    return found
