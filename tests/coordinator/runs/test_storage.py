@@ -67,7 +67,7 @@ def test_a_full_disk_ends_a_batch_with_a_word_and_the_run_goes_on_when_there_is_
     ledger.close()
     ledger = Ledger(directory / "ledger.sqlite")
     assert [row["version"] for row in ledger.all(Kind.COLLECTED)] == [0, 1]
-    assert RunRecord(directory, ledger).recorded_batch(PolicyStamp(version=1, digest="d")) is not None
+    assert RunRecord(directory, ledger).recorded_batch(1, PolicyStamp(version=1, digest="d")) is not None
     ledger.close()
 
 
