@@ -60,6 +60,8 @@ class TimeoutsConfig(Strict):
     """Deadline in seconds for one Forward or Train call, which processes one batch."""
     publish_s: float = Field(default=300.0, gt=0)
     """Deadline in seconds for each call of a publication: joining the weight group, sending, receiving, committing."""
+    memory_s: float = Field(default=300.0, gt=0)
+    """Deadline in seconds for each call that frees or takes GPU memory: Sleep, Wake, ReleaseMemory, AcquireMemory."""
     checkpoint_s: float = Field(default=1800.0, gt=0)
     """Deadline in seconds for saving, loading or exporting a checkpoint."""
 

@@ -121,6 +121,26 @@ class PublicationCost(_message.Message):
     extra_bytes: int
     def __init__(self, digest_s: _Optional[float] = ..., extra_bytes: _Optional[int] = ...) -> None: ...
 
+class DeviceMemory(_message.Message):
+    __slots__ = ("device_uuid", "freed_bytes", "taken_bytes", "resident_bytes", "device_total_bytes", "device_free_bytes", "host_bytes", "duration_s")
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    device_uuid: str
+    freed_bytes: int
+    taken_bytes: int
+    resident_bytes: int
+    device_total_bytes: int
+    device_free_bytes: int
+    host_bytes: int
+    duration_s: float
+    def __init__(self, device_uuid: _Optional[str] = ..., freed_bytes: _Optional[int] = ..., taken_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ..., device_free_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
+
 class WeightPlan(_message.Message):
     __slots__ = ("tensors", "bucket_bytes", "num_base_tensors", "adapter_config_json", "num_senders", "slots")
     TENSORS_FIELD_NUMBER: _ClassVar[int]

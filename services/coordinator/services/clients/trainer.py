@@ -1,12 +1,12 @@
 """Clients of the trainers: the policy's, and those of the reference and the critic."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
-from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
+from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp, WeightGroup
 
 from services.common import batch as batches
 from services.common.config.any import AnyConfig, role_section
@@ -95,6 +95,28 @@ class Model:
             timeout_s=self._timeouts.checkpoint_s,
         )
         return answer.manifest_digest
+
+    async def release_memory(self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = ()) -> Sequence[DeviceMemory]:
+        """Moves parts of models to host memory and returns the memory of each rank; no role is every role there."""
+        request = pb.ReleaseMemoryRequest(parts=parts, roles=roles)
+        answer = await repeated(
+            lambda timeout_s: self._client.call(TrainerService.ReleaseMemory, request, timeout_s=timeout_s),
+            timeout_s=self._timeouts.memory_s,
+        )
+        return answer.ranks
+
+    async def acquire_memory(self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = ()) -> Sequence[DeviceMemory]:
+        """Moves parts of models back to the devices and returns the memory of each rank; no role is every role there.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken on that device.
+        """
+        request = pb.AcquireMemoryRequest(parts=parts, roles=roles)
+        answer = await repeated(
+            lambda timeout_s: self._client.call(TrainerService.AcquireMemory, request, timeout_s=timeout_s),
+            timeout_s=self._timeouts.memory_s,
+        )
+        return answer.ranks
 
     async def close(self) -> None:
         """Closes the channel."""
