@@ -23,7 +23,6 @@ from services.common.errors import PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.storage import storage_error, writing
 from services.common.weights.digest import Sums
-from services.common.weights.group import WeightGroup
 from services.common.weights.plan import NamedTensors, Plan
 from services.trainer.backend import Adapters, Backend, BackgroundSaves, Role, SeveralSenders
 from services.trainer.checkpoint import manifest as checkpoint
@@ -32,7 +31,8 @@ from services.trainer.checkpoint.export import adapter_config, export_adapter, e
 from services.trainer.losses import Totals
 from services.trainer.losses.python import require_importable
 from services.trainer.ranks.calls import Message, rank_command
-from services.trainer.ranks.publish import send
+from services.trainer.ranks.membership import join_epoch
+from services.trainer.ranks.publish import SendingMember, send
 from services.trainer.updates.critic import update_critic
 from services.trainer.updates.packing import Pack, build_pack
 from services.trainer.updates.policy import Minibatch, update
@@ -58,7 +58,7 @@ class Worker:
         self._plan: Plan | None = None
         self._members = [0]  # the ranks that send weights, in the order of their ranks in the weight group
         self._base_sums: Sums | None = None  # hash sums of the frozen base, once it was sent
-        self._group: WeightGroup | None = None
+        self._group: SendingMember | None = None
         self._model_path = ""
         self._profiler: Profiler | None = None
         self._saving: futures.Future[dict[str, Any]] | None = None
@@ -160,11 +160,10 @@ class Worker:
 
     @rank_command
     def join(self, *, group: str) -> Message:
-        """Joins the epoch if this rank sends weights. The senders, with rank 0, are the group's first members."""
+        """Joins the epoch if this rank is a member. The senders, with rank 0, are the group's first members."""
         self.leave()
-        if self._rank in self._members:
-            message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
-            self._group = WeightGroup(message, rank=self._members.index(self._rank), device=self._device)
+        message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
+        self._group = join_epoch(message, rank=self._rank, senders=self._members, device=self._device)
         return Message({"plan_digest": self._open_plan().digest})
 
     @rank_command
@@ -187,7 +186,7 @@ class Worker:
         weights = self._published(plan, skips_base=skips_base)
         with torch.no_grad():
             try:
-                if self._rank not in self._members:
+                if self._group is None and self._rank not in self._members:
                     return Message({})
                 if self._group is None:
                     raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)

@@ -64,7 +64,7 @@ class Completion(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class WeightGroup(_message.Message):
-    __slots__ = ("run_id", "epoch", "store_host", "store_port", "world_size", "backend", "timeout_s", "store_secret")
+    __slots__ = ("run_id", "epoch", "store_host", "store_port", "world_size", "backend", "timeout_s", "store_secret", "num_trainer_ranks")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class WeightGroup(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     STORE_SECRET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINER_RANKS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     store_host: str
@@ -81,7 +82,8 @@ class WeightGroup(_message.Message):
     backend: str
     timeout_s: float
     store_secret: bytes
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_s: _Optional[float] = ..., store_secret: _Optional[bytes] = ...) -> None: ...
+    num_trainer_ranks: int
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_s: _Optional[float] = ..., store_secret: _Optional[bytes] = ..., num_trainer_ranks: _Optional[int] = ...) -> None: ...
 
 class TestBroadcast(_message.Message):
     __slots__ = ("digest", "num_bytes", "duration_s", "route")

@@ -1,0 +1,91 @@
+"""Receives weights in an engine worker from the trainer rank on its device."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from lockstep.types.v1 import pairs_pb2 as pb
+from lockstep.types.v1 import types_pb2
+
+from services.common.errors import InvalidInput
+from services.common.weights.pairs.end import PairEnd
+from services.common.weights.pairs.link import Link
+from services.common.weights.pairs.members import device_name, partners
+from services.common.weights.pairs.slots import MappedSlots, map_slots
+from services.common.weights.plan import Bucket
+
+
+class PairReceiver(PairEnd):
+    """The engine worker's end of a pair."""
+
+    _slots: MappedSlots | None = None
+
+    def receive(self, buckets: Sequence[Bucket], *, in_place: bool) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Receives `buckets` and yields each with its bytes.
+
+        With `in_place`, they may be overwritten as soon as the next bucket is asked for. They are then read from the
+        memory that the trainer rank packs them into.
+
+        Raises:
+            Aborted: The trainer rank failed, left or was too slow, or another member gave up.
+        """
+        most = max(bucket.num_bytes for bucket in buckets)
+        for bucket in buckets:
+            slots, slot = self._written(bucket, most)
+            flat = slots.tensors[slot][: bucket.num_bytes]
+            if not in_place:
+                flat = flat.clone()
+                self._tell_read(slots, slot)
+            yield bucket, flat
+            if in_place:
+                self._tell_read(slots, slot)
+
+    def acknowledge(self, version: int, digest: str) -> None:
+        if self.device.type == "cuda" and self._slots is not None:
+            self._unmap()
+            self._send(pb.PairMessage(unmapped=pb.PairUnmapped()))
+        super().acknowledge(version, digest)
+
+    def _written(self, bucket: Bucket, most: int) -> tuple[MappedSlots, int]:
+        """Waits for `bucket`. Returns the slots and the number of the one that has it."""
+        message, fds = self._next("to write a bucket")
+        if message.WhichOneof("kind") == "slots":
+            self._map(message.slots, fds, most)
+            message = self._expect("written", "to write a bucket")
+        written, slots = message.written, self._slots
+        expected = pb.PairBucket(slot=written.slot, start=bucket.start, num_bytes=bucket.num_bytes)
+        if slots is None or written != expected or written.slot >= len(slots.tensors):
+            got = " ".join(str(message).split())
+            self._give_up(f"member {self._partner} sent {got or 'nothing'} in place of bucket {bucket.start}")
+        slots.wait_until_written(written.slot)
+        return slots, written.slot
+
+    def _map(self, message: pb.PairSlots, fds: Sequence[int], most: int) -> None:
+        self._unmap()
+        try:
+            self._slots = slots = map_slots(message, fds, self.device, least_bytes=most)
+        except (InvalidInput, RuntimeError, OSError) as error:
+            self._give_up(f"the slots of member {self._partner} cannot be mapped: {error}", cause=error)
+        self._send(pb.PairMessage(mapped=slots.answer))
+
+    def _tell_read(self, slots: MappedSlots, slot: int) -> None:
+        slots.read(slot)
+        self._send(pb.PairMessage(read=pb.PairBucket(slot=slot)))
+
+    def _connect(self, group: types_pb2.WeightGroup) -> None:
+        own = pb.PairMember(device=device_name(self.device, self.rank - self.num_trainer_ranks))
+        members = self._meet(own)
+        self._partner = partners(members, self.num_trainer_ranks)[self.rank]
+        try:
+            self._link = Link.to(members[self._partner].socket)
+        except OSError as error:
+            self._give_up(f"member {self._partner}, the other end of the pair, cannot be reached: {error}", cause=error)
+        self._send(pb.PairMessage(hello=pb.PairHello(store_secret=group.store_secret, rank=self.rank)))
+
+    def _disconnect(self) -> None:
+        self._unmap()
+        super()._disconnect()
+
+    def _unmap(self) -> None:
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.unmap()
