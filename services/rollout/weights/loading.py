@@ -50,6 +50,16 @@ class Loading:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
+    def free_buffers(self) -> None:
+        """Frees the buffers' memory, for the time in which the engine sleeps."""
+        for buffer in self._map.buffers if self._map else ():
+            buffer.untyped_storage().resize_(0)
+
+    def take_buffers(self) -> None:
+        """Takes the memory that `free_buffers` freed, with unspecified content."""
+        for buffer in self._map.buffers if self._map else ():
+            buffer.untyped_storage().resize_(buffer.nbytes)
+
     def abort(self) -> None:
         """Makes the engine reloadable again after an incomplete publication."""
         if not self._is_checked:

@@ -16,9 +16,10 @@ from services.common.weights.cost import Cost
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import Transfer, WeightGroup
 from services.common.weights.plan import Plan, unpack
-from services.rollout.compat.vllm.worker import WorkerExtension, model_of, rank_of, weight_loading
+from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loading
 from services.rollout.weights.adapter import load_adapter
 from services.rollout.weights.loading import NUM_BUFFERS, Arrivals, Loading
+from services.rollout.weights.sleeping import SleepingWorker
 
 # Number of broadcasts in progress while a bucket is being loaded.
 _DEPTH = NUM_BUFFERS - 1
@@ -48,14 +49,10 @@ class Received(TypedDict):
     extra_bytes: int
 
 
-class WeightReceiver(WorkerExtension):
+class WeightReceiver(SleepingWorker):
     """Joins an epoch, and receives, loads and hashes weights."""
 
     _lockstep_group: WeightGroup | None = None
-    _lockstep_plan_message = b""
-    _lockstep_plan: Plan
-    _lockstep_loading: Loading
-    _lockstep_base_sums: tuple[int, int]
 
     def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
         """Joins the epoch; returns the plan's digest as computed here, or the error."""
