@@ -125,6 +125,10 @@ class WeightGroup(Epoch):
                 posted.append(post(index + _DEPTH))
             yield bucket, flat
 
+    def free_buffers(self) -> None:
+        """Frees the memory that is kept for receiving; the next publication takes it again."""
+        self._buffers = ()
+
     def acknowledge(self, version: int, digest: str) -> None:
         self._scratch = None
         super().acknowledge(version, digest)

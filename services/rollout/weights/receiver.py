@@ -17,11 +17,10 @@ from services.common.weights.group import WeightGroup
 from services.common.weights.pairs.members import BACKEND as PAIRS
 from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.plan import Plan, unpack
-from services.rollout.compat.vllm.worker import WorkerExtension, model_of, rank_of, weight_loading
+from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loading
 from services.rollout.weights.adapter import load_adapter
 from services.rollout.weights.loading import Arrivals, Loading
-
-ReceivingMember = WeightGroup | PairReceiver
+from services.rollout.weights.sleeping import ReceivingMember, SleepingWorker
 
 
 class Failed(TypedDict):
@@ -48,14 +47,8 @@ class Received(TypedDict):
     extra_bytes: int
 
 
-class WeightReceiver(WorkerExtension):
+class WeightReceiver(SleepingWorker):
     """Joins an epoch, and receives, loads and hashes weights."""
-
-    _lockstep_group: ReceivingMember | None = None
-    _lockstep_plan_message = b""
-    _lockstep_plan: Plan
-    _lockstep_loading: Loading
-    _lockstep_base_sums: tuple[int, int]
 
     def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
         """Joins the epoch; returns the plan's digest as computed here, or the error."""

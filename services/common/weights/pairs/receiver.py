@@ -39,6 +39,9 @@ class PairReceiver(PairEnd):
             if in_place:
                 self._tell_read(slots, slot)
 
+    def free_buffers(self) -> None:
+        """Does nothing: the slots are the trainer rank's memory."""
+
     def acknowledge(self, version: int, digest: str) -> None:
         if self.device.type == "cuda" and self._slots is not None:
             self._unmap()
