@@ -46,6 +46,8 @@ Answer = TypeVar("Answer")
 _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
 
 
+# gpu_memory_utilization of an engine that can sleep; vLLM's own default, 0.92, leaves no room for a second process.
+_SHARED_UTILIZATION = 0.8
 # How long vLLM may take to abort samples. It takes milliseconds.
 _ABORT_S = 60.0
 
@@ -82,7 +84,9 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
     if torch.cuda.is_available():
         # vLLM's default for LLM, with which whole batches of prompts start in few steps. AsyncLLM's is for low latency.
         arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
-        arguments["enable_sleep_mode"] = needs.can_sleep
+        if needs.can_sleep:
+            # vLLM takes this share of the GPU. The rest is for what stays of the trainer, such as its CUDA context.
+            arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": _SHARED_UTILIZATION}
     else:
         arguments |= {
             "dtype": config.dtype if config.dtype != "auto" else "float32",

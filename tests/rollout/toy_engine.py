@@ -4,10 +4,10 @@ The layers, and how their weights are loaded, are like vLLM's; the layerwise rel
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from services.common.weights.digest import Sums
-from services.common.weights.plan import NamedTensors, Plan, pack
+from services.common.weights.plan import Bucket, NamedTensors, Plan, pack
 from services.rollout.weights.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
@@ -177,7 +177,12 @@ class Broken(Exception):
 
 
 class Wire:
-    """In the group's place: a bucket arrives, unseen by torch's dispatcher as from a network, when it is waited for."""
+    """In the group's place: a bucket arrives, unseen by torch's dispatcher as from a network, when it is asked for.
+
+    Buckets that are read in place arrive in three buffers, the same for all publications.
+    """
+
+    _buffers: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self, flats: Iterable[torch.Tensor], breaks_after: int | None, agrees: bool = False):
         self._flats, self._left, self._agrees = iter(flats), breaks_after, agrees
@@ -186,17 +191,23 @@ class Wire:
     def agrees(self, values: Sums) -> bool:
         return self._agrees
 
-    def broadcast(self, flat: torch.Tensor, sender: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return flat, next(self._flats)
+    def receive(self, buckets: Sequence[Bucket], *, in_place: bool) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        for index, bucket in enumerate(buckets):
+            if self._left is not None:
+                self._left -= 1
+                if self._left < 0:
+                    raise Broken
+            sent = next(self._flats)
+            assert sent.numel() == bucket.num_bytes
+            if in_place and len(self._buffers) <= index % 3:
+                most = max(bucket.num_bytes for bucket in buckets)
+                self._buffers.append(torch.empty(most, dtype=torch.uint8))
+            flat = self._buffers[index % 3] if in_place else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            ctypes.memmove(flat.data_ptr(), sent.data_ptr(), sent.numel())
+            yield bucket, flat[: bucket.num_bytes]
 
-    def wait(self, work: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if self._left is not None:
-            self._left -= 1
-            if self._left < 0:
-                raise Broken
-        flat, sent = work
-        assert flat.numel() == sent.numel()
-        ctypes.memmove(flat.data_ptr(), sent.data_ptr(), sent.numel())
+    def free_buffers(self) -> None:
+        self._buffers.clear()
 
     def acknowledge(self, version: int, digest: str) -> None:
         self.acknowledged.append(digest)

@@ -28,6 +28,8 @@ class Forwards:
         settings = [config.models.get(model.name, config.trainer) for model in models]
         self._models = {model: samples_at_once(own) for model, own in zip(models, settings, strict=True)}
         self._turns = {model: asyncio.Lock() for model in models}
+        # Engines that share GPUs with these models must have generated all groups first.
+        self.starts_at_end = config.placement == "colocated"
         self._num_wanted = config.data.prompts_per_step
         at_once = -(-max(self._models.values(), default=1) // config.rollout.completions_per_prompt)
         self._block_size = max(at_once, -(-self._num_wanted // _BLOCKS_PER_STEP))
@@ -74,6 +76,9 @@ class BatchForwards:
         self._num_wanted, self._block_size = num_wanted, block_size
         self._decided: dict[int, ScoredGroup | None] = {}
         self._num_passed = self._num_useful = 0
+        self._may_start = asyncio.Event()
+        if not forwards.starts_at_end:
+            self._may_start.set()
         self._block: list[ScoredGroup] = []
         self._running: list[tuple[list[ScoredGroup], asyncio.Task[list[dict[str, list[list[float]]]]]]] = []
 
@@ -92,6 +97,7 @@ class BatchForwards:
     async def complete(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns `groups`, which were all decided, with the columns of every model."""
         self._start()
+        self._may_start.set()
         columns: dict[int, Mapping[str, list[list[float]]]] = {}
         for block, task in self._running:
             columns |= {group.index: found for group, found in zip(block, await task, strict=True)}
@@ -100,4 +106,8 @@ class BatchForwards:
     def _start(self) -> None:
         block, self._block = self._block, []
         if block:
-            self._running.append((block, self._tasks.create_task(self._forwards.columns(block))))
+            self._running.append((block, self._tasks.create_task(self._columns(block))))
+
+    async def _columns(self, block: Sequence[ScoredGroup]) -> list[dict[str, list[list[float]]]]:
+        await self._may_start.wait()
+        return await self._forwards.columns(block)

@@ -46,6 +46,7 @@ class Replica:
             model_card=card,
             seed=config.seed,
             adapter_rank=config.trainer.lora.published_rank,
+            can_sleep=config.placement == "colocated",
         )
         answer = await self._client.call(
             RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True

@@ -28,6 +28,7 @@ from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.services.clients.replica import Replica, ReplicaState
+from services.coordinator.services.turns import Side, Turns
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,11 @@ class Affinity:
 class Rollout:
     """Dispatches each group to the serving replica with the fewest tokens in flight, or to its affinity's."""
 
-    def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
+    def __init__(
+        self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL, turns: Turns | None = None
+    ):
+        """Creates clients of the replicas. Generating waits for the engines' turn, if `turns` are given."""
+        self._turns = turns or Turns()
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
         self.num_redispatched = 0
         self._config = config
@@ -92,7 +97,8 @@ class Rollout:
         request = pb.GenerateRequest(expected_stamp=stamp, prompts=[wanted], sampling=sampling)
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
-            async with self._reserved(len(seeds), cost, affinity or Affinity()) as replica:
+            reserved = self._reserved(len(seeds), cost, affinity or Affinity())
+            async with self._turns.of(Side.ENGINES), reserved as replica:
                 try:
                     answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
                     return _group(index, prompt, len(seeds), answers)
@@ -140,7 +146,8 @@ class Rollout:
             try:
                 if restart:
                     await replica.end_engine(self._run_id)
-                await replica.open(self._run_id, self._config, self._card)
+                async with self._turns.opening_engine():
+                    await replica.open(self._run_id, self._config, self._card)
                 break
             except LockstepError as error:
                 if error.reason is Reason.RUN_REPLACED:

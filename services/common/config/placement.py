@@ -1,0 +1,37 @@
+"""Checks that a colocated run is possible: every trainer rank shares its GPU with exactly one engine worker."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from services.common.config.rollout import RolloutConfig
+from services.common.config.trainer.section import TrainerConfig
+
+Placement = Literal["disaggregated", "colocated"]
+
+# Each multiplies the workers of one engine; tensor_parallel_size has a key of its own.
+_PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
+
+
+def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments: Mapping[str, str]) -> None:
+    """Raises ValueError if the placement cannot be colocated. `deployments` has those of the reference and critic."""
+    for name, deployment in deployments.items():
+        if deployment == "own":
+            raise ValueError(
+                f"{name}.deployment own needs GPUs of its own, but placement colocated has only those that trainer and "
+                f"engines share: set {name}.deployment shared, or placement disaggregated"
+            )
+    if rollout.engine.get("enable_sleep_mode") is False:
+        raise ValueError(
+            "rollout.engine.enable_sleep_mode false: with placement colocated the engine must free its memory while "
+            "the trainer works; leave it out"
+        )
+    sizes = [("rollout.num_replicas", rollout.num_replicas), ("tensor_parallel_size", rollout.tensor_parallel_size)]
+    sizes += [(f"engine.{key}", rollout.engine[key]) for key in _PARALLEL if isinstance(rollout.engine.get(key), int)]
+    num_workers = math.prod(size for _, size in sizes)
+    if num_workers != trainer.num_ranks:
+        product = " x ".join(f"{key} {size}" for key, size in sizes)
+        raise ValueError(
+            f"placement colocated needs one engine worker for each trainer rank, but trainer.num_ranks is "
+            f"{trainer.num_ranks} and there are {num_workers} workers ({product}); make them equal"
+        )
