@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -179,13 +179,18 @@ class Broken(Exception):
 class Wire:
     """In the group's place: a bucket arrives, unseen by torch's dispatcher as from a network, when it is asked for.
 
-    Buckets that are read in place arrive in three buffers, the same for all publications.
+    Buckets that are read in place arrive in `buffers`, the same three in all publications.
     """
 
-    _buffers: ClassVar[list[torch.Tensor]] = []
-
-    def __init__(self, flats: Iterable[torch.Tensor], breaks_after: int | None, agrees: bool = False):
+    def __init__(
+        self,
+        flats: Iterable[torch.Tensor],
+        breaks_after: int | None,
+        buffers: list[torch.Tensor],
+        agrees: bool = False,
+    ):
         self._flats, self._left, self._agrees = iter(flats), breaks_after, agrees
+        self._buffers = buffers
         self.acknowledged: list[str] = []
 
     def agrees(self, values: Sums) -> bool:
@@ -227,6 +232,7 @@ class Worker(WeightReceiver):
         self.set_bucket_bytes(bucket_bytes)
 
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
+        self.buffers: list[torch.Tensor] = []
         self._lockstep_set_plan(Plan.of(checkpoint(0), bucket_bytes=bucket_bytes).message.SerializeToString())
 
     @property
@@ -238,6 +244,7 @@ class Worker(WeightReceiver):
         return len(self._lockstep_plan.buckets)
 
     def set_adapter_plan(self, bucket_bytes: int) -> None:
+        self.buffers = []
         plan = Plan.with_adapter(
             checkpoint(0), adapter(0), adapter_config_json=ADAPTER_CONFIG, bucket_bytes=bucket_bytes
         )
@@ -262,11 +269,11 @@ class Worker(WeightReceiver):
         skips_base = sender_sums == self.base_sums != (0, 0)
         weights = [*([] if skips_base else checkpoint(base_seed)), *adapter(adapter_seed)]
         flats = (flat for _, flat in pack(self._lockstep_plan, weights, CPU, skips_base=skips_base))
-        self._lockstep_group = Wire(flats, breaks_after, sender_sums == self.base_sums)
+        self._lockstep_group = Wire(flats, breaks_after, self.buffers, sender_sums == self.base_sums)
         return self.lockstep_receive(adapter_seed)
 
     def publish(self, seed: int, *, breaks_after: int | None = None) -> dict[str, Any]:
         """Receives `checkpoint(seed)`, or only its first buckets."""
         flats = (flat for _, flat in pack(self._lockstep_plan, checkpoint(seed), CPU))
-        self._lockstep_group = Wire(flats, breaks_after)
+        self._lockstep_group = Wire(flats, breaks_after, self.buffers)
         return self.lockstep_receive(seed)

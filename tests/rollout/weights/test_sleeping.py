@@ -1,4 +1,4 @@
-"""What a worker does before and after its sleep, on CPU: the weights are overwritten, and other ones can be received."""
+"""What a worker does before and after its sleep, on CPU: weights are overwritten, and other ones can be received."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_nothing_keeps_the_buffers_during_the_sleep():
     assert views
     worker.lockstep_before_sleep()
     assert not views
-    assert not worker._lockstep_group._buffers
+    assert not worker.buffers
 
 
 def test_a_base_that_was_dropped_is_sent_again():

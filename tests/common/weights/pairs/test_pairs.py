@@ -24,7 +24,7 @@ from services.common.weights.pairs.members import device_name, partners
 from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.pairs.sender import PairSender, Spread
 from services.common.weights.plan import Plan
-from services.common.weights.store import ServedStore
+from services.common.weights.store import ServedStore, StoreClient
 from services.trainer.ranks.publish import Publication, send
 from tests.common.weights.group_harness import CPU, digest_of, message, receive_pair, some_weights
 from tests.support import PATIENCE_S
@@ -57,9 +57,12 @@ def spreads(store: ServedStore, pool: ThreadPoolExecutor, num_ranks: int, sender
     """One function for each trainer rank, over a gloo group of these ranks."""
     if num_ranks == 1:
         return [lambda flat, sender: None]
-    prefix = dist.PrefixStore(f"ranks/{next(_EPOCHS)}", store.tcp_store)
-    timeout = timedelta(seconds=PATIENCE_S)
-    make = lambda rank: gloo_group(prefix, rank, num_ranks, address="127.0.0.1", timeout=timeout)  # noqa: E731
+    name, timeout = f"ranks/{next(_EPOCHS)}", timedelta(seconds=PATIENCE_S)
+
+    def make(rank: int) -> dist.ProcessGroup:
+        own = dist.PrefixStore(name, StoreClient(store.address, PATIENCE_S))
+        return gloo_group(own, rank, num_ranks, address="127.0.0.1", timeout=timeout)
+
     groups = list(pool.map(make, range(num_ranks)))
     return [lambda flat, sender, group=group: broadcast(group, flat, senders[sender]).wait() for group in groups]
 
