@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from services.common.transfer import from_messages, to_messages
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
-from services.trainer.backend import Role
+from services.trainer.backend import Part, Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
@@ -36,15 +36,10 @@ from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.network import published_host
 from services.trainer.ranks.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.ranks.worker import CONFIGS, Worker
+from services.trainer.released import Released
+from services.trainer.roles import ROLES, role_of
 
 NAME = "lockstep.trainer.v1.TrainerService"
-
-_ROLES: Mapping[int, Role] = {
-    pb.ROLE_UNSPECIFIED: Role.POLICY,
-    pb.ROLE_POLICY: Role.POLICY,
-    pb.ROLE_REFERENCE: Role.REFERENCE,
-    pb.ROLE_CRITIC: Role.CRITIC,
-}
 
 
 @dataclass
@@ -74,6 +69,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._store = store  # where the members of weight groups meet
         self._run_id, self._fence = "", Fence()
         self._roles: dict[Role, _OpenRole] = {}
+        self._released = Released(ranks)
         self._epoch, self._epoch_timeout_s = -1, 0.0
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
         self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
@@ -90,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @shielded
     async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
-        role = _role(request.role)
+        role = role_of(request.role)
         config = parse_json(CONFIGS[role], request.config_json)
         asked = hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest()
         async with self._saving, self._changing:
@@ -117,8 +113,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         header, samples = await receive(request_iterator)
         if header.role == pb.ROLE_UNSPECIFIED:
             raise InvalidInput("role: must be policy, reference or critic", field="role")
-        role = _role(header.role)
+        role = role_of(header.role)
         held = self._require_open(self._stand_in(role))
+        self._released.require_here(self._stand_in(role), Part.PARAMETERS)
         _check_temperature(header.temperature)
         check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
         data_ranks = held.data_ranks
@@ -137,12 +134,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         begin = time.perf_counter()
         header, samples = await receive(request_iterator)
         received_s = time.perf_counter() - begin
-        role = _role(header.role, is_trained=True)
+        role = role_of(header.role, is_trained=True)
         async with self._changing:
             held = self._require_open(role)  # only now: another run may have been opened while this waited for the lock
             if header.batch_id and header.batch_id == held.state.last_batch_id:
                 return _replay(header, held)
             _check_contract(header, samples, role, held)
+            self._released.require_here(role, *Part)
             parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
             answers = await self._ranks.call(
                 Worker.train,
@@ -187,6 +185,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     f"cannot send version {request.version}: the trainer holds version {policy.state.version}",
                     reason=Reason.STALE_STAMP,
                 )
+            self._released.require_here(Role.POLICY, Part.PARAMETERS)
             skips_base = False
             if policy.opened.plan.adapter_config_json:
                 agreed = await self._killing_epoch_on_cancel(Worker.agree)
@@ -204,7 +203,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @shielded
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        role = _role(request.role, is_trained=True)
+        role = role_of(request.role, is_trained=True)
         async with self._saving, AsyncExitStack() as stack:
             async with self._changing:
                 held = self._require_open(role)
@@ -215,6 +214,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                         f"cannot save version {request.version}: the trainer holds version {held.state.version}",
                         reason=Reason.STALE_STAMP,
                     )
+                self._released.require_here(role, *Part)
                 stack.enter_context(checkpoint.staged(Path(request.path)))
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
             # If the answer is empty, the ranks write copies in the background, and Train may change the weights.
@@ -228,9 +228,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.ExportHuggingFaceResponse:
         async with self._changing:
             self._require_open()
+            self._released.require_here(Role.POLICY, Part.PARAMETERS)
             with checkpoint.staged(Path(request.path)):
                 answers = await self._ranks.call(Worker.export, path=request.path)
         return pb.ExportHuggingFaceResponse(**answers[0].body)
+
+    @shielded
+    async def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Context) -> pb.ReleaseMemoryResponse:
+        async with self._changing:
+            self._require_any_open()
+            return pb.ReleaseMemoryResponse(ranks=await self._released.release(request, self._roles))
+
+    @shielded
+    async def AcquireMemory(self, request: pb.AcquireMemoryRequest, context: Context) -> pb.AcquireMemoryResponse:
+        async with self._changing:
+            self._require_any_open()
+            return pb.AcquireMemoryResponse(ranks=await self._released.acquire(request, self._roles))
 
     async def SendTestBroadcast(
         self, request: pb.SendTestBroadcastRequest, context: Context
@@ -259,6 +272,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):
             await self._close()
         self._roles.pop(role, None)
+        self._released.forget(role)
         answers = await self._ranks.call(
             Worker.open,
             role=role,
@@ -285,6 +299,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
+        self._released.forget()
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
         await self._ranks.call(Worker.close)
@@ -298,10 +313,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._kill_epoch()  # the caller gave up on a member, so the others should not wait for it either
             raise
 
-    def _require_open(self, role: Role = Role.POLICY) -> _OpenRole:
+    def _require_any_open(self) -> None:
         self._fence.require()
         if not self._roles:
             raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
+
+    def _require_open(self, role: Role = Role.POLICY) -> _OpenRole:
+        self._require_any_open()
         if role not in self._roles:
             raise InvalidInput(f"role: no {role} is open on this trainer", field="role")
         return self._roles[role]
@@ -311,14 +329,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         policy = self._roles.get(Role.POLICY)
         is_base = role is Role.REFERENCE and role not in self._roles and policy and policy.config.lora.rank
         return Role.POLICY if is_base else role
-
-
-def _role(number: int, *, is_trained: bool = False) -> Role:
-    role = _ROLES.get(number)
-    if role is None or (is_trained and role is Role.REFERENCE):
-        known = "policy or critic" if is_trained else "policy, reference or critic"
-        raise InvalidInput(f"role: must be {known}", field="role")
-    return role
 
 
 def _check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held: _OpenRole) -> None:
@@ -358,7 +368,7 @@ def _require_version(version: int, held: _OpenRole) -> None:
 
 def _replay(header: pb.TrainHeader, held: _OpenRole) -> pb.TrainResponse:
     """Returns the answer to a batch that was applied already, if the caller expects it applied to the same version."""
-    is_critic = _ROLES[header.role] is Role.CRITIC
+    is_critic = ROLES[header.role] is Role.CRITIC
     applied_to = header.critic_version if is_critic else header.expected_stamp.version
     if applied_to + 1 != held.state.version:
         raise PreconditionFailed(

@@ -16,6 +16,7 @@ from services.trainer.backend import (
     Backend,
     BackgroundSaves,
     LossFunction,
+    Offloads,
     Role,
     SeveralSenders,
     compute_dtype,
@@ -32,7 +33,6 @@ from services.trainer.megatron.model import (
     wrap_chunks,
 )
 from services.trainer.megatron.optim.adam import make_optimizer, set_rates, state_tensors
-from services.trainer.megatron.optim.offload import Offloader
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import MegatronModel
 from services.trainer.megatron.transformer import model_architecture, read_config
@@ -45,12 +45,13 @@ from services.trainer.megatron.weights.stream import (
     local_parameters,
 )
 from services.trainer.megatron.weights.weight_map import WeightMap
+from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
 from services.trainer.updates.packing import Pack
 
 T = TypeVar("T")
 
 
-class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
+class MegatronBackend(OffloadedParts, Backend, SeveralSenders, Adapters, BackgroundSaves, Offloads):
     """Implements a role on Megatron-Core."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -74,14 +75,14 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         config = self._config
         self._model = self._build()
         self._closing.callback(self._model.close)
-        groups = {"params": self._parameter_tensors}
+        groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: self._parameter_tensors}
         if self._role is not Role.REFERENCE:
             self._optimizer = make_optimizer(self._model.ddp_chunks(), config, self._dtype)
             self._model.config.grad_scale_func = self._optimizer.scale_loss
             own = SavedUnder.of(config, self._role, self._hf.model_type, self.device)
             self._checkpointer = Checkpointer(self._model, self._optimizer, config, own)
-            groups |= {"grads": self._gradient_tensors, "optimizer": self._state_tensors}
-        self._offloader = Offloader(groups, config.megatron.offloads)
+            groups |= {GRADS: self._gradient_tensors, OPTIMIZER: self._state_tensors}
+        self._offloader = Offloader(groups, config.megatron.offloads, self.device)
         if self._role is Role.POLICY:
             self._make_streams()
         self._offloader.release(*groups)
@@ -91,9 +92,9 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         return self._model.parallelism.data_rank
 
     def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        self._offloader.load("params")
+        self._offloader.load(PARAMS)
         values = self._model.forward(packs, temperature)
-        self._offloader.release("params")
+        self._offloader.release(PARAMS)
         return values
 
     def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
@@ -103,7 +104,7 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        self._offloader.load("params", "grads")
+        self._offloader.load(PARAMS, GRADS)
         for chunk in self._model.ddp_chunks():
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -128,15 +129,15 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
         if self._config.megatron.empty_cuda_cache and self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._model.parallelism.activate()
-        self._offloader.load("optimizer")
+        self._offloader.load(OPTIMIZER)
         set_rates(self._optimizer, lr, weight_decay)
         _, norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  the abstract method has no annotation
-        self._offloader.release("optimizer")
+        self._offloader.release(OPTIMIZER)
         self.discard_gradients()
         return float(norm)
 
     def discard_gradients(self) -> None:
-        self._offloader.release("grads", "params")
+        self._offloader.release(GRADS, PARAMS)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._stream.to_first())
@@ -173,9 +174,9 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
             return self._checkpointer.begin_save(directory)
 
     def load(self, directory: Path) -> None:
-        self._offloader.load("params", "optimizer")
+        self._offloader.load(PARAMS, OPTIMIZER)
         self._checkpointer.load(directory)
-        self._offloader.release("params", "optimizer")
+        self._offloader.release(PARAMS, OPTIMIZER)
 
     def close(self) -> None:
         self._closing.close()
@@ -217,10 +218,10 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        self._offloader.load("params", "optimizer")
+        self._offloader.load(PARAMS, OPTIMIZER)
         self._finish_update()
         yield
-        self._offloader.release("params", "optimizer")
+        self._offloader.release(PARAMS, OPTIMIZER)
 
     def _finish_update(self) -> None:
         for chunk in self._model.ddp_chunks():
@@ -228,10 +229,10 @@ class MegatronBackend(Backend, SeveralSenders, Adapters, BackgroundSaves):
                 chunk.start_param_sync(force_sync=True)
 
     def _streamed(self, stream: Iterator[T]) -> Iterator[T]:
-        self._offloader.load("params")
+        self._offloader.load(PARAMS)
         self._finish_update()
         yield from stream
-        self._offloader.release("params")
+        self._offloader.release(PARAMS)
 
     def _make_streams(self) -> None:
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""

@@ -32,6 +32,7 @@ from services.trainer.losses import Totals
 from services.trainer.losses.python import require_importable
 from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.membership import join_epoch
+from services.trainer.ranks.memory import MemoryCommands
 from services.trainer.ranks.publish import SendingMember, send
 from services.trainer.updates.critic import update_critic
 from services.trainer.updates.packing import Pack, build_pack
@@ -46,7 +47,7 @@ CONFIGS: dict[Role, type[TrainerConfig]] = {
 }
 
 
-class Worker:
+class Worker(MemoryCommands):
     """Holds one rank's backend of each role and, if the rank sends weights, its membership in the weight group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):

@@ -1,0 +1,73 @@
+"""Moves parts of a rank's models between its device and host memory, for an engine that shares the device."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from services.common.device_memory import DeviceState, changed, device_state, gib
+from services.common.errors import Overloaded, Reason
+from services.trainer.backend import Backend, Offloads, Part, Role
+from services.trainer.ranks.calls import Message, rank_command
+
+
+class MemoryCommands:
+    """Implements the commands on a worker. The answer has this rank's types.v1.DeviceMemory, serialized."""
+
+    _device: torch.device
+    _backends: dict[Role, Backend]
+
+    @rank_command
+    def release_memory(self, *, parts: Sequence[str], roles: Sequence[str]) -> Message:
+        """Moves parts of roles to host memory."""
+        begin, before = time.perf_counter(), self._device_state()
+        self._synchronize()  # no kernel or collective in the background may use what leaves
+        for backend in self._offloading(roles):
+            backend.release([Part(part) for part in parts])
+        return self._answer(before, begin)
+
+    @rank_command
+    def acquire_memory(self, *, parts: Sequence[str], roles: Sequence[str]) -> Message:
+        """Moves parts of roles back to the device.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, the device has too little. Nothing was moved.
+        """
+        begin, before = time.perf_counter(), self._device_state()
+        wanted, backends = [Part(part) for part in parts], self._offloading(roles)
+        needed = sum(backend.needed_bytes(wanted) for backend in backends)
+        if self._device.type == "cuda" and needed > before["device_free_bytes"]:
+            raise Overloaded(
+                f"the trainer needs {gib(needed)} for {' and '.join(parts)} of {', '.join(roles)}, but "
+                f"{before['device_uuid']} has only {gib(before['device_free_bytes'])} free",
+                reason=Reason.OUT_OF_MEMORY,
+                device_uuid=before["device_uuid"],
+                needed_bytes=needed,
+                free_bytes=before["device_free_bytes"],
+            )
+        for backend in backends:
+            backend.acquire(wanted)
+        return self._answer(before, begin)
+
+    def _offloading(self, roles: Sequence[str]) -> list[Offloads]:
+        backends = [self._backends[Role(role)] for role in roles]
+        return [backend for backend in backends if isinstance(backend, Offloads)]
+
+    def _answer(self, before: DeviceState, begin: float) -> Message:
+        self._synchronize()
+        after = self._device_state()
+        return Message({}, [changed(before, after, time.perf_counter() - begin).SerializeToString()])
+
+    def _device_state(self) -> DeviceState:
+        backends = self._offloading(list(self._backends))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # memory that torch keeps for itself is not free for others
+            resident = torch.cuda.memory_reserved(self._device)
+        else:
+            resident = sum(backend.device_bytes() for backend in backends)
+        host = sum(backend.host_bytes() for backend in backends)
+        return device_state(self._device, resident_bytes=resident, host_bytes=host)
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
