@@ -11,7 +11,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 from lockstep.rollout.v1.rollout_pb2 import ENGINE_PART_KV_CACHE, ENGINE_PART_WEIGHTS
-from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS, ROLE_POLICY
+from lockstep.trainer.v1.trainer_pb2 import (
+    MODEL_PART_OPTIMIZER,
+    MODEL_PART_PARAMETERS,
+    ROLE_CRITIC,
+    ROLE_POLICY,
+    ROLE_REFERENCE,
+)
 from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp
 
 from services.common.errors import DeadlineExceeded, Unavailable
@@ -23,6 +29,9 @@ from services.coordinator.services.opening import Services
 from services.coordinator.services.turns import SharedGpus, Side
 
 log = logging.getLogger(__name__)
+
+# The models beside the policy, by config section.
+_ROLES = {"reference": ROLE_REFERENCE, "critic": ROLE_CRITIC}
 
 
 def make_publisher(services: Services, run: Run) -> Publisher:
@@ -38,6 +47,7 @@ class ColocatedPublisher(Publisher):
     def __init__(self, services: Services, run: Run, turns: SharedGpus):
         super().__init__(services.trainer, services.rollout, run)
         self._turns, self._version = turns, 0
+        self._other_roles = [_ROLES[name] for name in run.config.models if name in _ROLES]
         turns.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
 
     async def publish(self, version: int) -> PolicyStamp:
@@ -69,6 +79,8 @@ class ColocatedPublisher(Publisher):
     async def _prepare(self, replicas: Sequence[Replica]) -> None:
         begin = time.perf_counter()
         await self._trainer.release_memory(MODEL_PART_OPTIMIZER)
+        if self._other_roles:
+            await self._trainer.release_memory(MODEL_PART_PARAMETERS, roles=self._other_roles)
         memory = await self._trainer.acquire_memory(MODEL_PART_PARAMETERS, roles=[ROLE_POLICY])
         _log("the trainer keeps the weights", begin, memory)
         begin = time.perf_counter()
