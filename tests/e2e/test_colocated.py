@@ -1,4 +1,4 @@
-"""A colocated run over shared memory is equal to the last bit to one with GPUs of its own for each service, over gloo."""
+"""A colocated run over shared memory equals one over gloo, in which each service has its own GPUs, to the last bit."""
 
 import sqlite3
 from contextlib import closing

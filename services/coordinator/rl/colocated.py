@@ -47,6 +47,7 @@ class ColocatedPublisher(Publisher):
     def __init__(self, services: Services, run: Run, turns: SharedGpus):
         super().__init__(services.trainer, services.rollout, run)
         self._turns, self._version = turns, 0
+        self._prepared = 0.0  # when the weights could be sent
         self._other_roles = [_ROLES[name] for name in run.config.models if name in _ROLES]
         turns.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
 
@@ -85,8 +86,10 @@ class ColocatedPublisher(Publisher):
         _log("the trainer keeps the weights", begin, memory)
         begin = time.perf_counter()
         _log("the engines take memory for weights", begin, *await gather(r.wake(ENGINE_PART_WEIGHTS) for r in replicas))
+        self._prepared = time.perf_counter()
 
     async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
+        _log("the engines receive the weights", self._prepared)
         begin = time.perf_counter()
         memory = await self._trainer.release_memory(MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER)
         _log("the trainer frees its memory", begin, memory)
