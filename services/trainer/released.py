@@ -30,7 +30,7 @@ class Released:
         roles, parts = _roles(request, opened), _parts(request)
         # First: a call that asks from now on would run after this one.
         self._parts |= {(role, part) for role in roles for part in parts}
-        answers = await self._ranks.call(Worker.release_memory, roles=roles, parts=parts)
+        answers = await self._ranks.call(Worker.release_memory, roles=roles, model_parts=parts)
         return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
 
     async def acquire(self, request: Request, opened: Collection[Role]) -> list[DeviceMemory]:
@@ -41,7 +41,7 @@ class Released:
                 as released, and both calls may be repeated.
         """
         roles, parts = _roles(request, opened), _parts(request)
-        answers = await self._ranks.call(Worker.acquire_memory, roles=roles, parts=parts)
+        answers = await self._ranks.call(Worker.acquire_memory, roles=roles, model_parts=parts)
         self._parts -= {(role, part) for role in roles for part in parts}
         return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
 
@@ -58,7 +58,7 @@ class Released:
         for part in parts:
             if (role, part) in self._parts:
                 raise PreconditionFailed(
-                    f"the {part} of the {role} are in host memory; call AcquireMemory", reason=Reason.MEMORY_RELEASED
+                    f"part {part} of the {role} is in host memory; call AcquireMemory", reason=Reason.MEMORY_RELEASED
                 )
 
 

@@ -18,27 +18,27 @@ class MemoryCommands:
     _backends: dict[Role, Backend]
 
     @rank_command
-    def release_memory(self, *, parts: Sequence[str], roles: Sequence[str]) -> Message:
+    def release_memory(self, *, model_parts: Sequence[str], roles: Sequence[str]) -> Message:
         """Moves parts of roles to host memory."""
         begin, before = time.perf_counter(), self._device_state()
         self._synchronize()  # no kernel or collective in the background may use what leaves
         for backend in self._offloading(roles):
-            backend.release([Part(part) for part in parts])
+            backend.release([Part(part) for part in model_parts])
         return self._answer(before, begin)
 
     @rank_command
-    def acquire_memory(self, *, parts: Sequence[str], roles: Sequence[str]) -> Message:
+    def acquire_memory(self, *, model_parts: Sequence[str], roles: Sequence[str]) -> Message:
         """Moves parts of roles back to the device.
 
         Raises:
             Overloaded: OUT_OF_MEMORY, the device has too little. Nothing was moved.
         """
         begin, before = time.perf_counter(), self._device_state()
-        wanted, backends = [Part(part) for part in parts], self._offloading(roles)
+        wanted, backends = [Part(part) for part in model_parts], self._offloading(roles)
         needed = sum(backend.needed_bytes(wanted) for backend in backends)
         if self._device.type == "cuda" and needed > before["device_free_bytes"]:
             raise Overloaded(
-                f"the trainer needs {gib(needed)} for {' and '.join(parts)} of {', '.join(roles)}, but "
+                f"the trainer needs {gib(needed)} for {' and '.join(model_parts)} of {', '.join(roles)}, but "
                 f"{before['device_uuid']} has only {gib(before['device_free_bytes'])} free",
                 reason=Reason.OUT_OF_MEMORY,
                 device_uuid=before["device_uuid"],
