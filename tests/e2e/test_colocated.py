@@ -12,7 +12,7 @@ from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, wei
 
 NUM_STEPS = 2
 TRAINER = {"max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}}
-# The checkpoint of every step is saved in a turn of the trainer, after which the same weights are published again.
+# The checkpoint of every step is saved while the engines sleep, after which the same weights are published again.
 SETTINGS = {"num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {"save_freq": 1}}
 CONFIGS: dict[str, dict[str, Any]] = {
     "FSDP, two ranks and two replicas": {"trainer": {**TRAINER, "num_ranks": 2}},

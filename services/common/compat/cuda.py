@@ -30,6 +30,43 @@ class _Span:
         }
 
 
+class SharedEvent:
+    """An event that two processes record and wait for on one device.
+
+    Reason: torch's stubs do not know what its events for several processes have.
+    """
+
+    def __init__(self, event: Any, handle: bytes):
+        self._event, self.handle = event, handle
+
+    @classmethod
+    def new(cls) -> "SharedEvent":
+        """Returns a new event. It is recorded once, because it has no handle before."""
+        event: Any = torch.cuda.Event(interprocess=True)
+        event.record()
+        return cls(event, bytes(event.ipc_handle()))
+
+    @classmethod
+    def of(cls, handle: bytes, device: torch.device) -> "SharedEvent":
+        """Returns the event of another process."""
+        events: Any = torch.cuda.Event
+        return cls(events.from_ipc_handle(device, handle), handle)
+
+    def record(self) -> None:
+        """Records the event on the current stream."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """Makes the current stream wait until the last recorded point is reached."""
+        self._event.wait()
+
+
+def device_uuid(device: torch.device) -> str:
+    """Returns the UUID of a GPU, which is the same in all processes."""
+    properties: Any = torch.cuda.get_device_properties
+    return str(properties(device).uuid)
+
+
 def allocate(num_bytes: int) -> int:
     """Returns the address of new memory on the current device, outside of torch's allocator."""
     pointer = ctypes.c_void_p()

@@ -1,9 +1,9 @@
-"""Publishes weights in a colocated run, where trainer and engines take turns on their GPUs.
+"""Publishes weights in a colocated run, where trainer and engines hold their GPUs one after the other.
 
-The trainer's turn begins when the engines sleep, which drops their weights, and it has its memory. It ends with a
-publication: the trainer frees what only updates need, the engines take memory for weights and receive them, the trainer
-frees the rest, and the engines take their KV cache. If samples are wanted after a turn that changed no weights, such as
-a save, the same weights are published again.
+The trainer gets the GPUs when the engines sleep, which drops their weights. It passes them on with a publication: it
+frees what only updates need, the engines take memory for weights and receive them, it frees the rest, and the engines
+take their KV cache. If samples are wanted after the trainer changed no weights, because it only saved a checkpoint, the
+same weights are published again.
 """
 
 import logging
@@ -25,8 +25,8 @@ from services.common.tasks import gather
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.replica import Replica, ReplicaState
+from services.coordinator.services.gpus import SharedGpus, Side
 from services.coordinator.services.opening import Services
-from services.coordinator.services.turns import SharedGpus, Side
 
 log = logging.getLogger(__name__)
 
@@ -36,23 +36,23 @@ _ROLES = {"reference": ROLE_REFERENCE, "critic": ROLE_CRITIC}
 
 def make_publisher(services: Services, run: Run) -> Publisher:
     """Returns the publisher for the run's placement."""
-    if isinstance(services.turns, SharedGpus):
-        return ColocatedPublisher(services, run, services.turns)
+    if isinstance(services.gpus, SharedGpus):
+        return ColocatedPublisher(services, run, services.gpus)
     return Publisher(services.trainer, services.rollout, run)
 
 
 class ColocatedPublisher(Publisher):
-    """Publishes weights between a turn of the trainer and one of the engines."""
+    """Publishes weights whenever the GPUs pass from the trainer to the engines."""
 
-    def __init__(self, services: Services, run: Run, turns: SharedGpus):
+    def __init__(self, services: Services, run: Run, gpus: SharedGpus):
         super().__init__(services.trainer, services.rollout, run)
-        self._turns, self._version = turns, 0
+        self._gpus, self._version = gpus, 0
         self._prepared = 0.0  # when the weights could be sent
         self._other_roles = [_ROLES[name] for name in run.config.models if name in _ROLES]
-        turns.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
+        gpus.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
 
     async def publish(self, version: int) -> PolicyStamp:
-        async with self._turns.passing_to_engines() as side:
+        async with self._gpus.passing_to_engines() as side:
             if side is Side.ENGINES:
                 await self._sleep()
             self._version = version

@@ -13,8 +13,8 @@ from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Model, Trainer
 from services.coordinator.services.closing import close_run
+from services.coordinator.services.gpus import OwnGpus, gpus_of
 from services.coordinator.services.launch import Addresses
-from services.coordinator.services.turns import Turns, turns_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Services:
     """The environments of the reward services, if the run has one."""
     auxiliary: Mapping[str, Model]
     """The reference and the critic by name, if the run has them."""
-    turns: Turns
-    """Whose turn it is on the GPUs."""
+    gpus: OwnGpus
+    """Who holds the GPUs."""
 
 
 @asynccontextmanager
@@ -42,10 +42,10 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     Raises:
         LockstepError: The error of the first service that failed to open.
     """
-    config, transport, turns = run.config, addresses.transport, turns_of(run.config)
-    trainer, reward = Trainer(addresses.trainer, config, transport, turns), Rewards(addresses.reward, config, transport)
-    auxiliary = {name: Model(name, addresses.of(name), config, transport, turns) for name in config.auxiliary_roles}
-    rollout = Rollout(addresses.rollout, config, transport, turns)
+    config, transport, gpus = run.config, addresses.transport, gpus_of(run.config)
+    trainer, reward = Trainer(addresses.trainer, config, transport, gpus), Rewards(addresses.reward, config, transport)
+    auxiliary = {name: Model(name, addresses.of(name), config, transport, gpus) for name in config.auxiliary_roles}
+    rollout = Rollout(addresses.rollout, config, transport, gpus)
     for watcher in run.watchers:
         watcher.watch(rollout)
     try:
@@ -61,7 +61,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
             opens = []
         await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
         async with open_environments(reward, config, transport) as environments:
-            yield Services(trainer, rollout, reward, environments, auxiliary, turns)
+            yield Services(trainer, rollout, reward, environments, auxiliary, gpus)
     finally:
         await gather(
             [trainer.close(), reward.close(), rollout.close(), *(model.close() for model in auxiliary.values())]

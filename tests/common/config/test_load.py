@@ -166,7 +166,28 @@ def test_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
 
 
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
+KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
 CROSS_FIELD = {
+    "colocated ranks and workers are pairs": (
+        ["placement=colocated", "trainer.num_ranks=2", "rollout.tensor_parallel_size=4"],
+        ["trainer.num_ranks is 2 and there are 4 workers (rollout.num_replicas 1 x tensor_parallel_size 4)"],
+        ["placement=colocated", "trainer.num_ranks=4", "rollout.tensor_parallel_size=2", "rollout.num_replicas=2"],
+    ),
+    "colocated ranks and workers are pairs, data parallel engines": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={data_parallel_size: 2}"],
+        ["2 workers", "engine.data_parallel_size 2"],
+        ["placement=colocated", "trainer.num_ranks=2", "rollout.engine={data_parallel_size: 2}"],
+    ),
+    "colocated models share the trainer's ranks": (
+        ["placement=colocated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
+        ["reference.deployment own needs GPUs of its own"],
+        ["placement=disaggregated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
+    ),
+    "a colocated engine sleeps": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: false}"],
+        ["rollout.engine.enable_sleep_mode false"],
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: true}"],
+    ),
     "a group of scores ends before its call": (
         ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=300"],
         ["reward.group_timeout_s 300 must be below timeouts.score_s 300"],

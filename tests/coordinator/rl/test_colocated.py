@@ -17,7 +17,7 @@ from services.coordinator.rl.colocated import ColocatedPublisher, make_publisher
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.services.clients.replica import ReplicaState
 from services.coordinator.services.clients.rollout import Rollout
-from services.coordinator.services.turns import SharedGpus, Side, Turns
+from services.coordinator.services.gpus import OwnGpus, SharedGpus, Side
 from tests.coordinator.fake_services import FakeReplica, make_config, replicas
 
 OPTIMIZER, PARAMETERS = MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
@@ -100,16 +100,16 @@ class Parts:
     replica: Sleeper
     rollout: Rollout
     trainer: FakeTrainer
-    turns: SharedGpus
+    gpus: SharedGpus
     publisher: ColocatedPublisher
     events: list[str]
 
     async def train(self) -> None:
-        async with self.turns.of(Side.TRAINER):
+        async with self.gpus.held_by(Side.TRAINER):
             self.events.append("train")
 
     async def generate(self) -> None:
-        async with self.turns.of(Side.ENGINES):
+        async with self.gpus.held_by(Side.ENGINES):
             self.events.append("generate")
 
     def taken(self) -> list[str]:
@@ -136,16 +136,16 @@ class FakeRun(SimpleNamespace):
 
 @pytest_asyncio.fixture
 async def parts() -> AsyncIterator[Parts]:
-    config, turns, events = make_config(placement="colocated"), SharedGpus(), []
+    config, gpus, events = make_config(placement="colocated"), SharedGpus(), []
     async with replicas(1, Sleeper) as (replica,):
         replica.events = events
-        rollout = Rollout([replica.address], config, turns=turns)
+        rollout = Rollout([replica.address], config, gpus=gpus)
         await rollout.open("run", ModelCard())
         trainer, run = FakeTrainer(events), FakeRun(config=config, run_id="run", epochs=0)
-        services = SimpleNamespace(trainer=trainer, rollout=rollout, turns=turns)
+        services = SimpleNamespace(trainer=trainer, rollout=rollout, gpus=gpus)
         publisher = make_publisher(services, run)
         assert isinstance(publisher, ColocatedPublisher)
-        yield Parts(replica, rollout, trainer, turns, publisher, events)
+        yield Parts(replica, rollout, trainer, gpus, publisher, events)
         await rollout.close()
 
 
@@ -204,6 +204,6 @@ async def test_a_phase_that_does_not_fit_is_not_tried_again(parts: Parts) -> Non
 
 
 def test_a_run_with_own_gpus_has_the_plain_publisher() -> None:
-    services = SimpleNamespace(trainer=None, rollout=None, turns=Turns())
+    services = SimpleNamespace(trainer=None, rollout=None, gpus=OwnGpus())
     run = FakeRun(config=make_config())
     assert type(make_publisher(services, run)) is Publisher

@@ -22,15 +22,15 @@ class PairHello(_message.Message):
     rank: int
     def __init__(self, store_secret: _Optional[bytes] = ..., rank: _Optional[int] = ...) -> None: ...
 
-class PairSlots(_message.Message):
-    __slots__ = ("slot_bytes", "memory_handles", "written_handles")
-    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+class PairBuffers(_message.Message):
+    __slots__ = ("buffer_bytes", "memory_handles", "written_handles")
+    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_HANDLES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_HANDLES_FIELD_NUMBER: _ClassVar[int]
-    slot_bytes: int
+    buffer_bytes: int
     memory_handles: _containers.RepeatedScalarFieldContainer[bytes]
     written_handles: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, slot_bytes: _Optional[int] = ..., memory_handles: _Optional[_Iterable[bytes]] = ..., written_handles: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, buffer_bytes: _Optional[int] = ..., memory_handles: _Optional[_Iterable[bytes]] = ..., written_handles: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PairMapped(_message.Message):
     __slots__ = ("read_handles",)
@@ -39,31 +39,31 @@ class PairMapped(_message.Message):
     def __init__(self, read_handles: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PairBucket(_message.Message):
-    __slots__ = ("slot", "start", "num_bytes")
-    SLOT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("buffer", "start", "num_bytes")
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    slot: int
+    buffer: int
     start: int
     num_bytes: int
-    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, buffer: _Optional[int] = ..., start: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class PairUnmapped(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class PairMessage(_message.Message):
-    __slots__ = ("hello", "slots", "mapped", "written", "read", "unmapped")
+    __slots__ = ("hello", "buffers", "mapped", "written", "read", "unmapped")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
     UNMAPPED_FIELD_NUMBER: _ClassVar[int]
     hello: PairHello
-    slots: PairSlots
+    buffers: PairBuffers
     mapped: PairMapped
     written: PairBucket
     read: PairBucket
     unmapped: PairUnmapped
-    def __init__(self, hello: _Optional[_Union[PairHello, _Mapping]] = ..., slots: _Optional[_Union[PairSlots, _Mapping]] = ..., mapped: _Optional[_Union[PairMapped, _Mapping]] = ..., written: _Optional[_Union[PairBucket, _Mapping]] = ..., read: _Optional[_Union[PairBucket, _Mapping]] = ..., unmapped: _Optional[_Union[PairUnmapped, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PairHello, _Mapping]] = ..., buffers: _Optional[_Union[PairBuffers, _Mapping]] = ..., mapped: _Optional[_Union[PairMapped, _Mapping]] = ..., written: _Optional[_Union[PairBucket, _Mapping]] = ..., read: _Optional[_Union[PairBucket, _Mapping]] = ..., unmapped: _Optional[_Union[PairUnmapped, _Mapping]] = ...) -> None: ...

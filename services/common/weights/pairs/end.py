@@ -35,10 +35,10 @@ class PairEnd(Epoch):
         """Tells all members about this one. Returns all of them, in the order of their ranks."""
         keys = [f"pair/{rank}" for rank in range(self.world_size)]
         with self._store_at_hand():
-            self._store.set(f"pair/{self.rank}", own.SerializeToString())
+            self._store.set(f"pair/{self.rank}", own.SerializeToString().hex())
         self._wait_until(lambda: self._store.check(keys), "all members to name their devices", keys)
         with self._store_at_hand():
-            return [pb.PairMember.FromString(member) for member in self._store.multi_get(keys)]
+            return [pb.PairMember.FromString(bytes.fromhex(member.decode())) for member in self._store.multi_get(keys)]
 
     def _send(self, message: pb.PairMessage, fds: Sequence[int] = ()) -> None:
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from lockstep.types.v1 import pairs_pb2 as pb
 
+from services.common.compat.cuda import device_uuid
 from services.common.errors import InvalidInput
 
 BACKEND = "pairs"
@@ -18,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers
 def device_name(device: torch.device, index: int) -> str:
     """Returns the UUID of a GPU. On CPU, returns a name of this host and of `index`, which counts ranks or workers."""
     if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
+        return device_uuid(device)
     return f"{_BOOT_ID.read_text().strip()}/{index}"
 
 

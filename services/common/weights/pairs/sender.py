@@ -15,10 +15,10 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.errors import Aborted
 from services.common.weights.group import Transfer
+from services.common.weights.pairs.buffers import NUM_BUFFERS, OwnedBuffers, make_buffers
 from services.common.weights.pairs.end import PairEnd
 from services.common.weights.pairs.link import Door
 from services.common.weights.pairs.members import device_name, partners
-from services.common.weights.pairs.slots import NUM_SLOTS, OwnedSlots, make_slots
 from services.common.weights.plan import Bucket
 
 # Broadcasts the tensor from the plan's sender of this number to all trainer ranks, in place.
@@ -26,7 +26,7 @@ Spread = Callable[[torch.Tensor, int], None]
 
 # GPU memory that the other end may still map, because the epoch was aborted. It is freed when the next epoch has
 # formed, which the other end joins only after it has left this one.
-_graveyard: list[OwnedSlots] = []
+_graveyard: list[OwnedBuffers] = []
 
 
 class PairSender(PairEnd):
@@ -38,27 +38,27 @@ class PairSender(PairEnd):
         """Joins as `Epoch` does. `senders` lists the trainer ranks that are the plan's senders."""
         self.sender = senders.index(rank) if rank in senders else -1
         self._spread = spread
-        self._slots: OwnedSlots | None = None
-        self._scratch: torch.Tensor | None = None  # takes the place of the slots if there is no other end
+        self._buffers: OwnedBuffers | None = None
+        self._scratch: torch.Tensor | None = None  # takes the place of the buffers if there is no other end
         self._buckets: Sequence[Bucket] = ()
         self._num_sent = 0
-        self._unread: deque[int] = deque()  # slots that the other end has not read yet
-        self._is_taken = False  # the next slot is being filled
+        self._unread: deque[int] = deque()  # buffers that the other end has not read yet
+        self._is_taken = False  # the next buffer is being filled
         self._broken: Aborted | None = None
         super().__init__(group, rank=rank, device=device)
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Prepares for sending these buckets."""
         self._buckets, self._num_sent = buckets, 0
-        self._unless_broken(self._open_slots)
+        self._unless_broken(self._open_buffers)
 
     def buffer(self, num_bytes: int) -> torch.Tensor | None:
         """Returns the memory to pack the next bucket into, once the other end has read what was in it."""
         if not self._is_taken:
-            self._unless_broken(self._wait_for_slot)
+            self._unless_broken(self._wait_for_buffer)
             self._is_taken = True
-        if self._slots is not None:
-            return self._slots.tensors[self._num_sent % NUM_SLOTS][:num_bytes]
+        if self._buffers is not None:
+            return self._buffers.tensors[self._num_sent % NUM_BUFFERS][:num_bytes]
         if self._scratch is None or self._scratch.numel() < num_bytes:
             most = max(bucket.num_bytes for bucket in self._buckets)
             self._scratch = torch.empty(most, dtype=torch.uint8, device=self.device)
@@ -66,17 +66,17 @@ class PairSender(PairEnd):
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Hands a bucket that this rank has packed to all engine workers."""
-        slot = self._hold(flat.numel())
-        if slot.data_ptr() != flat.data_ptr():
-            slot.copy_(flat)
-        return self._hand_over(slot, sender)
+        buffer = self._hold(flat.numel())
+        if buffer.data_ptr() != flat.data_ptr():
+            buffer.copy_(flat)
+        return self._hand_over(buffer, sender)
 
     def pass_on(self, num_bytes: int, sender: int) -> Transfer:
         """Hands a bucket that another rank packs to this rank's engine worker."""
         return self._hand_over(self._hold(num_bytes), sender)
 
     def wait(self, transfer: Transfer) -> None:
-        """Returns at once: the slots are waited for when they are needed again."""
+        """Returns at once: the buffers are waited for when they are needed again."""
 
     def acknowledge(self, version: int, digest: str) -> None:
         self._finish()
@@ -87,12 +87,12 @@ class PairSender(PairEnd):
         return super().acknowledged(version)
 
     def _hold(self, num_bytes: int) -> torch.Tensor:
-        slot = self.buffer(num_bytes)
-        assert slot is not None
-        return slot
+        buffer = self.buffer(num_bytes)
+        assert buffer is not None
+        return buffer
 
-    def _hand_over(self, slot: torch.Tensor, sender: int) -> Transfer:
-        self._spread(slot, sender)
+    def _hand_over(self, buffer: torch.Tensor, sender: int) -> Transfer:
+        self._spread(buffer, sender)
         self._unless_broken(self._tell_written)
         self._num_sent, self._is_taken = self._num_sent + 1, False
         return Transfer([])
@@ -112,32 +112,32 @@ class PairSender(PairEnd):
             self._broken = Aborted(message, epoch=self.epoch)
             self._broken.__cause__ = error
 
-    def _open_slots(self) -> None:
+    def _open_buffers(self) -> None:
         most = max(bucket.num_bytes for bucket in self._buckets)
-        if self._slots is not None and self._slots.message.slot_bytes >= most:
+        if self._buffers is not None and self._buffers.message.buffer_bytes >= most:
             return
-        self._slots = make_slots(most, self.device)
-        self._send(pb.PairMessage(slots=self._slots.message), self._slots.fds)
-        self._slots.mapped(self._expect("mapped", "to map the slots").mapped)
+        self._buffers = make_buffers(most, self.device)
+        self._send(pb.PairMessage(buffers=self._buffers.message), self._buffers.fds)
+        self._buffers.mapped(self._expect("mapped", "to map the buffers").mapped)
 
-    def _wait_for_slot(self) -> None:
-        if len(self._unread) == NUM_SLOTS:
+    def _wait_for_buffer(self) -> None:
+        if len(self._unread) == NUM_BUFFERS:
             self._take_read()
-        if self._slots is not None and self._num_sent >= NUM_SLOTS:
-            self._slots.wait_until_read(self._num_sent % NUM_SLOTS)
+        if self._buffers is not None and self._num_sent >= NUM_BUFFERS:
+            self._buffers.wait_until_read(self._num_sent % NUM_BUFFERS)
 
     def _tell_written(self) -> None:
-        slot, bucket = self._num_sent % NUM_SLOTS, self._buckets[self._num_sent]
-        assert self._slots is not None, "begin has made them"
-        self._slots.written(slot)
-        written = pb.PairBucket(slot=slot, start=bucket.start, num_bytes=bucket.num_bytes)
+        buffer, bucket = self._num_sent % NUM_BUFFERS, self._buckets[self._num_sent]
+        assert self._buffers is not None, "begin has made them"
+        self._buffers.written(buffer)
+        written = pb.PairBucket(buffer=buffer, start=bucket.start, num_bytes=bucket.num_bytes)
         self._send(pb.PairMessage(written=written))
-        self._unread.append(slot)
+        self._unread.append(buffer)
 
     def _take_read(self) -> None:
-        slot = self._expect("read", "to read a bucket").read.slot
-        if slot != self._unread.popleft():
-            self._give_up(f"member {self._partner} has read slot {slot} out of order")
+        buffer = self._expect("read", "to read a bucket").read.buffer
+        if buffer != self._unread.popleft():
+            self._give_up(f"member {self._partner} has read buffer {buffer} out of order")
 
     def _finish(self) -> None:
         """Waits until the other end has read everything.
@@ -153,10 +153,10 @@ class PairSender(PairEnd):
     def _finish_pair(self) -> None:
         while self._unread:
             self._take_read()
-        if self.device.type == "cuda" and self._slots is not None:  # the memory is needed for other things until then
-            self._expect("unmapped", "to unmap the slots")
-            slots, self._slots = self._slots, None
-            slots.free()
+        if self.device.type == "cuda" and self._buffers is not None:  # the memory is needed for other things until then
+            self._expect("unmapped", "to unmap the buffers")
+            buffers, self._buffers = self._buffers, None
+            buffers.free()
 
     def _connect(self, group: types_pb2.WeightGroup) -> None:
         door = Door()
@@ -180,8 +180,8 @@ class PairSender(PairEnd):
 
     def _disconnect(self) -> None:
         super()._disconnect()
-        slots, self._slots = self._slots, None
-        if slots is not None and self.device.type == "cuda":
-            _graveyard.append(slots)
-        elif slots is not None:
-            slots.free()
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None and self.device.type == "cuda":
+            _graveyard.append(buffers)
+        elif buffers is not None:
+            buffers.free()

@@ -28,7 +28,7 @@ from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.services.clients.replica import Replica, ReplicaState
-from services.coordinator.services.turns import Side, Turns
+from services.coordinator.services.gpus import OwnGpus, Side
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ class Rollout:
     """Dispatches each group to the serving replica with the fewest tokens in flight, or to its affinity's."""
 
     def __init__(
-        self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL, turns: Turns | None = None
+        self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL, gpus: OwnGpus | None = None
     ):
-        """Creates clients of the replicas. Generating waits for the engines' turn, if `turns` are given."""
-        self._turns = turns or Turns()
+        """Creates clients of the replicas. Generating holds `gpus` for the engines."""
+        self._gpus = gpus or OwnGpus()
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
         self.num_redispatched = 0
         self._config = config
@@ -98,7 +98,7 @@ class Rollout:
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
             reserved = self._reserved(len(seeds), cost, affinity or Affinity())
-            async with self._turns.of(Side.ENGINES), reserved as replica:
+            async with self._gpus.held_by(Side.ENGINES), reserved as replica:
                 try:
                     answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
                     return _group(index, prompt, len(seeds), answers)
@@ -146,7 +146,7 @@ class Rollout:
             try:
                 if restart:
                     await replica.end_engine(self._run_id)
-                async with self._turns.opening_engine():
+                async with self._gpus.opening_engine():
                     await replica.open(self._run_id, self._config, self._card)
                 break
             except LockstepError as error:

@@ -16,7 +16,7 @@ from services.common.rpc.client import Client
 from services.common.rpc.retry import repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
-from services.coordinator.services.turns import Side, Turns
+from services.coordinator.services.gpus import OwnGpus, Side
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
@@ -30,11 +30,11 @@ class Model:
     """One model of a run, named like its config section. It may share its ranks with other models."""
 
     def __init__(
-        self, name: str, address: str, config: AnyConfig, transport: Transport = LOCAL, turns: Turns | None = None
+        self, name: str, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None
     ):
-        """Creates a client. Calls that compute or save wait for the trainer's turn, if `turns` are given."""
+        """Creates a client. Calls that compute or save hold `gpus` for the trainer."""
         self.name = name
-        self._turns = turns or Turns()
+        self._gpus = gpus or OwnGpus()
         self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub, transport)
         self._config, self._timeouts = config, config.timeouts
         self._role, self._answer, self.column = _ROLES[name]
@@ -68,7 +68,7 @@ class Model:
             answers = self._client.stream(TrainerService.Forward, requests, timeout_s=timeout_s)
             return (await from_messages(answers, has_header=False))[1]
 
-        async with self._turns.of(Side.TRAINER):
+        async with self._gpus.held_by(Side.TRAINER):
             return batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))[self._answer]
 
     async def train(
@@ -90,14 +90,14 @@ class Model:
             requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
             return await self._client.call(TrainerService.Train, requests, timeout_s=timeout_s)
 
-        async with self._turns.of(Side.TRAINER):
+        async with self._gpus.held_by(Side.TRAINER):
             answer = await repeated(train, timeout_s=self._timeouts.train_s)
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
-        async with self._turns.of(Side.TRAINER):
+        async with self._gpus.held_by(Side.TRAINER):
             answer = await repeated(
                 lambda timeout_s: self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=timeout_s),
                 timeout_s=self._timeouts.checkpoint_s,
@@ -138,8 +138,8 @@ class Model:
 class Trainer(Model):
     """Client of the policy's trainer, which also publishes and exports weights."""
 
-    def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL, turns: Turns | None = None):
-        super().__init__("trainer", address, config, transport, turns)
+    def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None):
+        super().__init__("trainer", address, config, transport, gpus)
 
     async def join(self, group: WeightGroup) -> str:
         """Joins the weight group as its first members. Returns the digest of the plan that the trainer built."""
@@ -156,5 +156,5 @@ class Trainer(Model):
     async def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
-        async with self._turns.of(Side.TRAINER):
+        async with self._gpus.held_by(Side.TRAINER):
             await self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s)

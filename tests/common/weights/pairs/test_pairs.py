@@ -126,25 +126,25 @@ def test_the_worker_gets_what_was_sent(store, pool, in_place) -> None:
     members.abort()
 
 
-def test_slots_are_gone_with_the_epoch(store, pool) -> None:
-    def slots() -> int:
+def test_buffers_are_gone_with_the_epoch(store, pool) -> None:
+    def buffers() -> int:
         with open("/proc/self/maps", encoding="utf-8") as maps:
             return sum("memfd:lockstep-pair" in line for line in maps)
 
-    before = slots()
+    before = buffers()
     members = Members(store, pool, asked(store))
     received = members.receive(PLAN, 1, in_place=True)
     members.send(PLAN, [WEIGHTS], 1)[0].result(PATIENCE_S)
     received[0].result(PATIENCE_S)
-    assert slots() == before + 4  # two at each end
+    assert buffers() == before + 4  # two at each end
     members.abort()
-    assert slots() == before
+    assert buffers() == before
 
 
 def test_every_worker_gets_all_that_several_ranks_send(store, pool) -> None:
     """Four trainer ranks of which two send; the others, and their workers, get everything all the same."""
     a, b, c, d, e, f, g = WEIGHTS
-    plan = Plan.of(WEIGHTS, bucket_bytes=1 << 20, slots=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
+    plan = Plan.of(WEIGHTS, bucket_bytes=1 << 20, buffers=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
     nothing: list[list] = [[], [], []]
     parts = [[[a, b], [e], [g]], nothing, nothing, [[c, d], [f], []]]
     members = Members(store, pool, asked(store, ranks=4, workers=4), senders=(0, 3))
@@ -207,8 +207,8 @@ def test_bytes_that_change_on_the_way_are_noticed(store, pool, monkeypatch) -> N
     written = PairSender._tell_written
 
     def flipped(self: PairSender) -> None:
-        assert self._slots is not None
-        self._slots.tensors[self._num_sent % 2][3] ^= 1
+        assert self._buffers is not None
+        self._buffers.tensors[self._num_sent % 2][3] ^= 1
         written(self)
 
     monkeypatch.setattr(PairSender, "_tell_written", flipped)

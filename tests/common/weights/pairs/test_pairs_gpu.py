@@ -96,7 +96,7 @@ def test_what_arrives_is_what_was_sent(weights, pairs) -> None:
         assert answer["is_held"]
         seconds.append((publication.duration_s, answer["seconds"]))
     torch.cuda.empty_cache()
-    # The slots are gone; the worker has made kernels and its digest's scratch memory.
+    # The buffers are gone; the worker has made kernels and its digest's scratch memory.
     assert free_before - torch.cuda.mem_get_info(GPU)[0] < BUCKET_BYTES
     sent, received = (statistics.median(column) for column in zip(*seconds[1:], strict=True))
     log.warning(
@@ -121,7 +121,7 @@ def test_a_killed_worker_is_noticed_and_its_memory_is_freed_later(weights, pairs
     pair.publish(weights, 1)
     pair.process.send_signal(signal.SIGSTOP)
     pair.sender._timeout_s = 2.0
-    with pytest.raises(Aborted, match="waited 2 s for member 1 to map the slots"):
+    with pytest.raises(Aborted, match="waited 2 s for member 1 to map the buffers"):
         send(pair.sender, plan, weights, version=2)
     assert len(sender_module._graveyard) == 1
     pair.process.send_signal(signal.SIGKILL)
