@@ -63,8 +63,8 @@ class SharedEvent:
 
 def device_uuid(device: torch.device) -> str:
     """Returns the UUID of a GPU, which is the same in all processes."""
-    properties: Any = torch.cuda.get_device_properties
-    return str(properties(device).uuid)
+    cuda: Any = torch.cuda
+    return str(cuda.get_device_properties(device).uuid)
 
 
 def allocate(num_bytes: int) -> int:
