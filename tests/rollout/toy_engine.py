@@ -211,8 +211,9 @@ class Wire:
             ctypes.memmove(flat.data_ptr(), sent.data_ptr(), sent.numel())
             yield bucket, flat[: bucket.num_bytes]
 
-    def free_buffers(self) -> None:
+    def free_buffers(self) -> bool:
         self._buffers.clear()
+        return True
 
     def acknowledge(self, version: int, digest: str) -> None:
         self.acknowledged.append(digest)

@@ -125,9 +125,10 @@ class WeightGroup(Epoch):
                 posted.append(post(index + _DEPTH))
             yield bucket, flat
 
-    def free_buffers(self) -> None:
-        """Frees the memory that is kept for receiving; the next publication takes it again."""
+    def free_buffers(self) -> bool:
+        """Frees the memory that is kept for receiving, and returns that it did; the next publication takes it again."""
         self._buffers = ()
+        return True
 
     def acknowledge(self, version: int, digest: str) -> None:
         self._scratch = None

@@ -6,6 +6,8 @@ take their KV cache. If samples are wanted after the trainer changed no weights,
 same weights are published again.
 """
 
+import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -20,8 +22,8 @@ from lockstep.trainer.v1.trainer_pb2 import (
 )
 from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp
 
-from services.common.errors import DeadlineExceeded, Unavailable
-from services.common.tasks import gather
+from services.common.errors import DeadlineExceeded, PreconditionFailed, Reason, Unavailable
+from services.common.tasks import backoff_s, gather
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.replica import Replica, ReplicaState
@@ -30,6 +32,8 @@ from services.coordinator.services.opening import Services
 
 log = logging.getLogger(__name__)
 
+# Attempts to let an engine sleep whose last samples are ending: about half a minute.
+_MAX_RETRIES = 8
 # The models beside the policy, by config section.
 _ROLES = {"reference": ROLE_REFERENCE, "critic": ROLE_CRITIC}
 
@@ -71,11 +75,11 @@ class ColocatedPublisher(Publisher):
         """Lets the engines sleep. One that is lost has no memory, and is dropped."""
         begin = time.perf_counter()
         try:
-            _log("the engines sleep", begin, *await gather(replica.sleep() for replica in self._living()))
+            _log("the engines sleep", begin, *await gather(_asleep(replica) for replica in self._living()))
         except (Unavailable, DeadlineExceeded):
             if not await self._rollout.drop_unreachable():
                 raise
-            await gather(replica.sleep() for replica in self._living())
+            await gather(_asleep(replica) for replica in self._living())
 
     async def _prepare(self, replicas: Sequence[Replica]) -> None:
         begin = time.perf_counter()
@@ -99,6 +103,18 @@ class ColocatedPublisher(Publisher):
 
     def _living(self) -> list[Replica]:
         return [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
+
+
+async def _asleep(replica: Replica) -> Sequence[DeviceMemory]:
+    """Lets an engine sleep. It refuses while samples that were canceled a moment ago are still ending."""
+    for num_retries in itertools.count():
+        try:
+            return await replica.sleep()
+        except PreconditionFailed as error:
+            if error.reason is not Reason.WRONG_STATE or num_retries == _MAX_RETRIES:
+                raise
+        await asyncio.sleep(backoff_s(num_retries))
+    raise AssertionError("unreachable")
 
 
 def _log(what: str, begin: float, *answers: Iterable[DeviceMemory]) -> None:

@@ -62,9 +62,8 @@ class SleepingWorker(WorkerExtension):
         self._lockstep_base_sums = (0, 0)  # or a publication would leave out the base, which is lost
         if not self._lockstep_plan_message:
             return
-        self._lockstep_loading.forget_buffers()
-        if self._lockstep_group is not None:
-            self._lockstep_group.free_buffers()
+        if self._lockstep_group is not None and self._lockstep_group.free_buffers():
+            self._lockstep_loading.forget_buffers()
         if self.device.type == "cpu":
             with weight_loading(self):
                 reload_weights(model_of(self), self.model_config, _zeros(self._lockstep_plan))

@@ -58,7 +58,5 @@ def test_colocated_engines_get_the_trainers_gpus() -> None:
     available = ["4", "5", "6", "7", "8"]
     assert split_gpus({"trainer": 4}, config, available=available, start_rollout=True) == expected
     assert split_gpus({"trainer": 4}, config, available=[], start_rollout=True) == {}
-    with pytest.raises(
-        InvalidInput, match=r"3 usable GPUs, but trainer.num_ranks, .* share, is 4"
-    ):
+    with pytest.raises(InvalidInput, match=r"3 usable GPUs, but trainer.num_ranks, .* share, is 4"):
         split_gpus({"trainer": 4}, config, available=available[:3], start_rollout=True)

@@ -39,8 +39,9 @@ class PairReceiver(PairEnd):
             if in_place:
                 self._tell_read(buffers, buffer)
 
-    def free_buffers(self) -> None:
-        """Does nothing: the buffers are the trainer rank's memory."""
+    def free_buffers(self) -> bool:
+        """Does nothing and returns that: the buffers are the trainer rank's memory."""
+        return False
 
     def acknowledge(self, version: int, digest: str) -> None:
         if self.device.type == "cuda" and self._buffers is not None:
