@@ -1,5 +1,6 @@
-"""Sleep and Wake of an engine on a GPU, with the shape of Qwen3-0.6B and CUDA graphs. With `-s` it shows bytes and seconds.
+"""Sleep and Wake of an engine on a GPU, with the shape of Qwen3-0.6B and CUDA graphs.
 
+With `-s` it shows the bytes and seconds of each call.
 The test publishes from host memory through gloo, since NCCL cannot have two members on one GPU.
 """
 
@@ -111,7 +112,7 @@ async def test_the_engine_gives_its_memory_back_and_serves_what_was_published_si
         publisher.scale(2.0)
         stamp = await sleep_and_wake(publisher, 10 * version + 1)
         # The prompts are in no cache that counts, and CUDA graphs read the new weights.
-        torch.testing.assert_close(await first_logprobs(publisher, stamp), wanted, rtol=0, atol=0.02)
+        torch.testing.assert_close(await first_logprobs(publisher, stamp), wanted, rtol=0, atol=0.05)
 
 
 async def test_weights_that_were_not_published_again_after_a_sleep_are_refused(publisher: Publisher):
