@@ -104,7 +104,7 @@ class Replica:
         """Takes memory for one part of the engine and returns the memory of each worker.
 
         Raises:
-            Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken on that device.
+            Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken.
         """
         request = pb.WakeRequest(part=part)
         answer = await repeated(
