@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 
+from services.common.compat.versions import require_version
+
+require_version("torch")
+
 HANDLE_BYTES = 64
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag that cudaIpcOpenMemHandle takes
 
