@@ -130,4 +130,5 @@ def _loaded(name: str) -> str:
 
 def _check(code: int, what: str) -> None:
     if code:
+        _runtime().cudaGetLastError()  # forgets the error, which torch would otherwise report in its next call
         raise RuntimeError(f"{what}: CUDA error {code}")
