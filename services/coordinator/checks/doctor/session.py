@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from rich.console import Console
 
 from services.common.config.run import Config
+from services.coordinator.checks.doctor.colocated import examine_colocated
 from services.coordinator.checks.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.checks.doctor.host import examine_host
 from services.coordinator.checks.doctor.inputs import examine_inputs
@@ -18,6 +19,7 @@ def examine(config: Config | None, given: Addresses, console: Console) -> bool:
     with console.status("checking"):
         findings = list(examine_host(config, given))
         findings += examine_inputs(config, given) if config else ()
+        findings += examine_colocated(config, given) if config else ()
         if not (given.trainer and given.rollout):
             findings.append(_broadcast())
         findings += asyncio.run(examine_services(given))
