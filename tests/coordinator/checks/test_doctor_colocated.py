@@ -8,9 +8,10 @@ from services.coordinator.services.launch import Addresses
 from tests.coordinator.fake_services import make_config
 
 COLOCATED = make_config(placement="colocated")
+HERE = Addresses()
 
 
-def verdicts(given: Addresses = Addresses(), **environment: str) -> dict[str, Verdict]:
+def verdicts(given: Addresses = HERE, **environment: str) -> dict[str, Verdict]:
     return {finding.check: finding.verdict for finding in examine_colocated(COLOCATED, given, environment)}
 
 
