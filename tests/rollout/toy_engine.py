@@ -204,9 +204,9 @@ class Wire:
                     raise Broken
             sent = next(self._flats)
             assert sent.numel() == bucket.num_bytes
-            if in_place and len(self._buffers) <= index % 3:
+            if in_place and not (self._buffers and self._buffers[0].numel() >= bucket.num_bytes):
                 most = max(bucket.num_bytes for bucket in buckets)
-                self._buffers.append(torch.empty(most, dtype=torch.uint8))
+                self._buffers[:] = [torch.empty(most, dtype=torch.uint8) for _ in range(3)]
             flat = self._buffers[index % 3] if in_place else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             ctypes.memmove(flat.data_ptr(), sent.data_ptr(), sent.numel())
             yield bucket, flat[: bucket.num_bytes]
