@@ -17,7 +17,7 @@ class Gpus:
     def __init__(self) -> None:
         self.shared, self.events = SharedGpus(), []
         self.users = {TRAINER: 0, ENGINES: 0}
-        self.gpus.on_switch({side: self._switch(side) for side in Side})
+        self.shared.on_switch({side: self._switch(side) for side in Side})
 
     def _switch(self, side: Side):
         async def switch() -> None:
@@ -78,7 +78,7 @@ async def test_a_switch_that_fails_is_tried_again_by_the_next() -> None:
         if next(fails):
             raise Unavailable("gone")
 
-    gpus.gpus.on_switch({TRAINER: switch})
+    gpus.shared.on_switch({TRAINER: switch})
     with pytest.raises(Unavailable):
         await gpus.use(TRAINER)
     await gpus.use(TRAINER)
