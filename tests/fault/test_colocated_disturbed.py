@@ -47,7 +47,8 @@ def with_lost_engine(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
 def test_a_run_outlives_an_engine_that_dies_asleep(with_lost_engine):
     run = with_lost_engine
     assert [row["num_replicas"] for row in run.ledger("epoch")][:2] == [2, 1]
-    assert [line["step"] for line in numbers(run.workspace)] == list(range(1, NUM_STEPS + 1))
+    steps = [line["step"] for line in numbers(run.workspace) if "reward/mean" in line]
+    assert steps == list(range(1, NUM_STEPS + 1))
 
 
 @pytest.mark.slow

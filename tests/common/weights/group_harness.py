@@ -22,6 +22,7 @@ from services.common.weights.plan import Plan, pack, unpack
 from services.common.weights.store import StoreAddress
 
 CPU = torch.device("cpu")
+_kept: list[PairReceiver] = []
 NamedTensor = tuple[str, torch.Tensor]
 
 
@@ -105,6 +106,7 @@ def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 def _obey_pair(asked: GroupMessage, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     group = PairReceiver(asked, rank=order["rank"], device=CPU)
+    _kept.append(group)  # its end of the pair closes when it is forgotten
     yield {"joined": order["epoch"]}
     if order["receive"]:
         plan = Plan.of(some_weights(**order["receive"]), bucket_bytes=1 << 20)

@@ -32,9 +32,11 @@ class Gpus:
             self.users[side] += 1
             assert not self.users[TRAINER if side is ENGINES else ENGINES]
             self.events.append(side)
-            if until:
-                await until.wait()
-            self.users[side] -= 1
+            try:
+                if until:
+                    await until.wait()
+            finally:
+                self.users[side] -= 1
 
 
 async def test_a_side_keeps_the_gpus_until_the_other_wants_it() -> None:

@@ -144,7 +144,7 @@ def test_buffers_are_gone_with_the_epoch(store, pool) -> None:
 def test_every_worker_gets_all_that_several_ranks_send(store, pool) -> None:
     """Four trainer ranks of which two send; the others, and their workers, get everything all the same."""
     a, b, c, d, e, f, g = WEIGHTS
-    plan = Plan.of(WEIGHTS, bucket_bytes=1 << 20, buffers=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
+    plan = Plan.of(WEIGHTS, bucket_bytes=1 << 20, slots=[(0, 2), (1, 2), (0, 1), (1, 1), (0, 1)])
     nothing: list[list] = [[], [], []]
     parts = [[[a, b], [e], [g]], nothing, nothing, [[c, d], [f], []]]
     members = Members(store, pool, asked(store, ranks=4, workers=4), senders=(0, 3))
@@ -190,9 +190,11 @@ def test_ranks_whose_pairs_broke_take_part_to_the_end(store, pool) -> None:
     members = Members(store, pool, asked(store, ranks=2, workers=2))
     members.workers[1].abort()
     received = members.receive(PLAN, 1)
-    for one in (*members.send(PLAN, [WEIGHTS, WEIGHTS], 1), *received):
+    for one in (*members.send(PLAN, [WEIGHTS, WEIGHTS], 1), received[1]):
         with aborted(f"{TOLD}|was aborted"):
             one.result(PATIENCE_S)
+    # The other worker may have received all before it was told; it is never asked to commit.
+    assert received[0].exception(PATIENCE_S) is None or isinstance(received[0].exception(), Aborted)
 
 
 def test_members_agree_if_the_first_rank_and_all_workers_bring_the_same(store, pool) -> None:
@@ -224,12 +226,11 @@ def test_bytes_that_change_on_the_way_are_noticed(store, pool, monkeypatch) -> N
 @pytest.mark.parametrize("who", ["worker", "rank"])
 def test_a_member_that_never_comes_aborts_the_others_within_the_timeout(store, pool, who) -> None:
     members = Members(store, pool, asked(store, timeout_s=1.0))
-    with aborted("waited 1 s for member . to .*missing") as _, pytest.raises(Aborted) as caught:
+    with pytest.raises(Aborted, match=r"waited 1 s for member . to .*missing") as caught:
         if who == "worker":
             members.send(PLAN, [WEIGHTS], 1)[0].result(PATIENCE_S)
         else:
             members.receive(PLAN, 1)[0].result(PATIENCE_S)
-        raise AssertionError("it did not end")
     assert caught.value.metadata["absent"] == ("1" if who == "worker" else "0")
     members.abort()
 
@@ -245,11 +246,9 @@ def test_a_worker_on_another_device_is_refused(store, pool, monkeypatch) -> None
 def test_a_plan_that_the_other_end_does_not_have_is_refused(store, pool) -> None:
     members = Members(store, pool, asked(store))
     received = members.receive(Plan.of(WEIGHTS, bucket_bytes=1 << 10), 1)
+    sending = members.send(PLAN, [WEIGHTS], 1)
     with aborted("in place of bucket"):
         received[0].result(PATIENCE_S)
-    members.workers[0].kill()
-    members.workers[0].abort()
-    sending = members.send(PLAN, [WEIGHTS], 1)
     with aborted(TOLD):
         sending[0].result(PATIENCE_S)
 
