@@ -253,8 +253,7 @@ class Engine:
             await self.wake(KV_CACHE)
         before = await self.call_workers(WeightReceiver.lockstep_memory)
         if not self.asleep:
-            async with asyncio.timeout(_ABORT_S):
-                await self._idle.wait()  # samples whose caller is gone may still be ending
+            await self._until_idle()
             await self.call_workers(WeightReceiver.lockstep_before_sleep)
             await self._until_death(self._llm.sleep(level=2), "sleep")
             await self.call_workers(WeightReceiver.lockstep_after_sleep)
@@ -315,6 +314,15 @@ class Engine:
             call.cancel()
             raise Unavailable(f"the engine died during {name}", reason=Reason.ENGINE_DEAD)
         return call.result()
+
+    async def _until_idle(self) -> None:
+        """Waits until samples whose caller is gone have ended."""
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                await self._idle.wait()
+        except TimeoutError as error:
+            message = f"{self.samples_in_flight} canceled samples have not ended within {_ABORT_S:g} s"
+            raise PreconditionFailed(message) from error
 
     async def _changed_memory(self, before: Sequence[DeviceState], begin: float) -> list[DeviceMemory]:
         after = await self.call_workers(WeightReceiver.lockstep_memory)

@@ -54,6 +54,13 @@ async def refused(call: Awaitable[object], reason: Reason = Reason.MEMORY_RELEAS
     return raised.value.message
 
 
+def batch_of(trainer: Deployment, seed: int = 0) -> pa.Table:
+    """With log-probabilities of a reference, which a loss with a KL term needs."""
+    table = trainer.batch(seed=seed)
+    index = table.schema.get_field_index("ref_logprobs")
+    return table.set_column(index, table.schema.field(index), table["logprobs"])
+
+
 async def open_all(trainer: Deployment, changes: dict[str, Any]) -> None:
     """The policy, a reference if the loss needs one, and a critic."""
     settings = config(changes)
@@ -70,7 +77,7 @@ async def steps(trainer: Deployment, changes: dict[str, Any], *, moves: bool) ->
     for step in range(2):
         if moves:
             await acquire(trainer, *BOTH)
-        batch = trainer.batch(seed=step)
+        batch = batch_of(trainer, step)
         roles = [POLICY, CRITIC, *([REFERENCE] if "loss" in changes else [])]
         said += [(await trainer.forward(batch, role)).to_pylist() for role in roles]
         critic = await trainer.train(with_returns(batch), role=CRITIC, critic_version=step)
@@ -103,7 +110,7 @@ async def test_a_run_that_releases_its_memory_is_equal_to_one_that_does_not(depl
 async def test_the_answers_have_what_left_and_came(deployment: Deployment, name: str):
     await deployment.open(**LAYOUTS[name])
     await deployment.publish()
-    await deployment.train(deployment.batch())
+    await deployment.train(batch_of(deployment))
     first = (await release(deployment, OPTIMIZER)).ranks
     second = (await release(deployment, PARAMETERS, roles=(POLICY,))).ranks
     third = (await release(deployment, *BOTH)).ranks
@@ -128,7 +135,7 @@ async def test_calls_that_need_a_released_part_are_refused(trainer: Deployment, 
     await trainer.open(**KL)
     await trainer.publish()
     held = await trainer.held()
-    batch = trainer.batch()
+    batch = batch_of(trainer)
     checkpoint = pb.SaveCheckpointRequest(path=str(tmp_path / "checkpoint"))
     await release(trainer, OPTIMIZER)
     assert "optimizer" in await refused(trainer.train(batch))
