@@ -245,7 +245,7 @@ def test_a_worker_on_another_device_is_refused(store, pool, monkeypatch) -> None
 
 def test_a_plan_that_the_other_end_does_not_have_is_refused(store, pool) -> None:
     members = Members(store, pool, asked(store))
-    received = members.receive(Plan.of(WEIGHTS, bucket_bytes=1 << 10), 1)
+    received = members.receive(Plan.of(WEIGHTS[::-1], bucket_bytes=1 << 18), 1)
     sending = members.send(PLAN, [WEIGHTS], 1)
     with aborted("in place of bucket"):
         received[0].result(PATIENCE_S)
