@@ -5,6 +5,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
