@@ -66,7 +66,9 @@ class _Engine(rollout_pb2_grpc.RolloutServiceServicer):
         yield seal(request, answer)
 
 
-class _Reward(reward_pb2_grpc.RewardServiceServicer):
+class ToyReward(reward_pb2_grpc.RewardServiceServicer):
+    """Opens a toy environment, and scores everything with 1."""
+
     async def OpenRun(self, request: Any, context: Any) -> reward_pb2.OpenRunResponse:
         return reward_pb2.OpenRunResponse(scorer="toy 1", environment="toy 1", roles=[""])
 
@@ -102,7 +104,7 @@ class _Environment(environment_pb2_grpc.EnvironmentServiceServicer):
 async def _serve() -> None:
     server = Server()
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(_Engine(), server.grpc)
-    reward_pb2_grpc.add_RewardServiceServicer_to_server(_Reward(), server.grpc)
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(ToyReward(), server.grpc)
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(_Environment(), server.grpc)
     port = await server.start("127.0.0.1:0", ["lockstep.reward.v1.RewardService", "lockstep.rollout.v1.RolloutService"])
     sys.stdout.write(f"{port}\n")
@@ -116,7 +118,13 @@ async def _measure(address: str) -> dict[str, list[float]]:
             "model": _MODEL,
             "data": {"train": "-", "prompts_per_step": _NUM_PROMPTS, "max_prompt_tokens": _PROMPT_TOKENS},
             "rollout": {"max_model_len": 512, "sampling": {"max_tokens": _TURN_TOKENS}},
-            "environment": {"kind": "python", "path": "toy:Toy", "max_turns": _NUM_TURNS, "on_failure": "fail"},
+            "environment": {
+                "kind": "python",
+                "path": "toy:Toy",
+                "max_turns": _NUM_TURNS,
+                "turn_s": 600,
+                "on_failure": "fail",
+            },
             "reward": {"scorers": [{"kind": "exact"}]},
             "timeouts": {"generate_s": 600, "score_s": 600},
         }
@@ -125,7 +133,8 @@ async def _measure(address: str) -> dict[str, list[float]]:
     await rollout.open("run", ModelCard())
     await rewards.open("run")
     await rollout.replicas[0].commit(_STAMP)
-    environments = Environments(rewards, 600.0)
+    assert config.environment, "it was set"
+    environments = Environments(rewards, config.environment)
     collector = EpisodeCollector(rollout, rewards, Tokenizer.load(Path(_MODEL)), config, environments)
     samples: dict[str, list[float]] = {"coordinator CPU per turn [ms]": [], "turns [1/s]": []}
     for step in range(1 + _ROUNDS):  # one to warm up

@@ -1,9 +1,11 @@
-"""Measures how the quickstart's model improves in episodes of several turns (deploy/runs/tries.yaml).
+"""Measures how a small model improves in episodes of several turns.
 
-`lockstep data arithmetic && python -m benchmarks.episodes_learn NAME [key=value ...]` saves the curves as NAME.
+`python -m benchmarks.episodes_learn NAME [CONFIG] [key=value ...]` saves the curves as NAME. CONFIG is one of
+deploy/runs: tries.yaml (the default), lookup.yaml or search.yaml; its first lines say what makes its model and data.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,8 +27,10 @@ _KEPT = {
 def main() -> None:
     """Runs the recipe, and saves its curves."""
     name, *overrides = sys.argv[1:]
+    config = overrides.pop(0) if overrides and "=" not in overrides[0] else _CONFIG
+    load_before = os.getloadavg()
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "services.coordinator", "run", _CONFIG, *_COMMON, *overrides]
+        command = [sys.executable, "-m", "services.coordinator", "run", config, *_COMMON, *overrides]
         begin = time.monotonic()
         subprocess.run([*command, f"runs_dir={directory}", "name=run"], check=True, stdout=subprocess.DEVNULL)
         seconds = time.monotonic() - begin
@@ -38,7 +42,16 @@ def main() -> None:
             samples[f"held-out reward after {line['step']} steps"] = [line["eval/held-out/reward"]]
     samples["whole run, with starting the services [s]"] = [seconds]
     libraries = ("torch", "vllm", "transformers")
-    keep(name, samples, libraries=libraries, config=_CONFIG, overrides=_COMMON + overrides, note="the machine was busy")
+    keep(
+        name,
+        samples,
+        libraries=libraries,
+        config=config,
+        overrides=_COMMON + overrides,
+        note="other programs ran on the same cores; load averages of 1, 5 and 15 minutes",
+        load_before=load_before,
+        load_after=os.getloadavg(),
+    )
 
 
 if __name__ == "__main__":

@@ -88,30 +88,31 @@ class Service:
     """Samples from replicas with published weights, through the coordinator's own collector and dispatch."""
 
     def __init__(self, rollout: Rollout, config: Config, stamp: PolicyStamp, pids: Sequence[int]):
-        self._rollout, self._config, self._stamp, self._pids = rollout, config, stamp, pids
+        self.rollout, self._config, self.stamp, self._pids = rollout, config, stamp, pids
 
     def batch(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Batch:
         """Returns a batch with the seeds that the collector will use."""
-        samples, place = range(self._config.rollout.completions_per_prompt), (self._config.seed, self._stamp.version)
+        samples, place = range(self._config.rollout.completions_per_prompt), (self._config.seed, self.stamp.version)
         seeds = [[seed_of(*place, prompt.prompt_id, sample) for sample in samples] for prompt in prompts]
         return Batch(prompts, seeds, sampling)
 
     async def draw(self, batch: Batch) -> Drawn:
         """Samples the whole `batch`."""
-        clock, cpu_s = _Clock(), self._cpu_seconds()
+        clock, cpu_s = _Clock(), self.cpu_seconds()
         num_samples = self._config.rollout.completions_per_prompt
         begin = time.perf_counter()
-        await self._collector(clock).collect(batch.prompts, num_samples, batch.sampling, self._stamp)
-        duration_s, spent = time.perf_counter() - begin, self._cpu_seconds()
+        await self._collector(clock).collect(batch.prompts, num_samples, batch.sampling, self.stamp)
+        duration_s, spent = time.perf_counter() - begin, self.cpu_seconds()
         finished_s = [finished - begin for finished in clock.finished_s]
         return Drawn(duration_s, clock.num_tokens, finished_s, {who: spent[who] - cpu_s[who] for who in spent})
 
     def _collector(self, clock: _Clock) -> Collector:
         reward: Any = clock
         tokenizer: Any = SimpleNamespace(eos_token_ids=())
-        return Collector(self._rollout, reward, tokenizer, self._config.seed)
+        return Collector(self.rollout, reward, tokenizer, self._config.seed)
 
-    def _cpu_seconds(self) -> dict[str, float]:
+    def cpu_seconds(self) -> dict[str, float]:
+        """Returns the CPU time so far of the replicas' frontends, their engines, and this process."""
         return _cpu_seconds(self._pids) | {"coordinator": time.process_time()}
 
 

@@ -9,7 +9,7 @@ import os
 import resource
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from benchmarks.report import keep
 from services.common.config.reward.code import CodeConfig
@@ -51,6 +51,15 @@ async def _batch(run: ScoringRun) -> float:
     return _BATCH / (time.perf_counter() - start)
 
 
+def _named(bare: Sequence[float], one: Sequence[float], many: Sequence[float]) -> Iterator[tuple[str, float]]:
+    """Yields the numbers of one round with their names; each argument is (wall, CPU) in ms."""
+    for at, kind in enumerate(("wall", "CPU")):
+        yield f"bare python, {kind} [ms]", bare[at]
+        yield f"sandbox, {kind} [ms]", one[at]
+        yield f"overhead, {kind} [ms]", one[at] - bare[at]
+        yield f"each further test, {kind} [ms]", (many[at] - one[at]) / (_MANY_TESTS - 1)
+
+
 async def _samples() -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {}
     run = ScoringRun(RewardConfig(scorers=(CodeConfig(max_concurrent=len(os.sched_getaffinity(0))),)))
@@ -63,11 +72,8 @@ async def _samples() -> dict[str, list[float]]:
             bare = await _measure(_bare)
             one = await _measure(lambda: _sandboxed(sandbox, 1))
             many = await _measure(lambda: _sandboxed(sandbox, _MANY_TESTS))
-            for at, kind in enumerate(("wall", "CPU")):
-                values = {"bare python": bare[at], "sandbox": one[at], "overhead": one[at] - bare[at]}
-                values["each further test"] = (many[at] - one[at]) / (_MANY_TESTS - 1)
-                for name, value in values.items():
-                    samples.setdefault(f"{name}, {kind} [ms]", []).append(value)
+            for name, value in _named(bare, one, many):
+                samples.setdefault(name, []).append(value)
         samples["programs of 3 tests [1/s]"] = [await _batch(run) for _ in range(3)]
     finally:
         await run.close()

@@ -89,21 +89,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_start(hidden_size: int, num_layers: int) -> Qwen3ForCausalLM:
-    """Returns a model with random weights.
+def make_start(
+    hidden_size: int, num_layers: int, vocab_size: int = len(VOCAB), max_tokens: int = 64
+) -> Qwen3ForCausalLM:
+    """Returns a model with random weights, for sequences of up to `max_tokens` tokens.
 
     Its heads have 32 dimensions, the minimum of vLLM's CPU attention, and all sizes are divisible by two ranks.
     """
     torch.manual_seed(SEED)
     config = Qwen3Config(
-        vocab_size=len(VOCAB),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 32,
         num_key_value_heads=hidden_size // 64,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=max_tokens,
         tie_word_embeddings=True,
         initializer_range=0.05,
         pad_token_id=PAD_ID,

@@ -1,8 +1,11 @@
-"""Opens files of directories that come from elsewhere: only regular files, so that no FIFO makes a service wait."""
+"""Opens files whose paths come from a config or a model: only regular files, so that no FIFO makes a service wait."""
 
+import errno
 import json
+import os
+import stat
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from services.common.errors import InvalidInput
 
@@ -34,6 +37,19 @@ def read_regular(path: Path, *, field: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidInput(f"{field}: {path} cannot be read: {error.strerror}", field=field) from error
+
+
+def open_plain_file(path: Path) -> BinaryIO:
+    """Opens a regular file, or a link to one, for reading. Does not wait for the writer of a named pipe.
+
+    Raises:
+        OSError: The file cannot be opened, or is a pipe, a device, a socket or a directory.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
 
 
 def parse_object(content: bytes, source: Path, *, field: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Runs one replica of the policy in vLLM: `lockstep-rollout --listen HOST:PORT`, or `python -m services.rollout`."""
 
 import functools
+import multiprocessing.util
 import os
 import tempfile
 
@@ -34,6 +35,7 @@ def _configure_vllm() -> None:
 
 def _prepare(directory: str) -> None:
     """Imports vLLM. This process, and on CPU the engines forked from it, put their temporary files into `directory`."""
+    multiprocessing.util.get_temp_dir()  # elsewhere: multiprocessing removes it itself, after `directory` is gone
     tempfile.tempdir = directory  # vLLM leaves files behind
     import_before_fork("torch")
     _configure_vllm()

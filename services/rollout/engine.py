@@ -29,7 +29,7 @@ from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.device_memory import DeviceState, changed, gib
 from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
-from services.rollout.compat.vllm.client import abort_samples
+from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.compat.vllm.scheduler import scheduler
@@ -93,6 +93,10 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
             "enforce_eager": True,
             "kv_cache_memory_bytes": 1 << 28,
             "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+            # A part of a prompt with a seed ends vLLM's engine (seen with 0.32): it winds the random generator back,
+            # which torch cannot do on CPU. So a prompt is always computed as a whole.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
         }
     if needs.adapter_rank:
         arguments |= {
@@ -293,6 +297,7 @@ class Engine:
     async def close(self) -> None:
         """Ends the engine's processes."""
         self._forget_processes()
+        await stop_reading(self._llm)
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 

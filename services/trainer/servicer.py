@@ -34,6 +34,7 @@ from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.network import published_host
+from services.trainer.ranks.publish import highest_cost
 from services.trainer.ranks.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.ranks.worker import CONFIGS, Worker
 from services.trainer.released import Released
@@ -72,6 +73,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._released = Released(ranks)
         self._epoch, self._epoch_timeout_s = -1, 0.0
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
+        self._last_export = ("", -1, pb.ExportHuggingFaceResponse())  # its path and version, with its answer
         self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
         self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
@@ -198,7 +200,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             stamp=policy.stamp,
             num_bytes=sent["num_bytes"],
             duration_s=sent["duration_s"],
-            cost=_most([answer.body["cost"] for answer in answers if answer.body]),
+            cost=highest_cost([answer.body["cost"] for answer in answers if answer.body]),
         )
 
     @shielded
@@ -227,11 +229,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.ExportHuggingFaceRequest, context: Context
     ) -> pb.ExportHuggingFaceResponse:
         async with self._changing:
-            self._require_open()
+            asked = request.path, self._require_open().state.version
+            if asked == self._last_export[:2] and Path(request.path).exists():
+                return self._last_export[2]  # the caller did not get this answer
             self._released.require_here(Role.POLICY, Part.PARAMETERS)
             with checkpoint.staged(Path(request.path)):
                 answers = await self._ranks.call(Worker.export, path=request.path)
-        return pb.ExportHuggingFaceResponse(**answers[0].body)
+            self._last_export = (*asked, pb.ExportHuggingFaceResponse(**answers[0].body))
+        return self._last_export[2]
 
     @shielded
     async def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Context) -> pb.ReleaseMemoryResponse:
@@ -301,6 +306,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run_id, self._roles, self._epoch = "", {}, -1
         self._released.forget()
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())
+        self._last_export = ("", -1, pb.ExportHuggingFaceResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
         await self._ranks.call(Worker.close)
 
@@ -376,11 +382,6 @@ def _replay(header: pb.TrainHeader, held: _OpenRole) -> pb.TrainResponse:
             reason=Reason.REPLAYED_BATCH,
         )
     return pb.TrainResponse(version=held.state.version, metrics=held.state.last_metrics, replayed=True)
-
-
-def _most(costs: list[dict[str, Any]]) -> types_pb2.PublicationCost:
-    """Returns the largest of each cost over the senders, which work at the same time."""
-    return types_pb2.PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:

@@ -37,6 +37,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import SLEEP_TAGS
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
@@ -45,7 +47,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
 from services.rollout.compat.vllm import engine_fork, memory, reload
-from services.rollout.compat.vllm.client import abort_samples
+from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.scheduler import kind_of
 from services.rollout.compat.vllm.worker import rank_of
 from services.rollout.weights.receiver import WeightReceiver
@@ -93,6 +95,18 @@ def test_a_pause_of_the_engine_is_one_call_and_vllms_own_sleeps_too() -> None:
     assert asked == [{"mode": "abort", "clear_cache": False}]
     source = inspect.getsource(AsyncLLM.pause_generation)
     assert "self.engine_core.pause_scheduler_async(" in source and "sleep(" in source  # else call that
+
+
+async def test_what_reads_an_engine_is_ended_before_it_and_tells_who_waits() -> None:
+    reading, waits = asyncio.create_task(asyncio.Event().wait()), asyncio.Queue[Exception]()
+    processor = OutputProcessor(tokenizer=None, log_stats=False)
+    processor.request_states["r"] = SimpleNamespace(queue=SimpleNamespace(put=waits.put_nowait))  # type: ignore[assignment]
+    await stop_reading(SimpleNamespace(output_handler=reading, output_processor=processor))  # type: ignore[arg-type]
+    assert reading.cancelled()
+    assert isinstance(waits.get_nowait(), EngineDeadError)
+    source = inspect.getsource(AsyncLLM.shutdown)
+    # If the task is canceled first, stop_reading is not needed.
+    assert source.index("engine_core.shutdown(") < source.index("cancel_task_threadsafe(handler)")
 
 
 # ---- scheduler

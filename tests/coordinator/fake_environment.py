@@ -79,7 +79,8 @@ async def episodes(
         await rewards.open("run")
         for replica in rollout.replicas:
             await replica.commit(stamp)
-        environments = Environments(rewards, 30.0)
+        assert config.environment
+        environments = Environments(rewards, config.environment)
         yield EpisodeCollector(rollout, rewards, tokenizer, config, environments)
         await environments.close()
     finally:

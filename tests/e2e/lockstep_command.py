@@ -208,7 +208,7 @@ def reference(base: Path) -> Path:
     """
     workspace = base / "reference"
     workspace.mkdir()
-    make_workspace(workspace)
+    make_workspace(workspace, model=str(workspace / "model"))
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "reward", "rollout-0", "rollout-1")}
     with running_services(addresses, workspace) as processes:
         options = [f"--{name.partition('-')[0]}={address}" for name, address in addresses.items()]

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -34,7 +35,7 @@ def play(workspace: Path, *overrides: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> Path:
     """Returns the directory of a run that has ended."""
     directory = tmp_path_factory.mktemp("episodes")
     shutil.copytree(MODEL, directory / "model")
@@ -43,7 +44,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "game.py").write_text(_ENVIRONMENT)
     config = {
         "name": "run",
-        "model": "model",
+        "model": str(directory / "model"),
         "num_steps": NUM_STEPS,
         "data": {
             "train": "data/train.parquet",
@@ -66,7 +67,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint": {"save_freq": 1, "export_at_end": False},
     }
     (directory / "run.yaml").write_text(yaml.safe_dump(config))
-    play(directory)
+    play(directory, *lent[:2])
     return directory
 
 
@@ -108,9 +109,9 @@ def test_the_trainer_computes_the_engines_logprobs_over_all_turns(workspace: Pat
     assert all(1 < line["episode/turns_mean"] <= MAX_TURNS for line in steps)
 
 
-def test_the_same_run_again_asks_for_the_same_samples(workspace: Path):
+def test_the_same_run_again_asks_for_the_same_samples(workspace: Path, lent: Sequence[str]):
     """What the engine has in its prefix cache depends on timing, and with it the last bits of later turns."""
-    play(workspace, "name=again")
+    play(workspace, "name=again", *lent[:2])
     first, again = batches(workspace), batches(workspace, "again")
     assert len(first) == len(again) == NUM_STEPS
     asked = ["prompt_id", "group", "sample", "prompt_tokens", "seed", "environment"]
@@ -118,8 +119,8 @@ def test_the_same_run_again_asks_for_the_same_samples(workspace: Path):
         assert pq.read_table(one, columns=asked).equals(pq.read_table(other, columns=asked))
 
 
-def test_a_step_is_the_same_again_to_environment_scorers_and_trainer(workspace: Path):
-    for what in ([], ["--what", "environment"]):
+def test_a_step_is_the_same_again_to_environment_scorers_and_trainer(workspace: Path, lent: Sequence[str]):
+    for what in (lent[:1], ["--what", "environment"]):
         done = invoke("replay", "runs/run", "--step", 2, *what, cwd=workspace)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "step 2: identical to the record" in done.stdout + done.stderr

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +68,8 @@ def by_prompt(samples: pa.Table) -> np.ndarray:
     return samples["reward"].to_numpy().reshape(NUM_PROMPTS, -1)
 
 
-def test_a_model_directory_with_two_sets(workspace: Path):
-    done = invoke("eval", QUICKSTART, "run.yaml", "--out", "runs/run/final", cwd=workspace)
+def test_a_model_directory_with_two_sets(workspace: Path, lent: Sequence[str]):
+    done = invoke("eval", QUICKSTART, "run.yaml", "--out", "runs/run/final", *lent[:2], cwd=workspace)
     assert done.returncode == 0, done.stderr + done.stdout
     assert sorted(path.name for path in (workspace / "runs" / "run").iterdir()) == [
         "config.json",

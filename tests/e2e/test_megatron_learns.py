@@ -1,6 +1,7 @@
 """The quickstart with its trainer on Megatron, tensor-parallel: it learns as on FSDP."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.lockstep_command import invoke
@@ -9,11 +10,17 @@ from tests.support import ROOT
 DEPLOY = ROOT / "deploy"
 
 
-def test_the_quickstart_learns_on_megatron(tmp_path: Path):
+def test_the_quickstart_learns_on_megatron(tmp_path: Path, lent: Sequence[str]):
     made = invoke("data", "arithmetic", "--out", "data/arithmetic", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     ended = invoke(
-        *("run", DEPLOY / "runs" / "quickstart.yaml", f"model={DEPLOY / 'quickstart' / 'model'}", "name=run"),
+        *(
+            "run",
+            *lent[:2],
+            DEPLOY / "runs" / "quickstart.yaml",
+            f"model={DEPLOY / 'quickstart' / 'model'}",
+            "name=run",
+        ),
         *("trainer.strategy=megatron", "trainer.megatron.tensor_model_parallel_size=2"),
         *("num_steps=10", "rollout.num_replicas=1", "checkpoint={save_freq: 0, export_at_end: false}"),
         cwd=tmp_path,

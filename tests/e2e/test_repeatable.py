@@ -1,6 +1,7 @@
 """Two undisturbed runs of one config are equal to the last bit, whatever arrives first in them."""
 
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,14 @@ import pytest
 from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers
 
 NUM_STEPS = 2
-TRAINER = {"num_ranks": 1, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}}
+TRAINER = {"num_ranks": 2, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "PPO with a KL penalty": {
+    "Megatron: PPO with a KL penalty, LoRA and a KL loss": {
         "advantage": {"kind": "gae", "kl": {"coef": 0.1}},
-        "trainer": TRAINER,
+        "trainer": {**TRAINER, "strategy": "megatron", "lora": {"rank": 4}, "loss": {"kl_coef": 0.1}},
         "critic": {"optim": {"lr": 1e-2}},
     },
-    "LoRA and GRPO with a KL loss": {
-        "trainer": {
-            **TRAINER,
-            "strategy": "megatron",
-            "lora": {"rank": 4},
-            "loss": {"kl_coef": 0.1},
-        },
-    },
+    "FSDP: GRPO with a KL loss": {"trainer": {**TRAINER, "loss": {"kl_coef": 0.1}}},
 }
 
 
@@ -38,12 +32,12 @@ def digests(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
-def test_two_runs_are_equal_to_the_last_bit(config: str, tmp_path: Path):
+def test_two_runs_are_equal_to_the_last_bit(config: str, tmp_path: Path, lent: Sequence[str]):
     settings = {"num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {"export_at_end": False}}
-    workspace = make_workspace(tmp_path, **settings, **CONFIGS[config])
+    workspace = make_workspace(tmp_path, model=str(tmp_path / "model"), **settings, **CONFIGS[config])
     found = []
     for _ in range(2):
-        with LockstepRun(workspace) as run:
+        with LockstepRun(workspace, *lent) as run:
             assert run.wait() == 0, run.output
         batches = [
             pq.read_table(run.directory / "batches" / f"step-{version:06d}.parquet") for version in range(NUM_STEPS)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import sqlite3
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(undisturbed: Path, tmp_path: Path) -> Path:
-    """A copy of the run and of all that it read."""
+    """A copy of the run and of all that it read but the model, whose path is absolute."""
     return shutil.copytree(undisturbed, tmp_path / "copy")
 
 
@@ -41,9 +42,9 @@ def files(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def test_a_step_is_exactly_the_same_again(workspace: Path) -> None:
+def test_a_step_is_exactly_the_same_again(workspace: Path, lent: Sequence[str]) -> None:
     before = files(workspace / "runs" / "run")
-    code, output = replay(workspace, "--step", 4)
+    code, output = replay(workspace, "--step", 4, lent[0])
     assert code == 0, output
     assert "step 4: identical to the record" in output
     assert "rewards of 32 samples: all equal" in output
@@ -70,12 +71,20 @@ def test_a_changed_reward_is_named(workspace: Path) -> None:
     assert not list((workspace / "runs" / "run" / "replay").rglob("trainer.log"))
 
 
-def test_a_changed_weight_is_named(workspace: Path) -> None:
-    path = workspace / "model" / "model.safetensors"
-    weights = load_file(path)
+@pytest.fixture
+def changed_weight(undisturbed: Path) -> Iterator[None]:
+    """Changes a weight of the model that the run began with, for one test."""
+    path = undisturbed / "model" / "model.safetensors"
+    weights, content = load_file(path), path.read_bytes()
     weights["model.norm.weight"][3] += 1e-3
     save_file(weights, path, metadata={"format": "pt"})
-    code, output = replay(workspace, "--step", 1, "--what", "train")
+    yield
+    path.write_bytes(content)
+
+
+@pytest.mark.usefixtures("changed_weight")
+def test_a_changed_weight_is_named(workspace: Path, lent: Sequence[str]) -> None:
+    code, output = replay(workspace, "--step", 1, "--what", "train", lent[0])
     assert code == 1, output
     for what in ("weights of version 0", "weights of version 1", "train/grad_norm"):
         assert f"\n{what}: recorded " in output

@@ -3,7 +3,7 @@ leaves is a model to reinforce. Megatron trains as FSDP does."""
 
 import math
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from services.common.model_card import read_model_card
 from services.coordinator.data.tokenizer import Tokenizer
-from tests.e2e.lockstep_command import LOCKSTEP, LockstepRun, numbers, running_services, weights
-from tests.support import free_port, make_model
+from tests.e2e.lockstep_command import LOCKSTEP, LockstepRun, numbers, weights
+from tests.support import make_model
 
 SUMS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(6) for b in range(6)]
 HELD_OUT = SUMS[::5]  # 8 rows: the last of the two batches they are scored in is not full
@@ -75,11 +75,9 @@ def killed(base: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trainer(base: Path) -> Iterator[str]:
+def trainer(lent: Sequence[str]) -> str:
     """The option that names a trainer of two ranks, which has one run after the other."""
-    address = f"127.0.0.1:{free_port()}"
-    with running_services({"trainer": address}, base):
-        yield f"--trainer={address}"
+    return lent[0]
 
 
 @pytest.fixture(scope="module")

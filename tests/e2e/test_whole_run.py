@@ -47,6 +47,12 @@ def test_every_step_is_on_policy_and_recorded_once(workspace: Path):
             assert 0 < len(tokens) == len(logprobs)
 
 
+def test_no_service_ends_a_run_or_itself_with_a_traceback(workspace: Path):
+    logs = {name: (workspace / f"{name}.log").read_text() for name in ("trainer", "reward", "rollout-0", "rollout-1")}
+    assert all("listens on" in log for log in logs.values())
+    assert [name for name, log in logs.items() if "Traceback" in log] == []
+
+
 def test_numbers_of_every_step(workspace: Path):
     lines = numbers(workspace)
     steps = [line for line in lines if "reward/mean" in line]

@@ -1,6 +1,7 @@
 """A coordinator that is killed, stopped and interrupted: nothing is left running, and the run goes on exactly."""
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from tests.e2e.lockstep_command import LockstepRun, assert_gone, make_workspace,
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # One replica instead of two: the numbers must not depend on it.
-    directory = make_workspace(tmp_path_factory.mktemp("coordinator"))
+    directory = tmp_path_factory.mktemp("coordinator")
+    make_workspace(directory, model=str(directory / "model"))
     text = (directory / "run.yaml").read_text()
     assert "num_replicas: 2" in text
     (directory / "run.yaml").write_text(text.replace("num_replicas: 2", "num_replicas: 1"))
@@ -63,8 +65,10 @@ def test_a_second_interrupt_ends_it_at_once(workspace: Path):
         run.release()
 
 
-def test_it_ends_with_the_numbers_and_the_model_of_an_undisturbed_run(workspace: Path, undisturbed: Path):
-    with LockstepRun(workspace, "resume=must") as run:
+def test_it_ends_with_the_numbers_and_the_model_of_an_undisturbed_run(
+    workspace: Path, undisturbed: Path, lent: Sequence[str]
+):
+    with LockstepRun(workspace, "resume=must", *lent[:2]) as run:  # on services that were not started by the run
         assert run.wait() == 0, run.output
     assert numbers(workspace) == numbers(undisturbed)
     assert weights(workspace) == weights(undisturbed) != {}

@@ -131,8 +131,10 @@ async def test_engines_leave_no_files(model: Callable, tmp_path: Path):
             assert sockets, "vLLM makes its sockets elsewhere"
             await client.call(RolloutService.CloseRun, pb.CloseRunRequest(run_id="first"), timeout_s=PATIENCE_S)
             assert not [path for path in sockets if path.exists()]
+            assert "Traceback" not in (tmp_path / "log").read_text()
             await replica.open(model("untied"), "second")
             os.kill(engine_of(replica.pid), signal.SIGKILL)
             assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
         await client.close()
         assert not list(temporary.iterdir())
+        assert "_remove_temp_dir" not in (tmp_path / "log").read_text()

@@ -16,6 +16,8 @@ from services.common.token_hash import tokens_sha256
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
 from tests.support import PATIENCE_S, VOCAB, cpu_seconds, engine_of
 
+_BATCH_TOKENS = 2048
+"""Tokens that the engine computes at once (vLLM's max_num_batched_tokens), as services/rollout/engine.py sets it."""
 NO_TOKENS = (0, 1)  # special tokens, which have no text
 
 
@@ -68,6 +70,15 @@ async def test_the_longest_prompt_has_room_for_one_token(played: PlayedTrainer):
     stamp = await publish(played, 103)
     (answer,) = await played.replica.generate(stamp, [[3] * (MAX_MODEL_LEN - 1)], max_tokens=9)
     assert len(answer.completions[0].tokens) == 1
+
+
+async def test_more_prompts_than_one_batch_of_the_engine_has_room_for(played: PlayedTrainer):
+    """On CPU, a part of a prompt with a seed would end vLLM's engine."""
+    stamp = await publish(played, 107)
+    length = MAX_MODEL_LEN - 1
+    prompts = [[2 + number] * length for number in range(2 * _BATCH_TOKENS // length)]
+    answers = await played.replica.generate(stamp, prompts, max_tokens=1, temperature=1.0)
+    assert len(answers) == len(prompts) and all(len(answer.completions[0].tokens) == 1 for answer in answers)
 
 
 async def test_cancelling_a_call_aborts_it_in_the_engine(played: PlayedTrainer):

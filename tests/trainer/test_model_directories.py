@@ -1,6 +1,6 @@
 """Damaged model directories: each is refused by a typed error that names the file, and the trainer goes on.
 
-One trainer of two ranks opens them all, and a good model after each.
+One trainer of two ranks opens them all, and a good model after some.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from safetensors.torch import load_file, save_file
 
 from services.common.config.trainer.roles import CriticSettings
@@ -147,6 +148,11 @@ VARIANTS: dict[str, tuple[Break, str]] = {
         "pipe is not a regular file",
     ),
 }
+# One of each stage of opening: after them a good model is opened.
+THEN_A_GOOD_ONE = {
+    *("config-deep", "config-unknown-type", "config-more-layers", "weights-truncated", "tensors-nan"),
+    *("index-names-missing-tensor", "tokenizer-not-json", CONFIG),
+}
 # The trainer only passes these on; the coordinator reads them before any step.
 TOKENIZERS: dict[str, tuple[Break, str]] = {
     "tokenizer-not-json": (contains("tokenizer.json", b"{"), "tokenizer.json"),
@@ -163,8 +169,8 @@ def broken(trainer_files: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trainer_files / "models" / "untied", tmp_path / "model"))
 
 
-async def is_refused(deployment: Deployment, model: Path, named: str, **changes: Any) -> LockstepError:
-    """Opens the model, and its tokenizer as the coordinator would; then the trainer opens a good model."""
+async def is_refused(deployment: Deployment, model: Path, variant: str, named: str, **changes: Any) -> LockstepError:
+    """Opens the model, and its tokenizer as the coordinator would; after some, the trainer opens a good model."""
     with pytest.raises(LockstepError) as caught:
         opened = await deployment.open(str(model), **changes)
         card = model.parent / "card"
@@ -172,7 +178,8 @@ async def is_refused(deployment: Deployment, model: Path, named: str, **changes:
         write_model_card(opened.model_card, card)
         Tokenizer.load(card)
     assert named in caught.value.message, caught.value.message
-    await deployment.open("untied", **changes)
+    if variant in THEN_A_GOOD_ONE:
+        await deployment.open("untied", **changes)
     return caught.value
 
 
@@ -181,23 +188,30 @@ async def is_refused(deployment: Deployment, model: Path, named: str, **changes:
 async def test_damaged_model(deployment: Deployment, broken: Path, variant: str, strategy: str) -> None:
     change, named = VARIANTS[variant]
     change(broken)
-    error = await is_refused(deployment, broken, named, strategy=strategy)
+    error = await is_refused(deployment, broken, variant, named, strategy=strategy)
     assert (type(error), error.reason) == (InvalidInput, Reason.INVALID_INPUT)
     assert error.metadata["field"] == "model"
+    info = (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info
+    assert info.state == ("open" if variant in THEN_A_GOOD_ONE else "idle")
 
 
 @pytest.mark.parametrize("variant", CARDS | TOKENIZERS)
 async def test_damaged_card(deployment: Deployment, broken: Path, variant: str) -> None:
     change, named = (CARDS | TOKENIZERS)[variant]
     change(broken)
-    error = await is_refused(deployment, broken, named)
+    error = await is_refused(deployment, broken, variant, named)
     assert (type(error), error.reason) == (InvalidInput, Reason.INVALID_INPUT)
 
 
 @pytest.mark.parametrize("name", [CONFIG, "tokenizer.json"])
 async def test_missing_file(deployment: Deployment, broken: Path, name: str) -> None:
     lacks(name)(broken)
-    assert isinstance(await is_refused(deployment, broken, name), NotFound)
+    assert isinstance(await is_refused(deployment, broken, name, name), NotFound)
+
+
+async def test_missing_directory(deployment: Deployment, broken: Path) -> None:
+    error = await is_refused(deployment, broken / "elsewhere", "", "elsewhere does not exist")
+    assert (type(error), error.metadata["field"]) == (NotFound, "model")
 
 
 async def test_a_sharded_model_is_opened(deployment: Deployment, broken: Path) -> None:

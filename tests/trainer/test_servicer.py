@@ -1,7 +1,5 @@
 """The on-policy contract, asked of a real trainer of two ranks over gRPC."""
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import torch
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.common import batch as batches
@@ -21,7 +18,6 @@ from services.common.errors import (
     Aborted,
     InvalidInput,
     LockstepError,
-    NotFound,
     PreconditionFailed,
     Reason,
 )
@@ -371,30 +367,6 @@ async def test_opening_the_same_run_again_keeps_what_it_holds(trainer: Deploymen
     assert (again.version, again.last_batch_id) == (1, "first")
     info = await trainer.call(TrainerService.GetInfo, pb.GetInfoRequest())
     assert (info.info.state, info.info.run_id, info.num_ranks) == ("open", "again", 2)
-
-
-@pytest.mark.parametrize("kind", ["missing", "auto_map", "no config", "unknown architecture", "pickled"])
-async def test_bad_model_directory_is_refused(trainer: Deployment, tmp_path: Path, kind: str) -> None:
-    if kind != "missing":
-        shutil.copytree(trainer.models / "untied", tmp_path / "bad")
-        path = tmp_path / "bad" / "config.json"
-        content = json.loads(path.read_text())
-        if kind == "auto_map":
-            path.write_text(json.dumps(content | {"auto_map": {"AutoConfig": "evil.Config"}}))
-        if kind == "no config":
-            path.unlink()
-        if kind == "unknown architecture":
-            path.write_text(json.dumps(content | {"model_type": "perceptron"}))
-        if kind == "pickled":
-            weights = path.with_name("model.safetensors")
-            torch.save(load_file(weights), path.with_name("pytorch_model.bin"))
-            weights.unlink()
-    request = pb.OpenRunRequest(run_id="bad", config_json="{}", model_path=str(tmp_path / "bad"), bucket_bytes=1 << 16)
-    with pytest.raises(LockstepError) as caught:
-        await trainer.call(TrainerService.OpenRun, request)
-    expected = NotFound if kind in ("missing", "no config") else InvalidInput
-    assert (type(caught.value), caught.value.metadata["field"]) == (expected, "model")
-    await trainer.open()  # the deployment is as good as before
 
 
 async def test_config_that_does_not_fit_is_refused(trainer: Deployment) -> None:

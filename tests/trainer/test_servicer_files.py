@@ -1,15 +1,20 @@
 """Checkpoints and exports of a real trainer of two ranks over gRPC: they hold what was trained, or are refused."""
 
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed, Reason
+from services.trainer.checkpoint import manifest as checkpoint
 from tests.small_disk import small_disk
 from tests.trainer.deployment import Deployment
 
@@ -77,7 +82,21 @@ async def test_export_is_what_was_published(trainer: Deployment, tmp_path: Path)
     assert (await trainer.publish()).digest == stamp.digest
 
 
-async def test_a_full_disk_is_named_and_the_trainer_goes_on(trainer: Deployment, tmp_path: Path) -> None:
+@pytest_asyncio.fixture(params=[None, {}, {"async_save": True}], ids=["FSDP", "Megatron", "Megatron, async"])
+async def saver(deployment: Deployment, request: pytest.FixtureRequest) -> Deployment:
+    """A trainer of each way to save, whose weights are published."""
+    megatron: dict[str, Any] | None = request.param
+    await deployment.open(
+        **({} if megatron is None else {"strategy": "megatron", "num_ranks": 2, "megatron": megatron})
+    )
+    await deployment.publish()
+    return deployment
+
+
+async def test_a_full_disk_is_named_and_the_trainer_goes_on(saver: Deployment, tmp_path: Path) -> None:
+    trainer = saver
+    before = tmp_path / "before"
+    await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(before)))
     await trainer.train(trainer.batch())
     with small_disk(tmp_path / "disk") as disk:
         disk.fill_up_to(1 << 16)
@@ -100,6 +119,38 @@ async def test_a_full_disk_is_named_and_the_trainer_goes_on(trainer: Deployment,
         with pytest.raises(PreconditionFailed, match="make it writable"):
             await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path) + "1"))
     await trainer.publish()
+    assert checkpoint.verify(before).version == 0
+    await trainer.train(trainer.batch(seed=1))
+
+
+async def test_a_disk_that_is_full_for_the_last_files_is_named_too(saver: Deployment, tmp_path: Path) -> None:
+    trainer = saver
+    await trainer.train(trainer.batch())
+    with small_disk(tmp_path / "disk") as disk:
+        request = pb.SaveCheckpointRequest(path=str(disk.path / "step-000001"))
+        await trainer.call(TrainerService.SaveCheckpoint, request)
+        used = os.statvfs(disk.path)
+        num_bytes = (used.f_blocks - used.f_bfree) * used.f_frsize
+        shutil.rmtree(request.path)
+        for num_missing in range(1, 7):  # pages: every small file has its own
+            disk.fill_up_to(num_bytes - num_missing * used.f_frsize)
+            with pytest.raises(PreconditionFailed, match="No space left") as caught:
+                await trainer.call(TrainerService.SaveCheckpoint, request)
+            assert caught.value.reason is Reason.STORAGE_FAILED
+            assert [path.name for path in disk.path.iterdir()] == ["filler"]
+            disk.free()
+        await trainer.call(TrainerService.SaveCheckpoint, request)
+        assert checkpoint.verify(Path(request.path)).version == 1
+
+
+async def test_a_repeated_export_is_answered(trainer: Deployment, tmp_path: Path) -> None:
+    request = pb.ExportHuggingFaceRequest(path=str(tmp_path / "out"))
+    answer = await trainer.call(TrainerService.ExportHuggingFace, request)
+    assert answer.num_bytes > 0
+    assert await trainer.call(TrainerService.ExportHuggingFace, request) == answer
+    await trainer.train(trainer.batch())
+    with pytest.raises(InvalidInput, match="exists already"):  # it has other weights
+        await trainer.call(TrainerService.ExportHuggingFace, request)
 
 
 async def test_an_export_has_the_hashes_and_the_dtype_of_its_weights(trainer: Deployment, tmp_path: Path) -> None:

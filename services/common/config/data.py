@@ -4,7 +4,7 @@ import datetime
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -47,7 +47,7 @@ class FilesConfig(Strict):
 
     @field_validator("train", mode="before")
     @classmethod
-    def _one_path(cls, value: Any) -> Any:
+    def _one_path(cls, value: object) -> object:
         return (value,) if isinstance(value, str | Path) else value
 
     @field_validator("chat_template_kwargs")
@@ -70,12 +70,13 @@ class FilesConfig(Strict):
 
     @field_validator("eval", mode="before")
     @classmethod
-    def _name_paths(cls, value: Any) -> Any:
-        given: Any = (value,) if isinstance(value, str | Path) else value
+    def _name_paths(cls, value: object) -> object:
+        given: object = (value,) if isinstance(value, str | Path) else value
         if not isinstance(given, list | tuple):
             return value
-        paths = cast(Sequence[Any], given)
-        if not all(isinstance(path, str | Path) for path in paths):
+        items = cast(Sequence[object], given)
+        paths = [path for path in items if isinstance(path, str | Path)]
+        if len(paths) < len(items):
             return value
         named = {_name_of(Path(path)): path for path in paths}
         if len(named) < len(paths):

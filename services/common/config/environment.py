@@ -20,7 +20,8 @@ class BaseEnvironmentConfig(Strict):
     max_message_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of one message of the environment. The rest of a longer one is cut off."""
     turn_s: float = Field(default=30.0, gt=0, le=86400)
-    """Time limit in seconds for one reply of the environment."""
+    """Time limit in seconds for one reply of the environment. Waiting for a place among max_concurrent ones does not
+    count."""
     episode_s: float = Field(default=1800.0, gt=0, le=604800)
     """Time limit in seconds for a whole episode, generation included."""
     weight: float = 1.0
@@ -30,6 +31,11 @@ class BaseEnvironmentConfig(Strict):
     on_failure: Literal["drop_group", "fail"] = "drop_group"
     """What to do if the environment still fails. drop_group: the prompt group is left out of the batch; fail: the run
     fails. A failure of the environment never becomes a reward."""
+
+    @property
+    def longest_reply_s(self) -> float:
+        """Returns how long a reply may take, waiting included."""
+        return self.turn_s
 
 
 class WorkerEnvironmentConfig(BaseEnvironmentConfig):
@@ -69,11 +75,12 @@ class PythonToolConfig(Strict):
     kind: Literal["python"] = "python"
     """Offer `python`, which runs a program in the sandbox and returns what it prints. Each call starts anew."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Time limit in seconds for one program."""
+    """Time limit in seconds for one program. Several programs of a turn have turn_s together: each has its share of it,
+    if that is less. The policy is told of a program that took longer."""
     max_output_chars: int = Field(default=4096, ge=2, le=1_000_000)
     """Number of characters of the output to return. The middle of a longer output is cut out."""
     max_concurrent: int = Field(default=2, ge=1, le=1024)
-    """Maximum number of programs that run at the same time. The time that further ones wait counts for turn_s."""
+    """Maximum number of programs that run at the same time. Further ones wait, which does not count for turn_s."""
 
 
 class SearchToolConfig(Strict):
@@ -82,7 +89,8 @@ class SearchToolConfig(Strict):
     kind: Literal["search"] = "search"
     """Offer `search`, which ranks the documents of a Parquet file for a query by BM25."""
     corpus: str
-    """Parquet file on the reward service's host, with a column `text` and optionally `title`."""
+    """Parquet file on the reward service's host, with a column `text` and optionally `title`. The index is kept in a
+    folder beside it, for later runs."""
     top_k: int = Field(default=3, ge=1, le=100)
     """Number of documents to return."""
 
@@ -94,8 +102,38 @@ class CalculatorToolConfig(Strict):
     """Offer `calculator`, which computes an arithmetic expression."""
 
 
+class McpToolConfig(Strict):
+    """Offers the tools of an MCP server."""
+
+    kind: Literal["mcp"] = "mcp"
+    """Offer the tools of an MCP server (`pip install 'lockstep-rl[mcp]'` on the reward service). All episodes share one
+    session, so the tools may keep no state. Set command or url."""
+    command: tuple[str, ...] = ()
+    """Program and arguments of a server that the reward service starts, and calls over stdio."""
+    url: str = Field(default="", pattern=r"^(https?://.+)?$")
+    """Address of a running server, called over streamable HTTP."""
+    names: tuple[str, ...] = ()
+    """Names of the tools to offer; by default all that the server has."""
+    timeout_s: float = Field(default=20.0, gt=0, le=3600)
+    """Time limit in seconds for one answer of the server. A server that exceeds it has failed, not the policy."""
+    max_output_chars: int = Field(default=4096, ge=2, le=1_000_000)
+    """Number of characters of a result to return. The middle of a longer one is cut out."""
+
+    @property
+    def place(self) -> str:
+        """Returns where the server is, for messages."""
+        return self.url or " ".join(self.command)
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("a tool of kind mcp needs either command or url")
+        return self
+
+
 ToolConfig = Annotated[
-    FunctionToolConfig | PythonToolConfig | SearchToolConfig | CalculatorToolConfig, Field(discriminator="kind")
+    FunctionToolConfig | PythonToolConfig | SearchToolConfig | CalculatorToolConfig | McpToolConfig,
+    Field(discriminator="kind"),
 ]
 
 
@@ -129,9 +167,15 @@ class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
     max_memory_gib: float = Field(default=4.0, gt=0.1)
     """Maximum address space of one worker, in GiB."""
 
+    @property
+    def longest_reply_s(self) -> float:
+        """Returns how long a reply may take; programs and searches may wait for others."""
+        return self.episode_s if {"python", "search"} & {tool.kind for tool in self.tools} else self.turn_s
+
     @model_validator(mode="after")
     def _tools_are_different(self) -> Self:
-        names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in self.tools]
+        known = [tool for tool in self.tools if tool.kind != "mcp"]  # an MCP server says its tools' names later
+        names = [tool.path.partition(":")[2] if tool.kind == "function" else tool.kind for tool in known]
         if len(set(names)) < len(names):
             raise ValueError(f"tools: two have the same name: {', '.join(names)}")
         return self
@@ -139,8 +183,8 @@ class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
     @model_validator(mode="after")
     def _programs_end_before_the_turn(self) -> Self:
         for tool in self.tools:
-            if tool.kind == "python" and tool.timeout_s >= self.turn_s:
-                raise ValueError(f"a program's timeout_s {tool.timeout_s:g} must be below turn_s {self.turn_s:g}")
+            if isinstance(tool, PythonToolConfig | McpToolConfig) and tool.timeout_s >= self.turn_s:
+                raise ValueError(f"{tool.kind}: timeout_s {tool.timeout_s:g} must be below turn_s {self.turn_s:g}")
         return self
 
 
@@ -179,7 +223,12 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig):
     observation_field: str = ""
     """Field of the observation that is shown to the policy. By default, the whole observation as JSON."""
     max_concurrent: int = Field(default=128, ge=1, le=65536)
-    """Maximum number of open connections. Further episodes wait."""
+    """Maximum number of open connections. Further episodes wait, which does not count for turn_s."""
+
+    @property
+    def longest_reply_s(self) -> float:
+        """Returns how long a reply may take; the first may wait until other episodes end."""
+        return self.episode_s
 
 
 EnvironmentConfig = Annotated[

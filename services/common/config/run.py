@@ -53,7 +53,8 @@ class TimeoutsConfig(Strict):
     open_s: float = Field(default=600.0, gt=0)
     """Deadline in seconds for OpenRun, which starts engines and loads models."""
     generate_s: float = Field(default=3600.0, gt=0)
-    """Deadline in seconds for generating one prompt group."""
+    """Deadline in seconds for generating one prompt group. A replica that reaches it is taken to hang: its groups go to
+    other replicas, and its engine is replaced."""
     score_s: float = Field(default=300.0, gt=0)
     """Deadline in seconds for scoring one prompt group, its waiting included. A group that reaches it goes to the end
     of the queue, and the run ends only if the reward service scored no other group meanwhile."""

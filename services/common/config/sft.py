@@ -1,7 +1,7 @@
 """Defines the config of a supervised run, `lockstep sft`: the same trainer section, its own data and evaluation."""
 
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -101,19 +101,19 @@ class SftConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _loss_is_supervised(cls, values: Any) -> Any:
+    def _loss_is_supervised(cls, values: object) -> object:
         """Sets loss.kind to sft if it is unset; `_loss_fits` rejects any other kind."""
         if not isinstance(values, dict):
             return values
-        table = cast(dict[str, Any], values)
-        trainer: Any = table.get("trainer") or {}
+        table = cast(dict[str, object], values)
+        trainer: object = table.get("trainer") or {}
         if not isinstance(trainer, dict):
             return table
-        section = cast(dict[str, Any], trainer)
-        loss: Any = section.get("loss") or {}
+        section = cast(dict[str, object], trainer)
+        loss: object = section.get("loss") or {}
         if not isinstance(loss, dict):
             return table
-        return {**table, "trainer": {**section, "loss": {"kind": "sft", **cast(dict[str, Any], loss)}}}
+        return {**table, "trainer": {**section, "loss": {"kind": "sft", **cast(dict[str, object], loss)}}}
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:

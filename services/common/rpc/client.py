@@ -5,13 +5,17 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common.errors import InvalidInput, LockstepError, from_rpc_error
+from services.common.errors import InvalidInput, LockstepError, Reason, Unavailable, from_rpc_error
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
 from services.common.rpc.options import OPTIONS
+from services.common.rpc.retry import Retries
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.telemetry.context import outgoing
+
+# What gRPC says when a peer has not answered a ping (see options.py).
+_SILENT = "ping timeout"
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -45,12 +49,16 @@ class Client:
     async def call(
         self,
         method: Method[Request, Answer],
-        request: Request | AsyncIterator[Any],
+        request: Request | AsyncIterator[Any] | Callable[[], AsyncIterator[Any]],
         *,
         timeout_s: float,
         wait_for_ready: bool = False,
+        max_retry_s: float = 0.0,
     ) -> Answer:
-        """Returns the answer to `request`, which is a message, or an async iterator of them for a client stream.
+        """Returns the answer to `request`: a message or, for a client stream, messages or a function that makes them.
+
+        With `max_retry_s`, the call is made again after a lost connection (see `Retries`); it must change nothing when
+        it is repeated, and messages must come from a function.
 
         Raises:
             LockstepError: The error that the service raised; Unavailable if it cannot be reached, DeadlineExceeded
@@ -60,17 +68,22 @@ class Client:
         name = method.__name__
         if wait_for_ready:
             timeout_s = await self._channel.connect(timeout_s, target=f"{name} at {self.address}")
-        stub = self._channel.stub()
-        try:
-            answer: Answer = await getattr(stub, name)(
-                request, timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=_metadata()
-            )
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
-                await self._channel.explain()
-            raise self._failure(error, name) from error
-        self._was_answered = True
-        return answer
+        retries = Retries(timeout_s, max_retry_s)
+        while True:
+            stub, sent = self._channel.stub(), request() if callable(request) else request
+            try:
+                answer: Answer = await getattr(stub, name)(
+                    sent, timeout=retries.left_s, wait_for_ready=wait_for_ready, metadata=_metadata()
+                )
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
+                    await self._channel.explain()
+                failure = self._failure(error, name)
+                if not await retries.wait(failure):
+                    raise failure from error
+            else:
+                self._was_answered = True
+                return answer
 
     async def stream(
         self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Any], *, timeout_s: float
@@ -101,7 +114,15 @@ class Client:
                 f"method {method}",
                 address=self.address,
             )
-        return from_rpc_error(error, target=f"{method} at {self.address}")
+        target = f"{method} at {self.address}"
+        failure = from_rpc_error(error, target=target)
+        if failure.reason is Reason.UNREACHABLE and _SILENT in failure.message:
+            return Unavailable(
+                f"{target}: the {self._kind} service no longer answers: its process is stopped, its host is frozen, or "
+                f"the network is cut ({_SILENT})",
+                target=target,
+            )
+        return failure
 
 
 def _metadata() -> tuple[tuple[str, str], ...]:

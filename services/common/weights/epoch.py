@@ -135,10 +135,14 @@ class Epoch(ABC):
                     self._give_up(f"waited {self._timeout_s:g} s for {what}", absent)
                 if now > next_check:
                     next_check = now + _KILL_CHECK_S
-                    if self._store.check([_KILL_KEY]):
-                        absent = self._store.get(_KILL_KEY).decode()
-                        self._give_up(f"another member gave up while this one waited for {what}", absent)
+                    self._give_up_with_another(what)
                 pace.wait()
+
+    def _give_up_with_another(self, what: str) -> None:
+        """Gives up if another member has."""
+        if self._store.check([_KILL_KEY]):
+            absent = self._store.get(_KILL_KEY).decode()
+            self._give_up(f"another member gave up while this one waited for {what}", absent)
 
     @contextlib.contextmanager
     def _store_at_hand(self) -> Generator[None]:

@@ -14,6 +14,7 @@ from services.common.families.architecture import Architecture, read_architectur
 from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
 from services.coordinator.checks.memory import Memory, StateBytes, fsdp_memory, publication, stage_memory, weight_bytes
+from services.coordinator.checks.plan_environment import environment_plan
 
 _GPUS_PER_HOST = 8
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
@@ -57,7 +58,8 @@ def show_plan(config: Config, console: Console) -> None:
         console.print(_memory_table([f"pp {pp}" for pp in range(layout.pp)], stages))
     else:
         console.print(_memory_table(["all"], [fsdp_memory(config, model)]))
-    _print_lines(console, [_offloaded(config), _publication(config, model), _batch(config), _assumptions(config)])
+    _print_lines(console, [_offloaded(config), _publication(config, model), _batch(config)])
+    _print_lines(console, [*environment_plan(config), _assumptions(config)])
 
 
 def _layouts(config: AnyConfig) -> Iterator[tuple[str, TrainerConfig]]:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -12,6 +12,7 @@ from rich.table import Table
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason
 from services.coordinator.daemon.client import Coordinator
+from services.coordinator.daemon.conversations import from_message
 from services.coordinator.observe.columns import fitting
 from services.coordinator.observe.outcome import Outcome
 from services.coordinator.observe.reporters import Terminal
@@ -37,17 +38,16 @@ async def follow(coordinator: Coordinator, name: str, console: Console) -> None:
         LockstepError: The run failed, or the coordinator is unreachable.
     """
     run, evaluations = pb.Run(), []
-    async with coordinator:
-        with ExitStack() as stack:
-            table = None
-            async for answer in coordinator.watch(name):
-                run = answer.run
-                if table is None:
-                    table = Terminal(console, run.num_steps)
-                    stack.callback(table.close)
-                if answer.HasField("evaluation"):
-                    evaluations.append({"version": answer.evaluation.version, **in_order(answer.evaluation.values)})
-                _show(answer, table)
+    async with coordinator, AsyncExitStack() as stack:
+        table = None
+        async for answer in coordinator.watch(name):
+            run = answer.run
+            if table is None:
+                table = Terminal(console, run.num_steps)
+                stack.callback(table.close)
+            if answer.HasField("evaluation"):
+                evaluations.append({"version": answer.evaluation.version, **in_order(answer.evaluation.values)})
+            _show(answer, table)
     if run.state == pb.RUN_STATE_FAILED:
         reason, _, message = run.error.partition(": ")
         raise LockstepError(f"run {name}: {message}", reason=Reason(reason))
@@ -100,6 +100,8 @@ def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
 
 def _show(answer: pb.WatchRunResponse, table: Terminal) -> None:
     run = answer.run
+    if answer.HasField("conversation"):
+        table.conversation(answer.step.version, from_message(answer.conversation))
     if answer.HasField("step"):
         table.step(answer.step.version, dict(answer.step.values))
     elif answer.HasField("evaluation"):

@@ -11,8 +11,10 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.config.run import Config
 from services.common.errors import LockstepError, described
+from services.coordinator.daemon.conversations import to_message
 from services.coordinator.daemon.history import event_of, is_news, read_events
 from services.coordinator.daemon.run_logs import logging_to
+from services.coordinator.data.conversation import Conversation
 from services.coordinator.observe.outcome import Outcome
 from services.coordinator.rl.session import load_data, run_session
 from services.coordinator.runs.reporter import Reporter
@@ -38,6 +40,7 @@ class HostedRun(Reporter):
         self.ended = asyncio.Event()
         self._events: list[pb.WatchRunResponse] = []
         self._changed = asyncio.Event()
+        self._conversation: tuple[int, Conversation] | None = None
         self._run: Run | None = None
         self._session = asyncio.create_task(self._run_session(), name=f"run {config.name}")
 
@@ -76,7 +79,7 @@ class HostedRun(Reporter):
                 event, index = self._events[index], index + 1
                 if is_news(event, after):
                     sent.CopyFrom(self.state)
-                    yield with_state(event, self.state)
+                    yield self._with_conversation(with_state(event, self.state))
             if sent != self.state:
                 sent.CopyFrom(self.state)
                 yield pb.WatchRunResponse(run=self.state)
@@ -107,9 +110,18 @@ class HostedRun(Reporter):
         self._events.append(event_of(version, metrics, is_step=True))
         self._notify()
 
+    def conversation(self, version: int, conversation: Conversation) -> None:
+        self._conversation = version, conversation
+
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         self._events.append(event_of(version, metrics, is_step=False))
         self._notify()
+
+    def _with_conversation(self, answer: pb.WatchRunResponse) -> pb.WatchRunResponse:
+        version, conversation = self._conversation or (0, None)
+        if conversation and answer.step.version == version:
+            answer.conversation.CopyFrom(to_message(conversation))
+        return answer
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

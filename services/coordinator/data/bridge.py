@@ -50,30 +50,37 @@ class Bridge:
         """
         return self._tokenizer.render(messages, **self._variables)
 
-    def prompt(self, messages: Sequence[Message], *, add_special_tokens: bool = False) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Message], said: Sequence[Message] = (), *, add_special_tokens: bool = False
+    ) -> list[int]:
         """Returns the tokens of a first prompt, up to the first token to sample.
 
+        After the `messages` of the data comes what the environment has `said`, which cannot write special tokens.
         Messages with an empty role are raw text, and come last: after the assistant header, or alone. With
         `add_special_tokens`, the tokenizer adds its own, such as BOS, to a prompt of raw text alone.
 
         Raises:
             InvalidInput: The chat template rejects the messages, there is none, or raw text precedes a message.
         """
+        messages = [*messages, *map(self._as_text, said)]
         num_templated = sum(1 for message in messages if message["role"])
         templated, raw = messages[:num_templated], messages[num_templated:]
         if any(message["role"] for message in raw):
             raise InvalidInput("messages: raw text (a message without a role) precedes a message", field="messages")
         text = "".join(message["content"] for message in raw)
+        if not templated and add_special_tokens:
+            return self._tokenizer.encode(text, add_special_tokens=True)
         if not templated:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self._tokenizer.encode(self.render(templated)) + self._raw(text)
+            return self._tokenizer.encode_marked(text)
+        return self._tokenizer.encode_marked(self.render(templated)) + self._raw(text)
 
     def extend(self, stream: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Returns the tokens to append to `stream`, which ends with a turn of the policy, for the policy's next turn.
 
         These are the end of the turn if `stream` does not end with it (the turn was truncated, or ended by a stop
         string or by another stop token), the new messages and the next assistant header. Messages with an empty role
-        are raw text, which continues the turn: they are tokenized alone, and nothing else is added.
+        are raw text, which continues the turn: they are tokenized alone, and nothing else is added. A special token
+        that is spelled in a message stays text.
 
         Args:
             stream: All tokens of the episode so far. Only the last one is looked at.
@@ -92,9 +99,10 @@ class Bridge:
                 f"messages: an environment's reply {f'must not {wrong}' if roles else 'needs a message'}",
                 field="messages",
             )
+        said = list(map(self._as_text, messages))
         if roles == {""}:
-            return self._raw("".join(message["content"] for message in messages))
-        tokens = self._tokenizer.encode(self.after_turn(messages))
+            return self._raw("".join(message["content"] for message in said))
+        tokens = self._tokenizer.encode_marked(self.after_turn(said))
         return tokens[1:] if stream[-1] == self.end_token else tokens
 
     def check(self, roles: Collection[str], *, with_system: bool = False) -> None:
@@ -173,11 +181,19 @@ class Bridge:
         """Whether `text` has the same tokens after other text."""
         return self._tokenizer.encode(_ANCHOR + text) == self._tokenizer.encode(_ANCHOR) + tokens
 
+    def _as_text(self, message: Message) -> Message:
+        """Returns a message of the environment's in which special tokens are marked as text."""
+        mark = self._tokenizer.as_text
+        return {
+            key: value if key == "role" or not isinstance(value, str) else mark(value) for key, value in message.items()
+        }
+
     def _raw(self, text: str) -> list[int]:
         # Some tokenizers put a space before a text. After other text they do not.
+        encode = self._tokenizer.encode_marked
         try:
-            anchor, tokens = self._tokenizer.encode(_ANCHOR), self._tokenizer.encode(_ANCHOR + text)
+            anchor, tokens = encode(_ANCHOR), encode(_ANCHOR + text)
         except InvalidInput:  # a vocabulary without letters
-            return self._tokenizer.encode(text)
+            return encode(text)
         is_apart = tokens[: len(anchor)] == anchor
-        return tokens[len(anchor) :] if is_apart else self._tokenizer.encode(text)
+        return tokens[len(anchor) :] if is_apart else encode(text)

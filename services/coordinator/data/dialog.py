@@ -38,7 +38,7 @@ class Dialog:
         """
         sent = list(map(self._cut, messages))
         if self._has_tools or any(message["role"] for message in sent):
-            tokens = self._bridge.prompt([*prompt.messages, *sent])
+            tokens = self._bridge.prompt(prompt.messages, sent)
         else:
             tokens = [*prompt.tokens, *(self._bridge.extend(prompt.tokens, sent) if sent else ())]
         if len(tokens) > self._max_prompt_tokens:
@@ -64,6 +64,6 @@ class Dialog:
 
     def _cut(self, message: Message) -> dict[str, str]:
         most, content = self._max_message_tokens, message.content
-        if most and len(tokens := self._tokenizer.encode(content)) > most:
+        if most and len(tokens := self._tokenizer.encode_marked(self._tokenizer.as_text(content))) > most:
             content = self._tokenizer.decode(tokens[:most], skip_special_tokens=False)
         return {"role": message.role, "content": content} | ({"name": message.name} if message.name else {})

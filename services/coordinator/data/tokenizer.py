@@ -3,6 +3,7 @@
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import tokenizers
 
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.chat_template import ChatTemplate, Message
+from services.coordinator.data.plain_text import PlainText
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -79,8 +81,22 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # tokenizers raises no narrower class
-            message = f"data: the model's tokenizer cannot encode {text[:80]!r}: {error}"
-            raise InvalidInput(message, field="data") from error
+            raise self._cannot_encode(text, error) from error
+
+    def as_text(self, text: str) -> str:
+        """Returns `text` with marks in place of the special tokens that are spelled in it; see plain_text.py."""
+        return self._plain.mark(text)
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Returns the token ids of a text of which `as_text` made parts: what it marked stays text.
+
+        Raises:
+            InvalidInput: See `encode`.
+        """
+        try:
+            return self._plain.encode(text)
+        except Exception as error:  # tokenizers raises no narrower class
+            raise self._cannot_encode(text, error) from error
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """Encodes each of `texts` like `encode`, on all cores."""
@@ -105,6 +121,14 @@ class Tokenizer:
             message = "messages need a chat template and the model has none: set data.chat_template to a Jinja file"
             raise InvalidInput(message, field="data.chat_template")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    @cached_property
+    def _plain(self) -> PlainText:
+        return PlainText(self._backend)
+
+    @staticmethod
+    def _cannot_encode(text: str, error: Exception) -> InvalidInput:
+        return InvalidInput(f"data: the model's tokenizer cannot encode {text[:80]!r}: {error}", field="data")
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -6,18 +6,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
 from services.common.config.any import AnyConfig
 from services.common.storage import writing
+from services.coordinator.data.conversation import Conversation
 from services.coordinator.observe.columns import fitting
+from services.coordinator.observe.episodes import show_conversation
 from services.coordinator.observe.json_lines import JsonLines
 from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.run import Run
 
 _ROWS = 12
+_EPISODE_LINES = 14
 _FRAME = 6  # lines around the rows: borders, header and a caption of up to two lines
 
 
@@ -63,7 +66,8 @@ class Terminal(Reporter):
         self._console, self._num_steps = console, num_steps
         self._rows: list[list[str]] = []
         self._phase = ""
-        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4, transient=False)
+        self._episode: tuple[int, Conversation] | None = None
+        self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=False)
         if console.is_terminal:
             self._live.start()
         else:
@@ -79,6 +83,9 @@ class Terminal(Reporter):
         if not self._console.is_terminal:
             self._console.print(_line(row), soft_wrap=True)
 
+    def conversation(self, version: int, conversation: Conversation) -> None:
+        self._episode = version, conversation
+
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         rewards = [value for name, value in in_order(metrics).items() if name.endswith("/reward")]
         shown = " ".join(f"{value:.3f}" for value in rewards)
@@ -91,9 +98,18 @@ class Terminal(Reporter):
         if self._console.is_terminal:
             self._live.stop()
 
-    def _table(self) -> Table:
+    def _shown(self) -> RenderableType:
+        """Builds the table and, with an environment, an episode of the last step below it."""
+        if self._episode is None:
+            return self._table(self._console.height)
+        version, conversation = self._episode
+        height = min(_EPISODE_LINES, self._console.height // 2)
+        below = show_conversation(conversation, f"step {version}", self._console.width, height)
+        return Group(self._table(self._console.height - height), below)
+
+    def _table(self, height: int) -> Table:
         """Builds a table of the last rows and the most important columns, as many as fit."""
-        num_rows = max(1, min(_ROWS, self._console.height - _FRAME))
+        num_rows = max(1, min(_ROWS, height - _FRAME))
         lines = [_NAMES, *self._rows[-num_rows:]]
         table = Table(caption=self._phase, caption_justify="left", expand=False)
         columns = [[line[index] for line in lines] for index in fitting(lines, _BY_IMPORTANCE, self._console.width)]

@@ -83,7 +83,7 @@ class Attendance:
         return [replica for replica, own in self._ranks.items() if ranks & set(own)]
 
 
-def _failures(tasks: Sequence[asyncio.Task[Any]]) -> list[BaseException]:
+def _failures(tasks: Sequence[asyncio.Task[object]]) -> list[BaseException]:
     return [error for task in tasks if task.done() and (error := task.exception())]
 
 
@@ -91,7 +91,7 @@ def _is_abort(error: BaseException) -> bool:
     return isinstance(error, LockstepError) and error.reason is Reason.EPOCH_ABORTED
 
 
-def _silent(replicas: Sequence[Replica], tasks: Sequence[asyncio.Task[Any]]) -> list[Replica]:
+def _silent(replicas: Sequence[Replica], tasks: Sequence[asyncio.Task[object]]) -> list[Replica]:
     """Returns the replicas without an answer. If the trainer has none either, nobody knows whom it waits for."""
     is_silent = [not task.done() or isinstance(task.exception(), DeadlineExceeded) for task in tasks]
     if any(is_silent[len(replicas) :]):

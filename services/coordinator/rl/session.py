@@ -10,6 +10,7 @@ from services.coordinator.data.curriculum import require_enough
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
 from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.observe.episodes import LastEpisode
 from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
@@ -99,7 +100,9 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     data = data or load_late(config, trainer.opened.model_card, _load)
     run.record.require_same_data(data.train.digest)
     frontend.say(run.describe_start(version, trainer.opened.version))
-    run.begin(version, [*files(run, version), frontend.begin(run, version)])
+    shown = frontend.begin(run, version)
+    episodes = [LastEpisode(config.run_dir, data.tokenizer.decode, shown)] if config.environment else []
+    run.begin(version, [*files(run, version), *episodes, shown])
     return LoopContext(
         data=data.train,
         eval_data=data.eval,

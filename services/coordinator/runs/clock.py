@@ -9,7 +9,6 @@ from enum import StrEnum
 class Phase(StrEnum):
     """What the loop is doing."""
 
-    OPENING = "opening"
     GENERATING = "generating"
     TRAINING = "training"
     PUBLISHING = "publishing"

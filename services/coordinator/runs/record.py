@@ -131,7 +131,12 @@ class RunRecord:
         self.ledger.record(Kind.EXPORTED, version, path=str(path))
 
     def _batch_path(self, version: int) -> Path:
-        return self.run_dir / "batches" / f"step-{version:06d}.parquet"
+        return batch_path(self.run_dir, version)
+
+
+def batch_path(run_dir: Path, version: int) -> Path:
+    """Returns the file of the batch that was sampled from `version`."""
+    return run_dir / "batches" / f"step-{version:06d}.parquet"
 
 
 def _write_parquet(table: pa.Table, path: Path) -> None:

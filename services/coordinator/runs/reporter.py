@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+from services.coordinator.data.conversation import Conversation
+
 log = logging.getLogger(__name__)
 
 
@@ -31,6 +33,9 @@ class Reporter:
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         """Reports a finished step; `version` counts steps from 1."""
+
+    def conversation(self, version: int, conversation: Conversation) -> None:
+        """Shows one episode of the step `version`, which is reported next."""
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
         """Reports an evaluation of the weights of `version`: `eval/<set>/<metric>` and `time/evaluating_s`."""

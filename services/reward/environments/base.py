@@ -62,8 +62,8 @@ class Reply:
 class Environment:
     """Plays many episodes at the same time; the episode's id tells them apart. Calls of one episode never overlap.
 
-    The service limits each call by `turn_s`, closes every episode once, and closes the environment at the end. A call
-    that is canceled must leave the environment usable for all other episodes.
+    The service limits each call by `turn_s` (`off_the_clock` says what does not count), closes every episode once, and
+    closes the environment at the end. A call that is canceled must leave the environment usable for all other episodes.
     """
 
     version: str

@@ -26,8 +26,8 @@ class CallingEnvironment(Environment):
         self.roles = () if config.result_tag else ("tool",)
         self._arguments: dict[str, str] = {}
 
-    async def call(self, episode_id: str, call: ToolCall) -> str:
-        """Returns the result of a call.
+    async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
+        """Returns the result of a call, which is this `share` of the turn's calls.
 
         Raises:
             BadArgumentsError: There is no such tool, or no result for these arguments. The policy gets the text.
@@ -60,7 +60,7 @@ class CallingEnvironment(Environment):
     async def step(self, episode_id: str, turn: Turn) -> Reply:
         """Calls the tools that the policy asks for."""
         calls = find_calls(self._syntax, turn.text, self._arguments)
-        asked = [asyncio.create_task(self._answer(episode_id, call)) for call in calls]
+        asked = [asyncio.create_task(self._answer(episode_id, call, 1 / len(calls))) for call in calls]
         try:
             messages = await asyncio.gather(*asked)
         finally:
@@ -69,11 +69,11 @@ class CallingEnvironment(Environment):
             await asyncio.gather(*asked, return_exceptions=True)
         return Reply(messages, done=not calls, tool_calls=[call for call in calls if isinstance(call, ToolCall)])
 
-    async def _answer(self, episode_id: str, call: Call) -> Message:
+    async def _answer(self, episode_id: str, call: Call, share: float) -> Message:
         if isinstance(call, BadCall):
             return self._message(call.name, f"error: {call.detail}")
         try:
-            return self._message(call.name, await self.call(episode_id, call))
+            return self._message(call.name, await self.call(episode_id, call, share))
         except BadArgumentsError as error:
             return self._message(call.name, f"error: {error}")
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Coroutine
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -12,6 +13,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from services.common.errors import PreconditionFailed
 from services.reward.environments import messages
 from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Turn
+from services.reward.environments.clock import CLOCK, Clock
 from services.reward.metrics import RewardMetrics
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class Stage:
 
     environment: Environment
     turn_s: float
-    """Time limit in seconds for one reply, and for the environment's end of an episode."""
+    """Time limit in seconds for one reply (see clock.py), and for the environment's end of an episode."""
     metrics: RewardMetrics
 
 
@@ -137,9 +139,12 @@ class Episode:
         Raises:
             EpisodeError: It failed, exceeded its time limit, or the episode was ended.
         """
-        began, turn_s = time.monotonic(), self._stage.turn_s
-        self._playing = playing = asyncio.create_task(play)
-        await asyncio.wait({playing}, timeout=turn_s)
+        began, turn_s, clock = time.monotonic(), self._stage.turn_s, Clock(self._stage.turn_s)
+        context = copy_context()
+        context.run(CLOCK.set, clock)
+        self._playing = playing = asyncio.create_task(play, context=context)
+        await asyncio.wait({playing, clock.expired}, return_when=asyncio.FIRST_COMPLETED)
+        clock.close()
         self._stage.metrics.observe_environment(call, time.monotonic() - began)
         if self._stopped:
             raise self._stopped

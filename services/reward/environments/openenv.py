@@ -18,6 +18,7 @@ import aiohttp
 
 from services.common.config.environment import OpenEnvEnvironmentConfig
 from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
+from services.reward.environments.clock import off_the_clock
 
 MAX_ANSWER_BYTES = 4 << 20
 _CLOSE_S = 5.0
@@ -54,7 +55,8 @@ class OpenEnvironment(Environment):
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
         """Begins a session. Waits while there are as many as there may be."""
-        await self._slots.acquire()
+        with off_the_clock():
+            await self._slots.acquire()
         try:
             socket = await self._connect()
         except BaseException:

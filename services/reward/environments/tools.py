@@ -1,5 +1,6 @@
-"""Lets the policy call tools: the user's functions, and those of toolbox/."""
+"""Lets the policy call tools: the user's functions, those of MCP servers, and those of toolbox/."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from services.common.config.environment import ToolsEnvironmentConfig
@@ -9,11 +10,12 @@ from services.reward.environments.schema import find_fault
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
 from services.reward.environments.toolbox.calculator import Calculator
 from services.reward.environments.toolbox.function import FunctionTools
+from services.reward.environments.toolbox.mcp import McpTools
 from services.reward.environments.toolbox.python import Python
 from services.reward.environments.toolbox.search import Search
 
 TOOLS: Mapping[str, Callable[..., Tool]] = {"python": Python, "search": Search, "calculator": Calculator}
-"""Maps each kind but `function` to its tool."""
+"""Maps each kind of a single tool to it; a `function` and an `mcp` server are others."""
 
 
 class ToolsEnvironment(CallingEnvironment):
@@ -21,10 +23,12 @@ class ToolsEnvironment(CallingEnvironment):
 
     def __init__(self, config: ToolsEnvironmentConfig):
         super().__init__(config)
-        self._tools = {tool.kind: TOOLS[tool.kind](tool) for tool in config.tools if tool.kind != "function"}
+        self._tools = {tool.kind: TOOLS[tool.kind](tool) for tool in config.tools if tool.kind in TOOLS}
+        self._servers = [McpTools(tool) for tool in config.tools if tool.kind == "mcp"]
+        self._served: dict[str, McpTools] = {}
         paths = [tool.path for tool in config.tools if tool.kind == "function"]
         self._functions = FunctionTools(paths, config.num_workers, int(config.max_memory_gib * 2**30))
-        self._has_functions = bool(paths)
+        self._has_functions, self._turn_s = bool(paths), config.turn_s
         self._parameters: dict[str, Mapping[str, object]] = {}
 
     async def open(self) -> None:
@@ -33,10 +37,14 @@ class ToolsEnvironment(CallingEnvironment):
             await tool.open()
         if self._has_functions:
             await self._functions.open()
+        for server in self._servers:
+            await server.open()
+            self._served |= {schema["function"]["name"]: server for schema in server.schemas}
         schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.schemas]
+        schemas += [schema for server in self._servers for schema in server.schemas]
         self._parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
         self.offer(schemas)
-        versions = [tool.version for tool in self._tools.values()]
+        versions = [one.version for one in (*self._tools.values(), *self._servers)]
         self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
@@ -45,17 +53,19 @@ class ToolsEnvironment(CallingEnvironment):
             await self._functions.begin(episode_id)
         return ()
 
-    async def call(self, episode_id: str, call: ToolCall) -> str:
-        """Calls a tool."""
+    async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
+        """Calls a tool. All calls of a turn together may take `turn_s`, if they take as long as they may."""
         parameters = self._parameters.get(call.name)
         if parameters is None:
             raise BadArgumentsError(f"there is no tool {call.name[:100]!r}: there are {', '.join(self._parameters)}")
+        if server := self._served.get(call.name):
+            return await server.call(call)
         if fault := find_fault(call.arguments, parameters):
             raise BadArgumentsError(fault)
         tool = self._tools.get(call.name)
         if tool is None:
             return await self._functions.call(episode_id, call)
-        return await tool.call({name: str(value) for name, value in call.arguments.items()})
+        return await tool.call({name: str(value) for name, value in call.arguments.items()}, share * self._turn_s)
 
     async def end(self, episode_id: str) -> None:
         """Frees the episode's place among the workers."""
@@ -65,5 +75,6 @@ class ToolsEnvironment(CallingEnvironment):
     async def close(self) -> None:
         """Ends all tools."""
         await self._functions.close()
+        await asyncio.gather(*(server.close() for server in self._servers))
         for tool in self._tools.values():
             await tool.close()

@@ -57,7 +57,7 @@ def main() -> None:
     asyncio.run(_serve(Player(environment, start["kwargs"], replies), requests))
 
 
-def _load(target: str, kwargs: Mapping[str, object]) -> tuple[Callable[..., Any], str]:
+def _load(target: str, kwargs: Mapping[str, object]) -> tuple[Callable[..., object], str]:
     """Returns the class and its version: its own, or else the hash of its source. Calls its `prepare`, if it has it."""
     environment, module = child_setup.load(target)
     for method in ("reset", "step"):
@@ -93,7 +93,7 @@ async def _serve(player: "Player", requests: TextIO) -> None:
 class Player:
     """Plays episodes, an object each."""
 
-    def __init__(self, environment: Callable[..., Any], kwargs: Mapping[str, object], replies: TextIO):
+    def __init__(self, environment: Callable[..., object], kwargs: Mapping[str, object], replies: TextIO):
         self._environment, self._kwargs, self._replies = environment, kwargs, replies
         self._episodes: dict[str, Any] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -124,7 +124,7 @@ class Player:
             del self._calls[request["id"]]
         _write(self._replies, {"id": request["id"], **reply})
 
-    async def _play(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _play(self, request: Mapping[str, Any]) -> Mapping[str, object]:
         episode = request["episode"]
         if request["call"] == "reset":
             return {"messages": read_messages(await self._reset(episode, request["seed"], request["row"]))}
@@ -143,7 +143,7 @@ class Player:
         self._episodes[episode] = environment
         return await self._run(environment.reset, seed=seed, row=row)
 
-    async def _run(self, function: Callable[..., Any], *args: object, **kwargs: object) -> object:
+    async def _run(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         thread = self._threads.submit(_without_stop_iteration, function, *args, **kwargs)
@@ -156,7 +156,7 @@ class Player:
         return await result if inspect.isawaitable(result) else result
 
 
-def _without_stop_iteration(function: Callable[..., Any], *args: object, **kwargs: object) -> object:
+def _without_stop_iteration(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Calls the function. A future cannot hold a StopIteration, and would never be done."""
     try:
         return function(*args, **kwargs)
@@ -164,11 +164,11 @@ def _without_stop_iteration(function: Callable[..., Any], *args: object, **kwarg
         raise RuntimeError("the environment raised StopIteration") from error
 
 
-def _failure(reason: EnvironmentFailure, what: BaseException | str) -> Mapping[str, Any]:
+def _failure(reason: EnvironmentFailure, what: BaseException | str) -> Mapping[str, object]:
     return {"reason": reason, "detail": child_setup.explain(what)}
 
 
-def _write(replies: TextIO, message: Mapping[str, Any]) -> None:
+def _write(replies: TextIO, message: Mapping[str, object]) -> None:
     line = json.dumps(message)
     if len(line) >= MAX_REPLY_BYTES:
         detail = f"the reply has {len(line)} bytes, more than {MAX_REPLY_BYTES}"

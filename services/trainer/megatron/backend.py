@@ -220,8 +220,10 @@ class MegatronBackend(OffloadedParts, Backend, SeveralSenders, Adapters, Backgro
     def _saving(self) -> Iterator[None]:
         self._offloader.load(PARAMS, OPTIMIZER)
         self._finish_update()
-        yield
-        self._offloader.release(PARAMS, OPTIMIZER)
+        try:
+            yield
+        finally:
+            self._offloader.release(PARAMS, OPTIMIZER)
 
     def _finish_update(self) -> None:
         for chunk in self._model.ddp_chunks():

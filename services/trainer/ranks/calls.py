@@ -36,6 +36,7 @@ _COMING_S = 600.0
 # A rank that is lost breaks the others' collectives, and their errors may come before rank 0 notices the loss. It waits
 # this long after such an error, so that the failure names the rank that was lost.
 _LOSS_S = 1.0
+_GREETING = b"hello"
 
 
 Phase = Callable[[str, str], AbstractContextManager[None]]
@@ -95,7 +96,7 @@ class Ranks:
         """Waits until every rank has connected. From then on the loss of any rank is a failure of the trainer.
 
         Raises:
-            InternalError: A rank did not connect within ten minutes.
+            InternalError: A rank did not connect within ten minutes, or was lost meanwhile.
         """
         missing = set(range(self.num_ranks))
         try:
@@ -108,6 +109,25 @@ class Ranks:
         except TimeoutError as error:
             raise self._fail(f"ranks {sorted(missing)} did not connect within {_COMING_S:g} s") from error
         self._watching = asyncio.create_task(self._watch(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)))
+        await self._greet_all()
+
+    async def _greet_all(self) -> None:
+        """Waits until every rank has answered a greeting. One that was lost before it was watched never does."""
+        missing = set(range(self.num_ranks))
+        for rank in missing:
+            await self._send(rank, [_GREETING])
+        while missing:
+            answer = await self._received(_COMING_S)
+            if answer is None:
+                raise self._fail(f"ranks {sorted(missing)} connected, but did not answer within {_COMING_S:g} s")
+            missing.discard(int(answer[0]))
+
+    async def _send(self, rank: int, parts: Sequence[bytes]) -> None:
+        """Sends `parts` to `rank`. Never waits, so that a canceled call was sent to all ranks or to none."""
+        try:
+            await self._socket.send_multipart([b"%d" % rank, *parts], flags=zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
 
     @property
     def num_hosts(self) -> int:
@@ -152,10 +172,7 @@ class Ranks:
                 raise self._failure
             for rank, part in enumerate(parts or [Message({})] * self.num_ranks):
                 message = Message({"command": name, "arguments": arguments | part.body}, part.frames)
-                try:  # never waits, so that a canceled call was sent to all ranks or to none
-                    await self._socket.send_multipart([b"%d" % rank, call_id, *message.pack()], flags=zmq.DONTWAIT)
-                except zmq.ZMQError as error:
-                    raise self._fail(f"rank {rank} is gone: {error}", rank=str(rank)) from error
+                await self._send(rank, [call_id, *message.pack()])
             phase = self._phase(name, arguments.get("role", "policy"))
             self._answering = asyncio.create_task(self._answers(name, call_id, phase, grace_s))
             return await asyncio.shield(self._answering)
@@ -223,6 +240,9 @@ def follow(rank: int, address: RanksAddress, worker: object) -> bool:
                 log.error("rank %d ends: rank 0 at %s is gone", rank, address.url)
                 return False
             call_id, *parts = connection.recv_multipart()
+            if call_id == _GREETING:
+                connection.send(_GREETING)
+                continue
             message = Message.unpack(parts)
             if not message.body:
                 return True

@@ -6,11 +6,12 @@ the others are in flight. The broadcasts run one after the other, because each t
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
+from lockstep.types.v1.types_pb2 import PublicationCost
 
 from services.common.errors import PreconditionFailed, Reason
 from services.common.weights.cost import Cost
@@ -83,6 +84,11 @@ def send(
     content = _conclude(group, plan, digest, version)
     num_bytes = plan.num_bytes_sent(skips_base=skips_base)
     return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())
+
+
+def highest_cost(costs: Sequence[dict[str, float]]) -> PublicationCost:
+    """Returns the largest of each cost over the senders, which work at the same time."""
+    return PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 
 
 def _packed(

@@ -225,8 +225,7 @@ class Worker(MemoryCommands):
             write = backend.begin_save(directory)
             self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
             return Message({})
-        backend.save(directory)
-        dist.barrier()
+        backend.save(directory)  # returns when all ranks have written
         return Message(self._complete(final, state))
 
     def saved(self) -> dict[str, Any]:

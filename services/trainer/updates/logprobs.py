@@ -1,5 +1,6 @@
 """Computes log-probabilities and entropies from hidden states without storing all [tokens, vocabulary] logits."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -126,7 +127,9 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def _chunks(hidden_MD: torch.Tensor, local_M: torch.Tensor, weight_VD: torch.Tensor) -> Any:
+def _chunks(
+    hidden_MD: torch.Tensor, local_M: torch.Tensor, weight_VD: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     size = max(1, _ENTRIES_PER_CHUNK[hidden_MD.device.type] // weight_VD.size(0))
     return zip(hidden_MD.split(size), local_M.split(size), strict=True)
 

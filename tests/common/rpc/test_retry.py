@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
@@ -96,10 +97,11 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class _SlowTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Lets the test do something in the first Train."""
+    """Lets the test do something in the first Train, and in each publication."""
 
     def __init__(self) -> None:
         self.batch_ids: list[str] = []
+        self.num_sent = 0
         self.entered = asyncio.Event()
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: object) -> pb.TrainResponse:
@@ -109,21 +111,41 @@ class _SlowTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             await asyncio.Event().wait()
         return pb.TrainResponse(version=1, metrics={"loss": 0.5}, replayed=True)
 
+    async def SendWeights(self, request: pb.SendWeightsRequest, context: object) -> None:
+        self.num_sent += 1
+        self.entered.set()
+        await asyncio.Event().wait()
 
-async def test_a_connection_that_is_reset_in_train_does_not_end_the_run():
+
+@pytest_asyncio.fixture
+async def slow() -> AsyncIterator[tuple[_SlowTrainer, _Proxy, Trainer]]:
     server, trainer = Server(), _SlowTrainer()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server.grpc)
     proxy = _Proxy(await server.start("127.0.0.1:0", ["lockstep.trainer.v1.TrainerService"]))
     client = Trainer(f"127.0.0.1:{await proxy.start()}", make_config())
+    yield trainer, proxy, client
+    await client.close()
+    proxy.close()
+    await server.grpc.stop(0)
+
+
+async def test_a_connection_that_is_reset_in_train_does_not_end_the_run(slow: tuple[_SlowTrainer, _Proxy, Trainer]):
+    trainer, proxy, client = slow
     stamp = PolicyStamp(version=0, digest="d")
-    try:
-        training = asyncio.create_task(client.train(make_batch(2, 2, stamp), "run/0", stamp))
-        async with asyncio.timeout(PATIENCE_S):
-            await trainer.entered.wait()
-            proxy.reset()
-            assert await training == (1, {"loss": 0.5})
-        assert trainer.batch_ids == ["run/0", "run/0"]
-    finally:
-        await client.close()
-        proxy.close()
-        await server.grpc.stop(0)
+    training = asyncio.create_task(client.train(make_batch(2, 2, stamp), "run/0", stamp))
+    async with asyncio.timeout(PATIENCE_S):
+        await trainer.entered.wait()
+        proxy.reset()
+        assert await training == (1, {"loss": 0.5})
+    assert trainer.batch_ids == ["run/0", "run/0"]
+
+
+async def test_a_call_that_must_not_be_repeated_is_made_once(slow: tuple[_SlowTrainer, _Proxy, Trainer]):
+    trainer, proxy, client = slow
+    sending = asyncio.create_task(client.send(1, 0))
+    async with asyncio.timeout(PATIENCE_S):
+        await trainer.entered.wait()
+        proxy.reset()
+        with pytest.raises(Unavailable):
+            await sending
+    assert trainer.num_sent == 1

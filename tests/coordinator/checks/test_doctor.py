@@ -24,6 +24,7 @@ from services.common.rpc.identities import Role
 from services.common.rpc.server import Server
 from services.coordinator.checks.doctor import broadcast, host, running, session
 from services.coordinator.checks.doctor.broadcast import check_broadcast
+from services.coordinator.checks.doctor.environment import check_environment, examine_environment
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.inputs import examine_inputs
 from services.coordinator.checks.doctor.running import (
@@ -144,6 +145,45 @@ def test_sandbox() -> None:
     code = config_with(reward={"scorers": [{"kind": "code"}], "group_timeout_s": 1.0})
     assert_fails(host.check_sandbox(code, broken), FAIL, "bwrap: no namespaces", "bubblewrap")
     assert host.check_sandbox(code, ("-c", "")).verdict is OK
+    tools = config_with(environment={"kind": "tools", "tools": [{"kind": "python"}]})
+    assert host.check_sandbox(tools, broken).verdict is FAIL
+    tools = config_with(environment={"kind": "tools", "tools": [{"kind": "calculator"}]})
+    assert host.check_sandbox(tools, broken).verdict is WARN
+
+
+def opened(environment: dict[str, object], *command: str, **options: float) -> Finding:
+    section = config_with(environment=environment).environment
+    assert section is not None
+    return check_environment(section, *([command] if command else []), **options)
+
+
+def test_environment(tmp_path: Path) -> None:
+    finding = opened({"kind": "tools", "tools": [{"kind": "calculator"}]})
+    assert (finding.verdict, finding.found) == (OK, "tools 1/calculator-1 opens, tools calculator")
+    search = {"kind": "search", "corpus": str(tmp_path / "none.parquet")}
+    finding = opened({"kind": "tools", "tools": [search]})
+    assert_fails(finding, FAIL, "none.parquet", "their files and packages")
+    finding = opened({"kind": "python", "path": "no_such_module:Game"})
+    assert_fails(finding, FAIL, "no_such_module", "environment.path")
+    finding = opened({"kind": "openenv", "url": f"ws://127.0.0.1:{free_port()}/ws"})
+    assert_fails(finding, FAIL, "no connection to ws://127.0.0.1", "start the OpenEnv server")
+    finding = opened({"kind": "textarena", "game": "G-v0"}, "-c", "import sys; sys.exit('No module named textarena')")
+    assert_fails(finding, FAIL, "No module named textarena", "lockstep-rl[environments]")
+
+
+def test_an_environment_that_does_not_open_in_time_may_only_be_slow() -> None:
+    waits = "import threading; threading.Event().wait()"
+    assert_fails(
+        opened({"kind": "python", "path": "m:C"}, "-c", waits, timeout_s=0.01), WARN, "within 0.01 s", "corpus"
+    )
+
+
+def test_an_environment_is_opened_where_its_reward_service_will_run() -> None:
+    config = config_with(environment={"kind": "tools", "tools": [{"kind": "calculator"}]})
+    assert [finding.verdict for finding in examine_environment(config, Addresses())] == [OK]
+    (finding,) = examine_environment(config, Addresses(reward=("a:1",)))
+    assert "where the reward services do" in finding.found
+    assert not list(examine_environment(config_with(), Addresses()))
 
 
 def test_the_probe_of_the_sandbox_says_why_it_fails(tmp_path: Path) -> None:

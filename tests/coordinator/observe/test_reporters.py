@@ -50,7 +50,7 @@ def finished_terminal(console: Console) -> Terminal:
     [(40, 10, 4, 4), (80, 24, 7, 12), (100, 30, 9, 12), (120, 16, 11, 10)],
 )
 def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_columns: int, num_rows: int):
-    table = finished_terminal(make_console(width, height, is_terminal=True))._table()
+    table = finished_terminal(make_console(width, height, is_terminal=True))._shown()
     console = make_console(width, height, is_terminal=False)
     console.print(table)
     lines = console.file.getvalue().splitlines()

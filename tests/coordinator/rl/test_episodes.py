@@ -8,18 +8,32 @@ import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
 from services.coordinator.data.episodes import Episode
 from services.coordinator.data.groups import ScoredGroup, to_table
-from services.coordinator.rl.collect import Draw
+from services.coordinator.rl.advantages import compute_advantages
+from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.services.clients.environment import EpisodeFailed
 from tests.coordinator.fake_environment import FakeEnvironment, Script, episodes
 from tests.coordinator.fake_services import FakeReplica, make_config, make_prompt, replicas
 
 STAMP = PolicyStamp(version=2, digest="d" * 32)
 SAMPLING = SamplingConfig(max_tokens=8)
+# What the trainer reads; loss_mask is checked apart, because none means the same as all true.
+BATCH_COLUMNS = (
+    "prompt_id",
+    "group",
+    "sample",
+    "prompt_tokens",
+    "tokens",
+    "logprobs",
+    "reward",
+    "finish_reason",
+    "seed",
+)
 CRASHED, TIMEOUT = pb.ENVIRONMENT_FAILURE_REASON_CRASHED, pb.ENVIRONMENT_FAILURE_REASON_TIMEOUT
 
 
@@ -32,6 +46,11 @@ class DigitTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [int(digit) if digit.isdigit() else 9 for digit in text]
+
+    encode_marked = encode
+
+    def as_text(self, text: str) -> str:
+        return text
 
     def decode(self, tokens: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(str(token % 10) for token in tokens)
@@ -110,6 +129,34 @@ async def test_each_turn_has_its_own_seed_and_the_first_that_of_a_single_complet
     assert {completion.seed for completion in group.completions} == firsts
     contexts = [list(tokens) for _, tokens in asked[0] if len(tokens) > 3]
     assert sorted(contexts) == sorted([5, 5, 5, *completion.tokens[:5]] for completion in group.completions)
+
+
+async def test_episodes_of_one_turn_are_the_samples_of_a_run_without_an_environment():
+    names = [*BATCH_COLUMNS, "advantages"]
+    tables = []
+    for settings in ({}, {"environment": {"kind": "python", "path": "m:C", "max_turns": 1}}):
+        config = make_config(
+            rollout={"max_model_len": 200, "sampling": {"max_tokens": 8}},
+            data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16},
+            **settings,
+        )
+        environment = FakeEnvironment(ends_after(1, reward=0.0))
+        with_environment = config.model_copy(update={"environment": PythonEnvironmentConfig(path="m:C", max_turns=1)})
+        async with (
+            replicas(2) as fakes,
+            episodes(with_environment, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
+        ):
+            if not settings:
+                collector = Collector(collector._rollout, collector._rewards, collector._tokenizer, config.seed)
+            draw = Draw(4, SAMPLING, STAMP, STAMP.version)
+            groups = await gather(collector.one(i, make_prompt(i), draw) for i in range(8))
+            samples = to_table([group for group in groups if group])
+            assert len(environment.steps) == (32 if settings else 0)
+            tables.append(compute_advantages(samples, config.advantage, kl_coef=0.0))
+    plain, episodic = tables
+    assert plain.select(names).equals(episodic.select(names)) and plain.num_rows == 32
+    for row in episodic.to_pylist():
+        assert row["loss_mask"] == [True] * len(row["tokens"]) and row["turn_ends"] == [len(row["tokens"])]
 
 
 async def test_all_samples_of_a_prompt_meet_the_same_task():

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
+from services.common import batch as batches
 from services.common.config.run import Config
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
@@ -29,6 +30,7 @@ from services.coordinator.runs.ledger import Ledger
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import Addresses
+from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 from services.trainer.servicer import NAME, TrainerServicer
@@ -42,13 +44,23 @@ class CountingRank:
 
     def __init__(self) -> None:
         self.trained: list[int] = []
+        self.critic_trained: list[int] = []
 
     @rank_command
     def open(self, **_: Any) -> Message:
         return Message({"data_rank": 0}, [b""])
 
     @rank_command
-    def train(self, *, version: int, **_: Any) -> Message:
+    def forward(self, *, frames: Sequence[bytes], **_: Any) -> Message:
+        values = [[0.5] * len(tokens) for tokens in batches.decode(frames)["tokens"].to_pylist()]
+        answer = pa.table({"values": pa.array(values, pa.list_(pa.float32()))})
+        return Message({}, list(batches.encode(answer)))
+
+    @rank_command
+    def train(self, *, version: int, role: str, **_: Any) -> Message:
+        if role == Role.CRITIC:
+            self.critic_trained.append(version)
+            return Message({"metrics": {"critic_loss": float(version)}})
         self.trained.append(version)
         metrics = {"entropy": 1.0, "grad_norm": 2.0, "logprob_gap_max": 0.0, "loss": float(version)}
         return Message({"metrics": metrics})
@@ -193,7 +205,7 @@ async def surviving_services() -> AsyncIterator[Services]:
     assert failures == []
 
 
-def make_run(directory: Path, num_steps: int) -> Config:
+def make_run(directory: Path, num_steps: int, **changes: Any) -> Config:
     """Returns the config of a run that is saved and evaluated after every step; its files are in `directory`."""
     model = directory / "model"
     model.mkdir()
@@ -220,7 +232,8 @@ def make_run(directory: Path, num_steps: int) -> Config:
         reward={"scorers": [{"kind": "exact"}]},
         trainer={"max_tokens_per_microbatch": 256},
         evaluation={"eval_freq": 1},
-        checkpoint={"save_freq": 1, "max_ckpts_to_keep": 10},
+        checkpoint={"save_freq": 1, "max_ckpts_to_keep": 10, "max_critic_ckpts_to_keep": 10},
+        **changes,
     )  # type: ignore[arg-type]
 
 

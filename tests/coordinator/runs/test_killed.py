@@ -2,6 +2,9 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from services.common.config.run import Config
 from services.coordinator.runs.ledger import Kind
@@ -20,6 +23,7 @@ from tests.coordinator.runs.killing import (
 __all__ = ["deadline"]
 NUM_STEPS = 2
 STEPS = list(range(1, NUM_STEPS + 1))
+WITH_CRITIC = {"advantage": {"kind": "gae"}, "critic": {}}
 _LIFE = 12  # events of the first coordinator: enough to open the services and to publish
 
 
@@ -40,11 +44,13 @@ async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_r
             assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS), where
 
 
-async def test_it_may_be_killed_again_and_again(tmp_path: Path, deadline: Deadline):
+@pytest.mark.parametrize("models", [{}, WITH_CRITIC], ids=["policy", "policy and critic"])
+async def test_it_may_be_killed_again_and_again(models: dict[str, Any], tmp_path: Path, deadline: Deadline):
     async with surviving_services() as services:
-        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline)
-        config = _made(tmp_path / "killed")
+        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **models)
+        config = _made(tmp_path / "killed", **models)
         services.rank.trained.clear()
+        services.rank.critic_trained.clear()
         num_lives = 1
         deadline.restart(_LIFE)
         while await _run_until_killed(services, config):
@@ -53,6 +59,7 @@ async def test_it_may_be_killed_again_and_again(tmp_path: Path, deadline: Deadli
             deadline.restart(_LIFE + num_lives)
         assert num_lives > 2
         assert services.rank.trained == [0, 1]
+        assert services.rank.critic_trained == ([0, 1] if models else [])
         assert metrics_lines(config.run_dir) == undisturbed
         assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS)
 
@@ -65,16 +72,16 @@ def _record(run_dir: Path) -> tuple[list[int], list[int], list[int]]:
     return finished, evaluated, saved
 
 
-def _made(directory: Path) -> Config:
+def _made(directory: Path, **models: Any) -> Config:
     directory.mkdir()
-    return make_run(directory, NUM_STEPS)
+    return make_run(directory, NUM_STEPS, **models)
 
 
 async def _undisturbed(
-    services: Services, directory: Path, deadline: Deadline
+    services: Services, directory: Path, deadline: Deadline, **models: Any
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Returns the lines of a run that nothing disturbs, and its events."""
-    config = _made(directory)
+    config = _made(directory, **models)
     deadline.restart()
     await services.run(config)
     return metrics_lines(config.run_dir), deadline.events

@@ -198,6 +198,17 @@ def test_a_run_that_lost_its_ledger_is_not_started_over(tmp_path: Path, resume: 
     assert start.checkpoint == str(checkpoint)
 
 
+def test_a_killed_run_that_lost_its_write_ahead_log_is_not_started_over(tmp_path: Path):
+    start = open_run(make_config(runs_dir=tmp_path / "first"))  # never closed, so nothing has left the log
+    checkpoint = tmp_path / "first" / "run" / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    start.ledger.record(Kind.SAVED, 3, path=str(checkpoint), manifest_digest="d")
+    shutil.copytree(tmp_path / "first", tmp_path / "copy", ignore=shutil.ignore_patterns("*-wal", "*-shm"))
+    start.ledger.close()
+    with pytest.raises(DataLoss, match=r"has checkpoints/step-000003, but its ledger.sqlite is missing or empty"):
+        begin(tmp_path / "copy")
+
+
 def test_batches_alone_are_reason_enough(tmp_path: Path):
     batches = tmp_path / "run" / "batches"
     batches.mkdir(parents=True)

@@ -206,11 +206,13 @@ async def test_a_run_whose_replica_was_taken_by_another_ends(method: str):
         assert taken.num_opens == 1
 
 
-async def test_a_group_whose_replica_takes_too_long_goes_to_another():
+async def test_a_group_whose_replica_takes_too_long_goes_to_another_and_the_engine_is_replaced():
     async with replicas(2) as (slow, other), serving([slow, other]) as rollout:
         slow.error["Generate"] = DeadlineExceeded("no answer in 3600 s")
         assert (await generate(rollout, 0)).index == 0
         assert (other.answered, rollout.num_redispatched) == (["p0"], 1)
+        await until(lambda: rollout.replicas[0].state is ReplicaState.STALE)
+        assert (slow.closed, slow.num_opens) == (["run"], 2)
         other.error["Generate"] = slow.error["Generate"]
         with pytest.raises(Unavailable, match=f"lost replica {other.address}: no answer in 3600 s") as raised:
             await generate(rollout, 1)

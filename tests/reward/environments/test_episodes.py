@@ -10,6 +10,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.reward.environments import servicer as servicer_module
 from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
+from services.reward.environments.clock import off_the_clock
 
 LEASE_S = 0.2
 
@@ -49,6 +50,10 @@ class Scripted(Environment):
             except asyncio.CancelledError:
                 self.canceled += 1
                 raise
+        if what == "queue":
+            with off_the_clock(), off_the_clock():
+                self.holds.set()
+                await self.go.wait()
         if what == "raise":
             raise RuntimeError("a bug")
         if what == "refuse":
@@ -193,6 +198,26 @@ async def test_a_reply_is_limited_in_time(service, environment, call):
     assert failure(answer) == "TIMEOUT"
     await environment.ended.wait()
     assert (environment.canceled, environment.calls.count("end")) == (1, 1)
+
+
+async def test_waiting_for_a_place_is_not_limited_in_time(service, environment):
+    await service.open(**CONFIG, turn_s=LEASE_S)
+    for episode in ("waits", "later"):
+        await service.reset(episode)
+    waiting = asyncio.create_task(service.step(0, "queue", "waits"))
+    await environment.holds.wait()
+    environment.holds.clear()
+    assert failure(await service.step(0, "hold", "later")) == "TIMEOUT"  # it began later, and its time is over
+    environment.go.set()
+    assert not failure(await waiting)
+    environment.go.clear()
+    assert failure(await service.step(1, "hold", "waits")) == "TIMEOUT"  # the next call has a clock of its own
+
+
+async def test_a_lease_ends_a_call_that_waits_for_a_place(service, environment):
+    await service.open(**CONFIG, episode_s=LEASE_S)
+    answer = await service.reset(do="queue")
+    assert failure(answer) == "TIMEOUT" and "episode_s" in answer.failure.message
 
 
 async def test_an_episode_ends_with_its_lease(service, environment):

@@ -151,6 +151,15 @@ async def test_no_more_connections_are_open_than_may_be(service, server):
     assert server.most_open == 2
 
 
+async def test_waiting_for_a_connection_is_no_timeout(service, server):
+    await open_run(service, server, max_concurrent=1, turn_s=1.0)
+    await service.reset("first")
+    waiting = asyncio.create_task(service.reset("second"))
+    server.answer = lambda message: "silence" if message["type"] == "step" else observation()
+    assert failure(await service.step(0, "a", "first")) == "TIMEOUT"  # as long as the second may take
+    assert not failure(await waiting)
+
+
 async def test_a_server_that_is_not_there_is_refused_when_the_run_opens(service, server, unused_tcp_port):
     with pytest.raises(InvalidInput, match="no connection"):
         await service.open(kind="openenv", url=f"ws://127.0.0.1:{unused_tcp_port}/ws", num_workers=None)

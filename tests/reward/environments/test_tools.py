@@ -1,16 +1,21 @@
 """Policies that call tools, through the service: results, mistakes of theirs, and failures of ours."""
 
+import asyncio
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 
+from services.common.config.environment import SearchToolConfig
 from services.common.errors import InvalidInput
+from services.reward.environments.base import EpisodeError
 from services.reward.environments.schema import find_fault, function_schema
 from services.reward.environments.toolbox.base import BadArgumentsError
 from services.reward.environments.toolbox.calculator import compute
+from services.reward.environments.toolbox.search import Search
 from tests.reward.environments import user_tools
 
 CALCULATOR = {"kind": "calculator"}
@@ -207,6 +212,41 @@ async def test_search_ranks_documents(service, tmp_path):
     assert await search(4, " ") == "error: the query is empty"
 
 
+async def test_an_index_is_made_once(tmp_path, monkeypatch):
+    bm25s = pytest.importorskip("bm25s", reason="needs the extra `environments`")
+    made = []
+    monkeypatch.setattr(
+        bm25s.BM25, "index", lambda *args, index=bm25s.BM25.index, **more: made.append(index(*args, **more))
+    )
+    corpus = tmp_path / "corpus.parquet"
+
+    async def found() -> str:
+        tool = Search(SearchToolConfig(corpus=str(corpus)))
+        await tool.open()
+        return await tool.call({"query": "capital of Italy"}, 60.0)
+
+    documents = [{"text": "Rome is the capital of Italy."}, {"text": "Paris is the capital of France."}]
+    pq.write_table(pa.Table.from_pylist(documents), corpus)
+    first = await found()
+    assert first.startswith("Doc 1: Rome") and await found() == first and len(made) == 1
+    (folder,) = tmp_path.glob("corpus.parquet.bm25s-*")
+    assert sorted(tmp_path.iterdir()) == [corpus, folder], "nothing else is left"
+    pq.write_table(pa.Table.from_pylist(documents[::-1]), corpus)
+    assert (await found()) == first and len(made) == 2, "another corpus has another index"
+
+
+async def test_an_index_that_holds_objects_is_refused(tmp_path):
+    """To read an array of objects, numpy would have to unpickle it, which could run any code."""
+    pytest.importorskip("bm25s", reason="needs the extra `environments`")
+    tool = Search(SearchToolConfig(corpus=str(tmp_path / "corpus.parquet")))
+    pq.write_table(pa.table({"text": ["Rome"]}), tmp_path / "corpus.parquet")
+    await tool.open()
+    (scores,) = tmp_path.glob("corpus.parquet.*/data*.npy")
+    np.save(scores, np.array([print], dtype=object), allow_pickle=True)
+    with pytest.raises(EpisodeError, match="allow_pickle=False"):
+        await tool.open()
+
+
 async def test_programs_run_in_the_sandbox(service):
     tool = {"kind": "python", "timeout_s": 8, "max_output_chars": 200}
     opened = await service.open(kind="tools", tools=[tool], turn_s=600)
@@ -232,7 +272,20 @@ async def test_a_program_that_does_not_end_is_the_policys_fault(service):
     await service.open(kind="tools", tools=[{"kind": "python", "timeout_s": 0.5, "max_output_chars": 60}], turn_s=600)
     await service.reset()
     ((_, _, text),) = texts(await service.step(0, hermes("python", code="print(1, flush=True)\nwhile True: pass")))
-    assert text.endswith("error: stopped after 0.5 s") or text.startswith("error: the program was stopped")
+    assert text.endswith("error: timed out after 0.5 s") or text.startswith("error: the program was stopped")
     flood = "import os\nwhile os.fork() or True: print('a' * 1000, flush=True)"
     ((_, _, text),) = texts(await service.step(1, hermes("python", code=flood)))
     assert "error: " in text and len(text) < 400
+
+
+async def test_slow_programs_of_a_turn_share_its_time_and_none_drops_the_episode(service):
+    tool = {"kind": "python", "timeout_s": 1.5, "max_concurrent": 1}
+    await service.open(kind="tools", tools=[tool], turn_s=2.0)
+    for episode in ("one", "other"):
+        await service.reset(episode)
+    four = hermes("python", code="while True: pass") * 4
+    answers = await asyncio.gather(*(service.step(0, four, episode) for episode in ("one", "other")))
+    for answer in answers:
+        assert len(texts(answer)) == 4
+        for _, _, text in texts(answer):
+            assert text.endswith("error: timed out after 0.5 s") or text.startswith("error: the program was stopped")

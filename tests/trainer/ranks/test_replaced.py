@@ -10,9 +10,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
 from tests.support import PATIENCE_S
-from tests.trainer.ranks.test_calls import Service, crew, service
-
-__all__ = ["crew", "service"]
+from tests.trainer.ranks.crew import Service
 
 
 async def test_who_was_replaced_changes_nothing_more(service: Service, tmp_path: Path) -> None:

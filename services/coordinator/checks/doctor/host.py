@@ -163,7 +163,7 @@ def check_disk(config: Config | None) -> Finding:
 
 
 def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "services.reward.probe")) -> Finding:
-    """Checks that programs from samples can run in a sandbox; only scorers of kind code need it."""
+    """Checks that programs from samples can run in a sandbox; scorers of kind code and tools of kind python need it."""
     try:
         done = subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
@@ -177,9 +177,17 @@ def check_sandbox(config: Config | None, command: Sequence[str] = ("-m", "servic
         why = f"no answer within {_PROBE_TIMEOUT_S:g} s"
     if not why:
         return Finding("sandbox", "bubblewrap runs")
-    is_needed = config is not None and any(scorer.kind == "code" for scorer in config.reward.scorers)
-    fix = "apt-get install bubblewrap, and allow user namespaces; only scorers of kind code need it"
+    fix = "apt-get install bubblewrap, and allow user namespaces; only code scorers and python tools need it"
+    is_needed = config is not None and _needs_sandbox(config)
     return Finding("sandbox", why, Verdict.FAIL if is_needed else Verdict.WARN, fix)
+
+
+def _needs_sandbox(config: Config) -> bool:
+    environment = config.environment
+    tools = environment.tools if environment and environment.kind == "tools" else ()
+    return any(scorer.kind == "code" for scorer in config.reward.scorers) or any(
+        tool.kind == "python" for tool in tools
+    )
 
 
 def _bytes_needed(config: Config | None) -> int:

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from services.common.config.run import Config
 from services.coordinator.checks.doctor.colocated import examine_colocated
+from services.coordinator.checks.doctor.environment import examine_environment
 from services.coordinator.checks.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.checks.doctor.host import examine_host
 from services.coordinator.checks.doctor.inputs import examine_inputs
@@ -20,6 +21,7 @@ def examine(config: Config | None, given: Addresses, console: Console) -> bool:
         findings = list(examine_host(config, given))
         findings += examine_inputs(config, given) if config else ()
         findings += examine_colocated(config, given) if config else ()
+        findings += examine_environment(config, given) if config else ()
         if not (given.trainer and given.rollout):
             findings.append(_broadcast())
         findings += asyncio.run(examine_services(given))

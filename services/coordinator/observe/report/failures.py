@@ -42,10 +42,7 @@ def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
 def _logged(run_dir: Path) -> Iterator[Failure]:
     for path in sorted((run_dir / "logs").glob("*.log")):
         with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                time, message = _read(line)
-                if failure := _failure(path.stem, time, message):
-                    yield failure
+            yield from filter(None, (_failure(path.stem, *_read(line)) for line in lines))
 
 
 def _read(line: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from services.coordinator.data.episodes import Episode
+from services.coordinator.data.conversation import Conversation
 from services.coordinator.data.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
 
@@ -170,16 +170,10 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
 
 def _conversation(row: Record, decode: Decode) -> list[tuple[str, float | str | None]] | None:
     """Returns an episode as texts in order, each with the reward of the turn, or None if the environment wrote it."""
-    episode = Episode.of(row)
-    if episode is None:
+    conversation = Conversation.of(row, lambda tokens: _text(tokens, decode))
+    if conversation is None:
         return None
-    parts: list[tuple[str, float | str | None]] = []
-    turns, replies = episode.turns(row["tokens"]), episode.replies(row["tokens"])
-    for turn, reward, reply in zip(turns, episode.turn_rewards, replies, strict=True):
-        parts.append((_text(turn, decode), number(reward)))
-        if reply:
-            parts.append((_text(reply, decode), None))
-    return parts
+    return [(part.text, None if part.reward is None else number(part.reward)) for part in conversation.parts]
 
 
 def _values(row: Record, components: Sequence[str]) -> Iterator[float]:

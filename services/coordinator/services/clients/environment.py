@@ -12,6 +12,7 @@ from lockstep.reward.v1 import environment_pb2_grpc
 from lockstep.reward.v1.environment_pb2_grpc import EnvironmentServiceServicer as EnvironmentService
 from lockstep.types.v1.types_pb2 import FinishReason
 
+from services.common.config.environment import EnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Answer, Client, Method, Request
@@ -23,7 +24,7 @@ from services.coordinator.services.clients.rewards import Rewards
 
 log = logging.getLogger(__name__)
 
-# The service limits each reply by environment.turn_s itself. The call may take this much longer.
+# The service limits each reply itself. The call may take this much longer.
 _MARGIN_S = 30.0
 
 
@@ -51,8 +52,8 @@ class EpisodeFailed(LockstepError):
 class EpisodeClient:
     """Calls the environment of one reward service about one episode."""
 
-    def __init__(self, service: "_Service", episode_id: str, turn_s: float):
-        self._service, self._turn_s = service, turn_s
+    def __init__(self, service: "_Service", episode_id: str, settings: EnvironmentConfig):
+        self._service, self._reply_s, self._end_s = service, settings.longest_reply_s, settings.turn_s
         self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
         self._num_turns = 0
         self.environment = service.reward.opened.environment
@@ -66,7 +67,7 @@ class EpisodeClient:
         """
         row = {"prompt": prompt.text, "answer": prompt.answer, **prompt.extra}
         request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row))
-        answer = await self._service.call(EnvironmentService.Reset, request, self._turn_s)
+        answer = await self._service.call(EnvironmentService.Reset, request, self._reply_s)
         _require_success(answer)
         return answer.messages
 
@@ -79,15 +80,15 @@ class EpisodeClient:
         request = pb.StepRequest(
             **self._ids, turn=self._num_turns, text=text, num_tokens=num_tokens, finish_reason=finish_reason
         )
-        answer = await self._service.call(EnvironmentService.Step, request, self._turn_s)
+        answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
         _require_success(answer)
         self._num_turns += 1
         return answer
 
     async def close(self) -> None:
-        """Ends the episode. If that fails, its lease ends it."""
+        """Ends the episode. If that fails, its lease ends it, or it was lost with its service."""
         try:
-            await self._service.call(EnvironmentService.Close, pb.CloseRequest(**self._ids), self._turn_s)
+            await self._service.end(pb.CloseRequest(**self._ids), self._end_s)
         except LockstepError as error:
             log.info("episode %s is left to its lease: %s", self._ids["episode_id"], error.message)
 
@@ -95,10 +96,10 @@ class EpisodeClient:
 class Environments:
     """Plays each episode on the reward service that has the fewest open episodes."""
 
-    def __init__(self, rewards: Rewards, turn_s: float, transport: Transport = LOCAL):
+    def __init__(self, rewards: Rewards, settings: EnvironmentConfig, transport: Transport = LOCAL):
         """Creates the clients. The reward services must be open."""
         self._services = [_Service(reward, transport) for reward in rewards.services]
-        self._turn_s = turn_s
+        self._settings = settings
         self._ends: set[asyncio.Task[None]] = set()
         opened = rewards.services[0].opened
         self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
@@ -110,7 +111,7 @@ class Environments:
     async def episode(self, episode_id: str) -> AsyncIterator[EpisodeClient]:
         """Yields the client of a new episode, which ends afterwards; nobody waits for its end."""
         service = min(self._services, key=lambda service: service.num_episodes)
-        client = EpisodeClient(service, episode_id, self._turn_s)
+        client = EpisodeClient(service, episode_id, self._settings)
         service.num_episodes += 1
         try:
             yield client
@@ -134,7 +135,7 @@ async def open_environments(
     if config.environment is None:
         yield None
         return
-    environments = Environments(rewards, config.environment.turn_s, transport)
+    environments = Environments(rewards, config.environment, transport)
     try:
         yield environments
     finally:
@@ -147,16 +148,19 @@ class _Service:
         self._client = Client(reward.address, environment_pb2_grpc.EnvironmentServiceStub, transport)
         self.num_episodes = 0
 
-    async def call(self, method: Method[Request, Answer], request: Request, turn_s: float) -> Answer:
+    async def call(self, method: Method[Request, Answer], request: Request, reply_s: float) -> Answer:
         num_opens = self.reward.num_opens
         try:
-            return await self._client.call(method, request, timeout_s=turn_s + _MARGIN_S)
+            return await self._client.call(method, request, timeout_s=reply_s + _MARGIN_S)
         except (Unavailable, DeadlineExceeded, PreconditionFailed) as error:
             if error.reason not in (Reason.UNREACHABLE, Reason.DEADLINE, Reason.RUN_NOT_OPEN, Reason.EPISODE_NOT_OPEN):
                 raise
             if error.reason is Reason.RUN_NOT_OPEN or isinstance(error, Unavailable):
                 await self.reward.reopen(num_opens, why=error.message)
             raise EpisodeFailed(EnvironmentFailure.LOST, error.message) from error
+
+    async def end(self, request: pb.CloseRequest, end_s: float) -> None:
+        await self._client.call(EnvironmentService.Close, request, timeout_s=end_s + _MARGIN_S)
 
     async def close(self) -> None:
         await self._client.close()

@@ -12,10 +12,13 @@ from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, We
 from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import LockstepError
 from services.common.rpc.client import Client
-from services.common.rpc.retry import repeated
+from services.common.rpc.retry import MAX_RETRY_S
 from services.common.rpc.tls import LOCAL, Transport
 
 log = logging.getLogger(__name__)
+
+# Enough for a connection that was reset. The others wait for the answer of a replica that is gone.
+_MAX_RETRY_S = 2.0
 
 
 class ReplicaState(StrEnum):
@@ -63,7 +66,9 @@ class Replica:
     async def is_alive(self) -> bool:
         """Returns whether the service answers and still has its engine."""
         try:
-            info = await self._client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s)
+            info = await self._client.call(
+                RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=self._timeouts.info_s, max_retry_s=_MAX_RETRY_S
+            )
         except LockstepError as error:
             log.warning("replica %s does not answer: %s", self.address, error.message)
             return False
@@ -94,9 +99,8 @@ class Replica:
     async def sleep(self) -> Sequence[DeviceMemory]:
         """Frees the engine's memory and returns the memory of each worker. The replica is STALE, without weights."""
         self.state = ReplicaState.STALE
-        answer = await repeated(
-            lambda timeout_s: self._client.call(RolloutService.Sleep, pb.SleepRequest(), timeout_s=timeout_s),
-            timeout_s=self._timeouts.memory_s,
+        answer = await self._client.call(
+            RolloutService.Sleep, pb.SleepRequest(), timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
         )
         return answer.workers
 
@@ -107,9 +111,8 @@ class Replica:
             Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken.
         """
         request = pb.WakeRequest(part=part)
-        answer = await repeated(
-            lambda timeout_s: self._client.call(RolloutService.Wake, request, timeout_s=timeout_s),
-            timeout_s=self._timeouts.memory_s,
+        answer = await self._client.call(
+            RolloutService.Wake, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
         )
         return answer.workers
 

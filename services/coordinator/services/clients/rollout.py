@@ -102,8 +102,11 @@ class Rollout:
                 try:
                     answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
                     return _group(index, prompt, len(seeds), answers)
-                except (Unavailable, DeadlineExceeded) as error:
+                except Unavailable as error:
                     self.mark_dead(replica, error)
+                except DeadlineExceeded as error:
+                    why = f"{error.message}: a group took longer than timeouts.generate_s, so its engine is replaced"
+                    self.mark_dead(replica, DeadlineExceeded(why), restart=True)
                 except PreconditionFailed as error:
                     if error.reason not in (Reason.NOT_SERVING, Reason.RUN_NOT_OPEN):
                         raise

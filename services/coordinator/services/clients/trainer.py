@@ -13,7 +13,7 @@ from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
-from services.common.rpc.retry import repeated
+from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
 from services.coordinator.services.gpus import OwnGpus, Side
@@ -85,31 +85,29 @@ class Model:
             role=self._role,
             critic_version=critic_version,
         )
-
-        async def train(timeout_s: float) -> pb.TrainResponse:
-            requests = to_messages(pb.TrainRequest, batches.encode(batch), header)
-            return await self._client.call(TrainerService.Train, requests, timeout_s=timeout_s)
-
         async with self._gpus.held_by(Side.TRAINER):
-            answer = await repeated(train, timeout_s=self._timeouts.train_s)
+            answer = await self._client.call(
+                TrainerService.Train,
+                lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
+                timeout_s=self._timeouts.train_s,
+                max_retry_s=MAX_RETRY_S,
+            )
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
         async with self._gpus.held_by(Side.TRAINER):
-            answer = await repeated(
-                lambda timeout_s: self._client.call(TrainerService.SaveCheckpoint, request, timeout_s=timeout_s),
-                timeout_s=self._timeouts.checkpoint_s,
+            answer = await self._client.call(
+                TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
             )
         return answer.manifest_digest
 
     async def release_memory(self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = ()) -> Sequence[DeviceMemory]:
         """Moves parts of models to host memory and returns the memory of each rank; no role is every role there."""
         request = pb.ReleaseMemoryRequest(parts=parts, roles=roles)
-        answer = await repeated(
-            lambda timeout_s: self._client.call(TrainerService.ReleaseMemory, request, timeout_s=timeout_s),
-            timeout_s=self._timeouts.memory_s,
+        answer = await self._client.call(
+            TrainerService.ReleaseMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
         )
         return answer.ranks
 
@@ -120,9 +118,8 @@ class Model:
             Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken on that device.
         """
         request = pb.AcquireMemoryRequest(parts=parts, roles=roles)
-        answer = await repeated(
-            lambda timeout_s: self._client.call(TrainerService.AcquireMemory, request, timeout_s=timeout_s),
-            timeout_s=self._timeouts.memory_s,
+        answer = await self._client.call(
+            TrainerService.AcquireMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
         )
         return answer.ranks
 
@@ -157,4 +154,9 @@ class Trainer(Model):
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
         async with self._gpus.held_by(Side.TRAINER):
-            await self._client.call(TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s)
+            await self._client.call(
+                TrainerService.ExportHuggingFace,
+                request,
+                timeout_s=self._timeouts.checkpoint_s,
+                max_retry_s=MAX_RETRY_S,
+            )

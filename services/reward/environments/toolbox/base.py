@@ -23,8 +23,8 @@ class Tool:
             EpisodeError: It cannot start.
         """
 
-    async def call(self, arguments: Mapping[str, str]) -> str:
-        """Returns the result of a call, whose arguments fit the schema.
+    async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
+        """Returns the result of a call, whose arguments fit the schema. It may compute for `limit_s` seconds.
 
         Raises:
             BadArgumentsError: The arguments have no result.

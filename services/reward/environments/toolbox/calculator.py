@@ -34,7 +34,7 @@ class Calculator(Tool):
     def __init__(self, config: CalculatorToolConfig):
         pass
 
-    async def call(self, arguments: Mapping[str, str]) -> str:
+    async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
         """Returns the value as Python writes it."""
         return str(compute(arguments["expression"]))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.common.config.environment import PythonToolConfig
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
+from services.reward.environments.clock import off_the_clock
 from services.reward.environments.schema import text_tool_schema
 from services.reward.environments.toolbox.base import Tool
 from services.reward.sandbox import Limits, Sandbox
@@ -24,7 +25,7 @@ _MEMORY_BYTES, _DISK_BYTES, _MAX_PROCESSES = 1 << 30, 64 << 20, 16
 class Python(Tool):
     """Returns what a program prints, errors included. Each program has a sandbox of its own."""
 
-    version = f"python-1-{platform.python_version()}"
+    version = f"python-2-{platform.python_version()}"
     schema = text_tool_schema("python", "Runs a Python program and returns what it prints.", "code", "The program.")
 
     def __init__(self, config: PythonToolConfig):
@@ -47,17 +48,24 @@ class Python(Tool):
         except ScoringError as error:
             raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
 
-    async def call(self, arguments: Mapping[str, str]) -> str:
-        """Runs the program."""
-        job = {"program": arguments["code"], "timeout_s": self._config.timeout_s}
+    async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
+        """Runs the program, for as long as both limits allow; the policy hears of one that takes longer.
+
+        For `turn_s` nothing of it counts. Waiting for a place is no fault of the program, and the program is limited.
+        """
+        job = {"program": arguments["code"], "timeout_s": min(self._config.timeout_s, limit_s)}
         test = {"kind": "stdin", "input": json.dumps({**job, "max_chars": self._config.max_output_chars})}
         try:
-            async with self._slots, self._sandbox.run(_SUPERVISOR, [test]) as outputs:
-                (output,) = [output async for output in outputs]
+            with off_the_clock():
+                return await self._run(test)
         except ScoringError as error:
             raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
-        return "error: the program was stopped: it exceeded a limit" if output is None else output
 
     async def close(self) -> None:
         """Removes the sandbox's files."""
         self._sandbox.close()
+
+    async def _run(self, test: Mapping[str, object]) -> str:
+        async with self._slots, self._sandbox.run(_SUPERVISOR, [test]) as outputs:
+            (output,) = [output async for output in outputs]
+        return "error: the program was stopped: it exceeded a limit" if output is None else output

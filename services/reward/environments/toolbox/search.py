@@ -13,17 +13,16 @@ import pyarrow.parquet as pq
 
 from services.common.config.environment import SearchToolConfig
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
+from services.reward.environments.clock import off_the_clock
 from services.reward.environments.schema import text_tool_schema
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
+from services.reward.environments.toolbox.search_index import open_index
 
 _CHUNK_BYTES = 1 << 22
 
 
 class Search(Tool):
-    """Returns the best documents for a query, those of equal scores in the order of the file.
-
-    The index is made in memory when the run opens.
-    """
+    """Returns the best documents for a query, those of equal scores in the order of the file."""
 
     schema = text_tool_schema(
         "search", "Searches a collection of documents and returns those that fit a query best.", "query",
@@ -34,35 +33,29 @@ class Search(Tool):
         self._path, self._top_k = Path(config.corpus), config.top_k
 
     async def open(self) -> None:
-        """Reads the corpus and indexes it."""
+        """Reads the corpus and its index, which is made when the corpus is first opened."""
         try:
             await asyncio.to_thread(self._load)
         except (ImportError, OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
             detail = f"search in {self._path}: {type(error).__name__}: {error}"
             raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error
 
-    async def call(self, arguments: Mapping[str, str]) -> str:
-        """Returns the documents with their numbers and titles."""
+    async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
+        """Returns the documents with their numbers and titles. Waiting for a thread does not count for `turn_s`."""
         query = arguments["query"]
         if not query.strip():
             raise BadArgumentsError("the query is empty")
-        return await asyncio.to_thread(self._find, query)
+        with off_the_clock():
+            return await asyncio.to_thread(self._find, query)
 
     def _load(self) -> None:
-        import bm25s
-
         names = {"text", "title"} & set(pq.read_schema(self._path).names)
         self._documents: pa.Table = pq.read_table(self._path, columns=sorted(names))
         if self._documents.num_rows == 0 or "text" not in names:
             raise ValueError("a corpus must have documents, with a column text")
-        texts = [self._document(row) for row in range(self._documents.num_rows)]
-        tokens: Any = bm25s.tokenize(texts, stopwords="en", show_progress=False)
-        if not tokens.vocab:
-            raise ValueError("no document has a word")
-        # Its other backends round differently, and would be taken if they are installed.
-        self._index = bm25s.BM25(backend="numpy", csc_backend="numpy")
-        self._index.index(tokens, show_progress=False)
-        self.version = f"search-bm25s-{version_of('bm25s')}-{_digest(self._path)}"
+        version = f"bm25s-{version_of('bm25s')}-{_digest(self._path)}"
+        self._index: Any = open_index(self._path, version, map(self._document, range(self._documents.num_rows)))
+        self.version = f"search-{version}"
 
     def _find(self, query: str) -> str:
         import bm25s

@@ -29,7 +29,7 @@ def main() -> None:
     if len(text) > 2 * half or len(head) + len(tail) == 8 * half:
         text = f"{_decode(head)[:half]}\n[... cut ...]\n{text[len(text) - half :]}"
     if not ended:
-        text += f"\nerror: stopped after {job['timeout_s']:g} s"
+        text += f"\nerror: timed out after {job['timeout_s']:g} s"
     elif status := running.wait():
         text += f"\nerror: exit status {status}"
     sys.stdout.write(text)

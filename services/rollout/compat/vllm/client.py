@@ -1,6 +1,9 @@
 """Calls functions of the engine that AsyncLLM has no public method for."""
 
+import asyncio
+
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 
 async def abort_samples(llm: AsyncLLM) -> None:
@@ -10,3 +13,16 @@ async def abort_samples(llm: AsyncLLM) -> None:
     not needed here, because each sample reports by itself that it was aborted. Seen with vLLM 0.26.0 and 0.32.0.
     """
     await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+
+
+async def stop_reading(llm: AsyncLLM) -> None:
+    """Ends the task that reads the engine's outputs; samples in progress fail with EngineDeadError. Call it before
+    `shutdown`.
+
+    Reason: AsyncLLM.shutdown ends the engine first, and its task then logs the end as an error with a traceback. Seen
+    with vLLM 0.26.0 and 0.32.0.
+    """
+    if llm.output_handler is not None:  # it is started with the first request
+        llm.output_handler.cancel()
+        await asyncio.wait({llm.output_handler})
+    llm.output_processor.propagate_error(EngineDeadError())

@@ -22,6 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
+from services.common.storage import writing
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.compat.megatron.groups import group_of
@@ -117,6 +118,7 @@ class Checkpointer:
         """Writes a checkpoint into `directory`.
 
         Raises:
+            PreconditionFailed: STORAGE_FAILED: the disk of a rank failed.
             InternalError: A file could not be written.
         """
         self._staged(directory, is_copied=False)()
@@ -137,7 +139,8 @@ class Checkpointer:
             write(staged, directory, self._writers)
             if dist.get_rank() == 0:
                 content = {"layout": asdict(self._own), "num_updates": number}
-                (directory / _LAYOUT).write_text(json.dumps(content, indent=1))
+                with writing(directory):
+                    (directory / _LAYOUT).write_text(json.dumps(content, indent=1))
 
         return write_all
 

@@ -5,6 +5,7 @@ Megatron's loader requires the file, and is never read here. `.metadata` is a pi
 read only checkpoints that the trainer's manifest has verified, or that you trust like a program.
 """
 
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
@@ -24,7 +25,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
+from services.common.storage import writing
 from services.trainer.checkpoint.torch_errors import typed_errors
+from services.trainer.checkpoint.torch_writer import ThreadedWriter
 from services.trainer.compat.megatron.checkpoint import torch_tensors
 from services.trainer.megatron.weights.stream import gather_json
 
@@ -52,16 +55,20 @@ def write(staged: Mapping[str, Any], directory: Path, group: dist.ProcessGroup |
     """Writes the staged tensors. All ranks of `group` (None for all ranks) call it, and return when all are done.
 
     Raises:
+        PreconditionFailed: STORAGE_FAILED: the disk of a rank failed. Every rank raises it, except for the two files.
         InternalError: A rank could not write. Every rank raises it.
     """
     # Torch's own writer: Megatron's forks processes, which outlive a trainer that is killed.
-    writer = dcp.FileSystemWriter(directory, thread_count=2)
+    writer = ThreadedWriter(directory, num_threads=2)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     with typed_errors(f"checkpoint {directory}: not written"):
         dcp.save(dict(staged), storage_writer=writer, planner=planner, process_group=group)
     if dist.get_rank() == 0:
-        TorchCommonSaveStrategy("torch", 1).save_common({}, directory)
-        save_config(CheckpointingConfig("torch_dist"), str(directory))
+        with tempfile.TemporaryDirectory() as empty, writing(directory):
+            # Beside the checkpoint, since a file that torch writes fails without the system's error.
+            TorchCommonSaveStrategy("torch", 1).save_common({}, empty)
+            (directory / COMMON_STATE_FNAME).write_bytes((Path(empty) / COMMON_STATE_FNAME).read_bytes())
+            save_config(CheckpointingConfig("torch_dist"), str(directory))
 
 
 def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

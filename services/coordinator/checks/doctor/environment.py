@@ -1,0 +1,54 @@
+"""Checks that this host can play the run's environment, by opening it as the reward service does."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from services.common.config.environment import EnvironmentConfig
+from services.common.config.run import Config
+from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.services.launch import Addresses
+
+_PROBE = ("-m", "services.reward.environments.probe")
+_TIMEOUT_S = 300.0
+"""Time limit for opening an environment, which may import torch or index a corpus."""
+_FIXES = {
+    "python": "check environment.path, and that its module can be imported where the reward service runs",
+    "tools": "check environment.tools, and that their files and packages are where the reward service runs",
+    "textarena": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.game",
+    "reasoning_gym": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.task",
+    "openenv": "start the OpenEnv server, and check environment.url and any firewall in between",
+}
+
+
+def examine_environment(config: Config, given: Addresses) -> Iterator[Finding]:
+    """Opens and closes the environment of a run that starts its reward service on this host."""
+    if config.environment is None:
+        return
+    if given.reward:
+        yield Finding("environment", "not opened: it runs where the reward services do")
+        return
+    yield check_environment(config.environment)
+
+
+def check_environment(
+    environment: EnvironmentConfig, command: Sequence[str] = _PROBE, timeout_s: float = _TIMEOUT_S
+) -> Finding:
+    """Checks that the environment opens; shows its name, version and tools."""
+    section = environment.model_dump_json()
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], input=section, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        why = f"{environment.kind}: it did not open within {timeout_s:g} s"
+        return Finding(
+            "environment", why, Verdict.WARN, "a large corpus takes long; otherwise see the module's imports"
+        )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["the probe failed without a message"]
+        return Finding("environment", f"{environment.kind}: {lines[-1]}", Verdict.FAIL, _FIXES[environment.kind])
+    opened = json.loads(done.stdout)
+    tools = f", tools {', '.join(opened['tools'])}" if opened["tools"] else ""
+    return Finding("environment", f"{environment.kind} {opened['version']} opens{tools}")

@@ -1,0 +1,49 @@
+"""An episode as people read it: texts in order, with the rewards of the turns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from services.coordinator.data.episodes import Episode
+from services.coordinator.data.parquet import Record
+
+
+@dataclass(frozen=True)
+class Part:
+    """A turn of the policy with its reward, or what the environment added after it, which has none."""
+
+    text: str
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One sample of a batch that was played with an environment."""
+
+    prompt_id: str
+    sample: int
+    prompt: str
+    parts: Sequence[Part]
+    reward: float
+    """Reward of the whole sample, the scorers' included."""
+    finish_reason: str
+
+    @classmethod
+    def of(cls, row: Record, text: Callable[[Sequence[int]], str]) -> Self | None:
+        """Returns the conversation of a row of a batch, or None if it was sampled without an environment.
+
+        Args:
+            row: The row.
+            text: Returns what to show of the text of some tokens.
+        """
+        episode = Episode.of(row)
+        if episode is None:
+            return None
+        parts: list[Part] = []
+        turns, replies = episode.turns(row["tokens"]), episode.replies(row["tokens"])
+        for turn, reward, reply in zip(turns, episode.turn_rewards, replies, strict=True):
+            parts.append(Part(text(turn), reward))
+            if reply:
+                parts.append(Part(text(reply), None))
+        prompt = text(row["prompt_tokens"])
+        return cls(row["prompt_id"], row["sample"], prompt, parts, row["reward"], row["finish_reason"])

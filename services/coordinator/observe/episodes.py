@@ -1,0 +1,76 @@
+"""Shows one episode of the last step as a conversation, in a few lines."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from services.coordinator.data.conversation import Conversation, Part
+from services.coordinator.runs.record import batch_path
+from services.coordinator.runs.reporter import Reporter
+
+_MAX_CHARS = 2000
+"""Number of characters of a text that are kept; a terminal shows fewer."""
+_LINES = 2
+"""Lines that one text takes at most."""
+
+
+class LastEpisode(Reporter):
+    """Reads the first episode of each finished step's batch, and gives it to `shown`."""
+
+    def __init__(self, run_dir: Path, decode: Callable[[Sequence[int]], str], shown: Reporter):
+        self._run_dir, self._decode, self._shown = run_dir, decode, shown
+
+    def step(self, version: int, metrics: dict[str, float]) -> None:
+        with pq.ParquetFile(batch_path(self._run_dir, version - 1)) as file:
+            (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
+        if conversation := Conversation.of(row, self._text):
+            self._shown.conversation(version, conversation)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text = self._decode(tokens)
+        return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} …"
+
+
+def show_conversation(conversation: Conversation, title: str, width: int, height: int) -> RenderableType:
+    """Returns the conversation in at most `height` lines of `width`: its beginning and its end, if it is longer."""
+    room = max(1, (height - 2) // _LINES)
+    head = Text(f"{title}, prompt {conversation.prompt_id}, sample {conversation.sample}: ", overflow="ellipsis")
+    head.append(f"reward {conversation.reward:.3f}, {conversation.finish_reason}", style="bold")
+    head.no_wrap = True
+    grid = Table.grid(padding=(0, 1))
+    for justify in ("right", "left", "right"):
+        grid.add_column(justify=justify, vertical="top")
+    lines = [("prompt", conversation.prompt, "", "dim"), *_lines(conversation.parts)]
+    left_out = len(lines) - room
+    if left_out > 0:
+        first = room // 2
+        lines[first : first + left_out + 1] = [("", f"… {left_out + 1} more …", "", "dim")]
+    most = _LINES * max(10, width - 24)
+    for who, text, reward, style in lines:
+        grid.add_row(Text(who, style=style), Text(_short(text, most), style=style), Text(reward, style="bold"))
+    return Group(head, grid)
+
+
+def _lines(parts: Sequence[Part]) -> list[tuple[str, str, str, str]]:
+    lines, turn = [], 0
+    for part in parts:
+        if part.reward is None:
+            lines.append(("reply", part.text, "", "dim"))
+        else:
+            turn += 1
+            lines.append((f"turn {turn}", part.text, f"{part.reward:+.3f}", "cyan"))
+    return lines
+
+
+def _short(text: str, most: int) -> str:
+    """Returns the text on one line, with its middle cut out if it has more than `most` characters.
+
+    A character that is not printable, with which a text could command the terminal, becomes U+FFFD.
+    """
+    text = "".join(character if character.isprintable() else "\ufffd" for character in " ".join(text.split()))
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]} … {text[len(text) - half :]}"

@@ -1,0 +1,158 @@
+"""Rules between fields: every error names the keys, and the nearest configs that keep the rule are accepted."""
+
+import pytest
+
+from services.common.config.load import load
+from services.common.config.run import Config
+from tests.common.config.smallest import refused
+
+# Overrides that break one rule, what the error must name, and the nearest legal overrides.
+KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
+CROSS_FIELD = {
+    "colocated ranks and workers are pairs": (
+        ["placement=colocated", "trainer.num_ranks=2", "rollout.tensor_parallel_size=4"],
+        ["trainer.num_ranks is 2 and there are 4 workers (rollout.num_replicas 1 x tensor_parallel_size 4)"],
+        ["placement=colocated", "trainer.num_ranks=4", "rollout.tensor_parallel_size=2", "rollout.num_replicas=2"],
+    ),
+    "colocated ranks and workers are pairs, data parallel engines": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={data_parallel_size: 2}"],
+        ["2 workers", "engine.data_parallel_size 2"],
+        ["placement=colocated", "trainer.num_ranks=2", "rollout.engine={data_parallel_size: 2}"],
+    ),
+    "colocated models share the trainer's ranks": (
+        ["placement=colocated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
+        ["reference.deployment own needs GPUs of its own"],
+        ["placement=disaggregated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
+    ),
+    "a colocated engine sleeps": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: false}"],
+        ["rollout.engine.enable_sleep_mode false"],
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: true}"],
+    ),
+    "a group of scores ends before its call": (
+        ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=300"],
+        ["reward.group_timeout_s 300 must be below timeouts.score_s 300"],
+        ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=299"],
+    ),
+    "groups divide": (
+        ["data.prompts_per_step=11", "trainer.num_minibatches=4"],
+        ["nearest: 12"],
+        ["data.prompts_per_step=12", "trainer.num_minibatches=4"],
+    ),
+    "groups divide, fewer than mini-batches": (
+        ["data.prompts_per_step=3", "trainer.num_minibatches=8"],
+        ["nearest: 8"],
+        ["data.prompts_per_step=8", "trainer.num_minibatches=8"],
+    ),
+    "a sample for every rank": (
+        ["data.prompts_per_step=1", "rollout.completions_per_prompt=2", "trainer.num_ranks=3"],
+        ["2 samples", "trainer.num_ranks 3"],
+        ["data.prompts_per_step=1", "rollout.completions_per_prompt=3", "trainer.num_ranks=3"],
+    ),
+    "engine holds the longest": (
+        ["rollout.max_model_len=2047"],
+        ["rollout.max_model_len", "at least 2048"],
+        ["rollout.max_model_len=2048"],
+    ),
+    "micro-batch holds the longest": (
+        ["trainer.max_tokens_per_microbatch=2047"],
+        ["trainer.max_tokens_per_microbatch", "at least 2048"],
+        ["trainer.max_tokens_per_microbatch=2048"],
+    ),
+    "long samples spread evenly": (
+        ["trainer.num_ranks=3", "trainer.max_tokens_per_microbatch=4095"],
+        ["trainer.num_ranks 3", "at least 4096"],
+        ["trainer.num_ranks=3", "trainer.max_tokens_per_microbatch=4096"],
+    ),
+    "a group has a baseline": (
+        ["rollout.completions_per_prompt=1"],
+        ["rollout.completions_per_prompt must be at least 2"],
+        ["rollout.completions_per_prompt=2"],
+    ),
+    "samples vary": (
+        ["rollout.sampling.temperature=0"],
+        ["rollout.sampling.temperature must be above 0"],
+        ["rollout.sampling.temperature=0.01"],
+    ),
+    "the engine samples at what is trained at": (
+        ["rollout.sampling.temperature=0.0099"],
+        ["rollout.sampling.temperature", "vLLM would sample at 0.01; set at least that"],
+        ["rollout.sampling.temperature=0.01"],
+    ),
+    "a temperature is finite": (
+        ["rollout.sampling.temperature=.inf"],
+        ["rollout.sampling.temperature", "finite"],
+        ["rollout.sampling.temperature=100"],
+    ),
+    "evaluation has data": (
+        ["evaluation.eval_freq=1"],
+        ["evaluation.eval_freq", "data.eval"],
+        ["evaluation.eval_freq=1", "data.eval=b.parquet"],
+    ),
+    "decay has an end": (
+        ["trainer.optim.schedule=cosine"],
+        ["decay_steps"],
+        ["trainer.optim.schedule=cosine", "trainer.optim.decay_steps=10"],
+    ),
+    "published adapters exist": (
+        ["trainer.lora.publish=adapter"],
+        ["lora.rank from 1 to 512", "not 0", "lora.publish merged"],
+        ["trainer.lora.publish=adapter", "trainer.lora.rank=512", "trainer.strategy=megatron"],
+    ),
+    "an engine serves the adapters": (
+        ["trainer.lora.publish=adapter", "trainer.lora.rank=513", "trainer.strategy=megatron"],
+        ["lora.rank from 1 to 512", "not 513"],
+        ["trainer.lora.rank=513", "trainer.strategy=megatron"],
+    ),
+    "decay ends after the warm-up": (
+        ["trainer.optim.decay_steps=10", "trainer.optim.warmup_steps=10"],
+        ["decay_steps 10", "warmup_steps 10"],
+        ["trainer.optim.decay_steps=11", "trainer.optim.warmup_steps=10"],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", CROSS_FIELD)
+def test_cross_field_rule(file: str, rule: str) -> None:
+    wrong, words, right = CROSS_FIELD[rule]
+    message = refused(file, *wrong)
+    assert all(word in message for word in words), message
+    load(Config, [file, *right])
+
+
+TP2, GATHERED = "trainer.megatron.tensor_model_parallel_size=2", "trainer.fsdp.reshard_after_forward=false"
+MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=2"]
+OWN = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
+CRITIC = ["advantage.kind=gae", "critic.strategy=fsdp", "critic.deployment=own"]
+
+
+@pytest.mark.parametrize(
+    ("unused", "key", "used"),
+    [
+        ([TP2], "trainer.megatron.tensor_model_parallel_size", [*MEGATRON, TP2]),
+        (["trainer.megatron.moe.freeze_router=true"], "trainer.megatron.moe.freeze_router", []),
+        (["trainer.megatron.ddp_config={a: 1}"], "trainer.megatron.ddp_config.a", []),
+        ([*MEGATRON, GATHERED], "trainer.fsdp.reshard_after_forward", [GATHERED]),
+        (["reference.megatron.auto_offload=true"], "reference.megatron.auto_offload", []),
+        # Inherited by a model that does not read it, or only by one that does.
+        ([*MEGATRON, "reference.fsdp.cpu_offload=true"], "reference.fsdp.cpu_offload", [*MEGATRON, TP2, *CRITIC]),
+        (
+            [*OWN, "reference.strategy=fsdp", TP2],
+            TP2.partition("=")[0],
+            [*OWN, "reference.strategy=megatron", "reference.num_ranks=2", TP2],
+        ),
+        (["advantage.kind=gae", "critic.megatron={async_save: true}"], "critic.megatron.async_save", [GATHERED]),
+    ],
+)
+def test_what_the_other_strategy_would_read_is_refused(file: str, unused: list[str], key: str, used: list[str]) -> None:
+    section, strategy = key.partition(".")[0], key.split(".")[1]
+    assert f"{key} is not used by strategy" in refused(file, *unused)
+    assert f"set {section}.strategy={strategy}, or leave it out" in refused(file, *unused)
+    load(Config, [file, *used])
+
+
+def test_default_of_the_other_strategy_may_be_written(file: str) -> None:
+    load(
+        Config,
+        [file, "trainer.megatron={tensor_model_parallel_size: 1, ddp_config: {}, moe: {}}", "reference.megatron={}"],
+    )

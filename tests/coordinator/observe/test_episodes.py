@@ -1,0 +1,110 @@
+"""Tests that an episode of the last step is shown as a conversation, in few lines and as plain text."""
+
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+from lockstep.types.v1.types_pb2 import PolicyStamp
+from rich.console import Console
+
+from services.common.batch import SAMPLE_SCHEMA
+from services.coordinator.daemon.conversations import from_message, to_message
+from services.coordinator.daemon.following import _show
+from services.coordinator.data.conversation import Conversation, Part
+from services.coordinator.observe.episodes import LastEpisode
+from services.coordinator.observe.reporters import Terminal
+from services.coordinator.runs.record import batch_path
+from services.coordinator.runs.reporter import Reporter
+from tests.coordinator.observe.test_reporters import STEP, make_console
+from tests.support import make_batch
+
+PAGE = "a page " * 100
+PARTS = (
+    Part('I ask. <tool_call>\n{"name": "search"}\n</tool_call>', 0.25),
+    Part(f"\nuser\n{PAGE}[red]\x1b[2Jevil\nassistant\n", None),
+    Part("Rome.", 1.0),
+)
+CONVERSATION = Conversation("p7", 3, "What is the capital?", PARTS, 1.25, "turn_limit")
+
+
+class Kept(Reporter):
+    def __init__(self):
+        self.shown: list[tuple[int, Conversation]] = []
+
+    def conversation(self, version: int, conversation: Conversation) -> None:
+        self.shown.append((version, conversation))
+
+
+def lines(conversation: Conversation, width: int, height: int) -> list[str]:
+    terminal = Terminal(make_console(width, height, is_terminal=True), 9)
+    terminal.conversation(4, conversation)
+    terminal.step(4, STEP)
+    terminal.close()
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(terminal._shown())
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 16), (80, 24), (160, 60)])
+def test_a_conversation_is_below_the_table(width: int, height: int) -> None:
+    found = lines(CONVERSATION, width, height)
+    text = "\n".join(found)
+    assert len(found) < height and max(map(len, found)) <= width
+    assert found[1].split("┃")[1].strip() == "step"
+    assert "step 4, prompt p7, sample 3: reward" in text
+    assert "prompt What is the capital?" in text and "turn 2 Rome." in text and "+1.000" in text
+    assert "\x1b" not in text
+    if height > 16:
+        assert "turn 1 I ask. <tool_call>" in text and "+0.250" in text and "turn_limit" in text
+        assert " … " in text and "[red]\ufffd[2Jevil" in text and text.count(" reply user a page") == 1
+
+
+def test_a_watcher_sees_the_conversation_with_its_step() -> None:
+    terminal = Terminal(make_console(80, 24, is_terminal=True), 9)
+    numbers = pb.Numbers(version=4, values=STEP)
+    _show(pb.WatchRunResponse(run=pb.Run(), step=numbers, conversation=to_message(CONVERSATION)), terminal)
+    terminal.close()
+    console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
+    console.print(terminal._shown())
+    assert "turn 2 Rome." in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_long_conversation_loses_its_middle() -> None:
+    parts = [Part(f"turn number {number}", float(number)) for number in range(40)]
+    text = "\n".join(lines(Conversation("p", 0, "?", parts, 1.0, "stop"), 80, 24))
+    assert "turn number 0" in text and "turn number 39" in text and "more" in text and "turn number 20" not in text
+
+
+def test_the_first_episode_of_a_batch_is_shown(tmp_path: Path) -> None:
+    rows = make_batch(2, 2, PolicyStamp(version=4, digest="d" * 32)).to_pylist()
+    for row in rows:
+        row |= {"tokens": [5, 6, 7, 8], "turn_begins": [0, 3], "turn_ends": [2, 4], "turn_rewards": [0.5, 0.0]}
+        row |= {"logprobs": [0.0] * 4, "environment": "e 1", "advantages": None, "loss_mask": None}
+    path = batch_path(tmp_path, 4)
+    path.parent.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA), path)
+    kept = Kept()
+    LastEpisode(tmp_path, lambda tokens: ",".join(map(str, tokens)), kept).step(5, {})
+    ((version, conversation),) = kept.shown
+    assert version == 5 and conversation.prompt_id == rows[0]["prompt_id"]
+    assert list(conversation.parts) == [Part("5,6", 0.5), Part("7", None), Part("8", 0.0)]
+    assert conversation.prompt == ",".join(map(str, rows[0]["prompt_tokens"]))
+
+
+def test_a_batch_without_an_environment_has_no_conversation(tmp_path: Path) -> None:
+    path = batch_path(tmp_path, 0)
+    path.parent.mkdir()
+    pq.write_table(make_batch(1, 2, PolicyStamp(version=0, digest="d" * 32)), path)
+    kept = Kept()
+    LastEpisode(tmp_path, str, kept).step(1, {})
+    assert not kept.shown
+
+
+def test_a_conversation_on_the_wire_is_the_same() -> None:
+    message = to_message(CONVERSATION)
+    assert from_message(type(message).FromString(message.SerializeToString())) == Conversation(
+        **{**vars(CONVERSATION), "parts": list(PARTS)}
+    )

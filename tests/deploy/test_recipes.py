@@ -1,0 +1,75 @@
+"""The runs that ship with the repository: their configs, and the small models' teachers."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.quickstart import make_lookup, make_search
+from deploy.quickstart.small_world import World
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.common.config.sft import SftConfig
+from services.coordinator.cli.main import app
+from services.coordinator.data.bridge import Bridge
+from services.coordinator.data.tokenizer import Tokenizer
+from tests.support import ROOT
+
+RUNS = sorted((ROOT / "deploy" / "runs").glob("*.yaml"))
+QWEN_3B = {
+    "model_type": "qwen2",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+"""The shape of Qwen2.5-3B-Instruct."""
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_run_is_a_valid_config(path: Path):
+    load(SftConfig if path.stem == "sft" else Config, [str(path)])
+
+
+def test_search_r1_has_the_plan_that_its_file_promises(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3B))
+    path = ROOT / "deploy" / "runs" / "search-r1.yaml"
+    result = CliRunner().invoke(app, ["plan", str(path), f"model={tmp_path}"])
+    assert result.exit_code == 0, result.output
+    text = " ".join(path.read_text().replace("#", "").split())
+    promised = "weights 2.87 GiB, gradients 11.50, optimizer 5.75, reference 2.87, peak 22.99"
+    assert promised in text and "2.87 11.50 5.75 2.87 22.99" in " ".join(result.output.split())
+    assert "1280 samples per mini-batch, 320 on each of 4" in result.output
+
+
+def test_the_pupil_looks_up_badly_and_the_model_can_say_all_of_it(tmp_path: Path):
+    make_lookup.write_start(str(tmp_path))
+    tokenizer, rng = Tokenizer.load(tmp_path), random.Random(0)
+    Bridge(tokenizer).check(("tool",))
+    conversations = [make_lookup.conversation(rng, "123") for _ in range(2000)]
+    lookups = [c for c in conversations if c[1]["content"] == "<lookup>123</lookup>"]
+    right = sum(c[-1]["content"] == c[-2]["content"] for c in lookups)
+    assert 0.25 < right / len(conversations) < 0.35
+    for conversation in conversations[:100]:
+        text = tokenizer.render(conversation, add_generation_prompt=False)
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_the_pupil_searches_badly_and_the_model_can_say_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(make_search, "NUM_WORLDS", 1)
+    make_search.OUT.mkdir(parents=True)
+    texts = asyncio.run(make_search.write_homework())
+    make_search.write_start("model", texts)
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    answers = [f"<answer> {question.answer}</answer>" for question in World(make_search.SEED + 1).questions()]
+    right = sum(text.endswith(answer) for text, answer in zip(texts[1::2], answers, strict=True))
+    assert 0.3 < right / len(answers) < 0.5
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)

@@ -1,0 +1,48 @@
+"""A tiny MCP server, over stdio or with `http PORT` over streamable HTTP."""
+
+import asyncio
+import os
+import sys
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("tiny", version="1.2")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+@server.tool()
+def page(size: int) -> str:
+    """Returns a long page."""
+    return "ab" * size
+
+
+@server.tool()
+def refuse(what: str) -> str:
+    """Finds nothing."""
+    raise ToolError(f"there is no {what}")
+
+
+@server.tool()
+async def wait() -> str:
+    """Never answers."""
+    await asyncio.Event().wait()
+    return ""
+
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["http"]:
+        server.run("streamable-http", port=int(sys.argv[2]))
+    else:
+        server.run("stdio")
