@@ -3,7 +3,9 @@
 Run `python -m benchmarks.colocated NAME SHAPE [key=value ...]`, where SHAPE is one of
 benchmarks.megatron_layouts.MODELS. Weights are random, and the config is that of the step benchmark with one trainer
 rank and one engine, changed by the overrides, such as trainer.strategy=megatron or trainer.lora.rank=32. The first
-publication (with joining and vLLM's reload) and the second, which checks that reload, are not in the samples.
+publication (with joining and vLLM's reload) and the second, which checks that reload, are not in the samples. Give it
+at least ten minutes: before the first step, the model is made and vLLM compiles it, which alone takes minutes where it
+never ran before.
 """
 
 import argparse

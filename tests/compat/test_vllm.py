@@ -2,11 +2,13 @@
 
 import asyncio
 import inspect
+import json
 import multiprocessing
 from array import array
 from dataclasses import fields
 from importlib.util import find_spec
 from multiprocessing import forkserver
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +18,10 @@ import pytest
 import torch
 import vllm.envs
 from torch import nn
-from vllm.config import ParallelConfig
+from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.device_allocator import AllocationData, cumem
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention import Attention
@@ -107,6 +110,25 @@ async def test_what_reads_an_engine_is_ended_before_it_and_tells_who_waits() -> 
     source = inspect.getsource(AsyncLLM.shutdown)
     # If the task is canceled first, stop_reading is not needed.
     assert source.index("engine_core.shutdown(") < source.index("cancel_task_threadsafe(handler)")
+
+
+# ---- compiled
+
+
+def test_compiled_models_are_looked_up_by_the_model_card_and_not_by_its_path(tmp_path: Path) -> None:
+    models = {}
+    for name, hidden_size in (("first", 32), ("same", 32), ("wider", 64)):
+        card = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden_size}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(card | {"head_dim": 16, "num_hidden_layers": 2}))
+        arguments = AsyncEngineArgs(str(tmp_path / name), skip_tokenizer_init=True)  # loads the plugin
+        models[name] = arguments.create_model_config()
+    hashes = {name: model.compute_hash() for name, model in models.items()}
+    assert hashes["first"] == hashes["same"] != hashes["wider"]
+    assert models["same"].model == str(tmp_path / "same")
+    original: Any = ModelConfig.compute_hash
+    with_path = original.__wrapped__
+    assert with_path(models["first"]) != with_path(models["same"])  # else compiled.py is not needed
 
 
 # ---- scheduler

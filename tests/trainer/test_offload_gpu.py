@@ -1,6 +1,7 @@
 """ReleaseMemory and AcquireMemory on a GPU, with the shape of Qwen3-0.6B: what leaves is free for other processes.
 
-With `-s` it shows the bytes and seconds of each call.
+With `-s` it shows the bytes and seconds of each call. The first release of a part also pins its host memory, and one
+after the first update that of the optimizer's state; the others only copy.
 """
 
 import sys
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 KIND = "qwen3-0.6b"
 NUM_WEIGHTS = 596_049_920
 GIB = 1 << 30
+# torch gives whole segments back. One stays if a tensor is in it that does not leave, such as a library's workspace.
+KEPT_BYTES = GIB // 2
 MEGATRON = {"strategy": "megatron", "compute_dtype": "bfloat16"}
 # Bytes for each weight: the parameters, and moments with float32 weights where the parameters are bfloat16.
 CASES: dict[str, tuple[dict[str, Any], float, float]] = {
@@ -65,7 +68,8 @@ def show(what: str, parts: tuple[Part, ...], answer: Any) -> DeviceMemory:
     moved = memory.freed_bytes + memory.taken_bytes
     sys.stdout.write(
         f"\n{what} {'+'.join(parts)}: {moved / GIB:.2f} GiB in {memory.duration_s:.3f} s "
-        f"({moved / GIB / memory.duration_s:.1f} GiB/s), resident {memory.resident_bytes / GIB:.2f}, "
+        f"({moved / GIB / memory.duration_s:.1f} GiB/s), resident {memory.resident_bytes / GIB:.2f} "
+        f"({torch.cuda.memory_allocated() / GIB:.2f} in tensors), "
         f"free {memory.device_free_bytes / GIB:.2f} of {memory.device_total_bytes / GIB:.2f} GiB\n"
     )
     return memory
@@ -89,15 +93,15 @@ def test_memory_leaves_the_gpu_and_comes_back_bit_for_bit(harness: GpuHarness, n
     for version in range(1, 4):
         kept = harness.contents()
         optimizer = harness.release(Part.OPTIMIZER)
-        assert optimizer.freed_bytes >= 0.98 * optimizer_bytes * NUM_WEIGHTS
+        assert optimizer.freed_bytes >= optimizer_bytes * NUM_WEIGHTS - KEPT_BYTES
         parameters = harness.release(Part.PARAMETERS)
-        assert parameters.freed_bytes >= 0.98 * parameter_bytes * NUM_WEIGHTS
-        assert parameters.resident_bytes < 0.5 * GIB
+        assert parameters.freed_bytes >= parameter_bytes * NUM_WEIGHTS - KEPT_BYTES
+        assert parameters.resident_bytes < KEPT_BYTES
         assert parameters.device_uuid.startswith("GPU-")
         assert parameters.device_free_bytes >= free_before + 0.9 * (parameters.freed_bytes)
         assert harness.release(*Part).freed_bytes == 0
         taken = harness.acquire(*Part)
-        assert taken.taken_bytes >= 0.98 * (parameters.freed_bytes + optimizer.freed_bytes)
+        assert taken.taken_bytes >= parameters.freed_bytes + optimizer.freed_bytes - KEPT_BYTES
         assert harness.acquire(*Part).taken_bytes == 0
         assert harness.contents() == kept
         metrics = harness.train(samples(version), version=version)

@@ -60,8 +60,8 @@ class MemoryCommands:
 
     def _device_state(self) -> DeviceState:
         backends = self._offloading(list(self._backends))
+        return_free_memory(self._device)  # or it would not be free for others
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # memory that torch keeps for itself is not free for others
             resident = torch.cuda.memory_reserved(self._device)
         else:
             resident = sum(backend.device_bytes() for backend in backends)
@@ -71,3 +71,23 @@ class MemoryCommands:
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
+
+
+def reserve_workspaces(device: torch.device) -> None:
+    """Lets cuBLAS take its workspaces for forward and backward, as long as torch has no free memory of models.
+
+    Otherwise torch would cut them from the memory of a large tensor that was freed, such as an embedding while a model
+    is built, and could not give the rest of it back to the GPU for as long as the process runs.
+    """
+    if device.type != "cuda":
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        weight_KN = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
+        bias_N = torch.zeros(16, device=device, dtype=dtype, requires_grad=True)
+        torch.addmm(bias_N, weight_KN, weight_KN).sum().backward()
+
+
+def return_free_memory(device: torch.device) -> None:
+    """Gives memory that torch keeps, but that holds nothing, back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

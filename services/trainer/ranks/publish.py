@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lockstep.types.v1.types_pb2 import PublicationCost
@@ -86,7 +86,7 @@ def send(
     return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())
 
 
-def highest_cost(costs: Sequence[dict[str, float]]) -> PublicationCost:
+def highest_cost(costs: Sequence[dict[str, Any]]) -> PublicationCost:
     """Returns the largest of each cost over the senders, which work at the same time."""
     return PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 

@@ -32,7 +32,7 @@ from services.trainer.losses import Totals
 from services.trainer.losses.python import require_importable
 from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.membership import join_epoch
-from services.trainer.ranks.memory import MemoryCommands
+from services.trainer.ranks.memory import MemoryCommands, reserve_workspaces, return_free_memory
 from services.trainer.ranks.publish import SendingMember, send
 from services.trainer.updates.critic import update_critic
 from services.trainer.updates.packing import Pack, build_pack
@@ -83,6 +83,7 @@ class Worker(MemoryCommands):
         self._close_role(role)
         if not dist.is_initialized():
             self._start_process_group(timedelta(seconds=config.collective_timeout_s))
+        reserve_workspaces(self._device)
         torch.manual_seed(seed)
         self._configs[role] = config
         backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
@@ -93,6 +94,7 @@ class Worker(MemoryCommands):
                 del backend
                 self._close_role(role)
                 raise
+        return_free_memory(self._device)  # of loading; what a step takes first would stay in the middle of it
         frames = []
         if role is Role.POLICY:
             self._model_path = model_path
@@ -328,8 +330,7 @@ class Worker(MemoryCommands):
 
     def _free(self) -> None:
         gc.collect()  # models are in reference cycles with their hooks
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        return_free_memory(self._device)
 
     def _start_process_group(self, timeout: timedelta) -> None:
         self._num_groups += 1

@@ -2,7 +2,8 @@
 
 `python -m tests.common.weights.pairs.gpu_worker` reads a WeightGroup message and a WeightPlan message in hexadecimal
 from the first line of its standard input and joins. For every further line, a version, it receives a publication and
-answers with a line: the digest, the seconds that it took, and whether its copy has the digest too.
+answers with a line: the digest, the seconds that it took, and whether its copy has the digest too. Then it has freed what it
+does not need any more.
 """
 
 import json
@@ -38,6 +39,7 @@ def main() -> None:
         for copy, bucket in zip(copies, plan.buckets, strict=True):
             held.update(copy, start=bucket.start)
         answer = {"digest": digest, "seconds": seconds, "is_held": held.hexdigest() == digest}
+        torch.cuda.empty_cache()
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
     member.abort()
