@@ -1,4 +1,4 @@
-"""Lets all engines of a model use what vLLM has compiled for one of them. Seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
+"""Lets all engines of a model use what vLLM compiled for one. Seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU).
 
 Reason: vLLM looks compiled models up by a hash of its config, which includes the model's path. Every engine has its
 model card in a folder of its own, so each start would compile again, for a minute or more. What the card contains is

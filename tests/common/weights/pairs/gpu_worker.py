@@ -2,8 +2,8 @@
 
 `python -m tests.common.weights.pairs.gpu_worker` reads a WeightGroup message and a WeightPlan message in hexadecimal
 from the first line of its standard input and joins. For every further line, a version, it receives a publication and
-answers with a line: the digest, the seconds that it took, and whether its copy has the digest too. Then it has freed what it
-does not need any more.
+answers with a line: the digest, the seconds that it took, and whether its copy has the digest too. By then it has freed
+what it does not need any more.
 """
 
 import json
