@@ -25,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.device_memory import DeviceState, changed, gib
 from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
@@ -45,9 +46,6 @@ Answer = TypeVar("Answer")
 
 _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
 
-
-# gpu_memory_utilization of an engine that can sleep; vLLM's own default, 0.92, leaves no room for a second process.
-_SHARED_UTILIZATION = 0.8
 # How long vLLM may take to abort samples. It takes milliseconds.
 _ABORT_S = 60.0
 
@@ -86,7 +84,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
         arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
         if needs.can_sleep:
             # vLLM takes this share of the GPU. The rest is for what stays of the trainer, such as its CUDA context.
-            arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": _SHARED_UTILIZATION}
+            arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": SHARED_UTILIZATION}
     else:
         arguments |= {
             "dtype": config.dtype if config.dtype != "auto" else "float32",

@@ -9,6 +9,9 @@ from services.common.config.trainer.section import TrainerConfig
 
 Placement = Literal["disaggregated", "colocated"]
 
+SHARED_UTILIZATION = 0.8
+"""gpu_memory_utilization of an engine that can sleep; vLLM's own default, 0.92, leaves no room for a second process."""
+
 # Each multiplies the workers of one engine; tensor_parallel_size has a key of its own.
 _PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
 

@@ -91,6 +91,14 @@ def _num_bytes(options: Mapping[str, object], name: str) -> int:
     return _BYTES[dtype]
 
 
+def rank_memory(config: Config, model: Architecture) -> dict[str, Memory]:
+    """Returns the memory of each kind of rank by its name: of each pipeline stage, or with strategy fsdp of all."""
+    if config.trainer.strategy == "fsdp":
+        return {"all": fsdp_memory(config, model)}
+    layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
+    return {f"pp {pp}": stage_memory(config, model, pp) for pp in range(layout.pp)}
+
+
 def stage_memory(config: Config, model: Architecture, pp: int) -> Memory:
     """Returns the memory of a rank in pipeline stage `pp` with strategy megatron."""
     trainer, megatron = config.trainer, config.trainer.megatron

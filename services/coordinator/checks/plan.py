@@ -13,7 +13,8 @@ from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture, read_architecture, read_content
 from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
-from services.coordinator.checks.memory import Memory, StateBytes, fsdp_memory, publication, stage_memory, weight_bytes
+from services.coordinator.checks.memory import Memory, StateBytes, publication, rank_memory, weight_bytes
+from services.coordinator.checks.memory_colocated import Phase, colocated_phases, host_bytes, utilization
 from services.coordinator.checks.plan_environment import environment_plan
 
 _GPUS_PER_HOST = 8
@@ -43,7 +44,6 @@ def show_plan(config: Config, console: Console) -> None:
     model = read_architecture(config.model)
     _check_supported(config)
     _check(config, model)
-    is_megatron = config.trainer.strategy == "megatron"
     lines = [f"{model.model_type}: {model.num_layers} layers, {_count(model.num_parameters)} parameters"]
     for name, settings in _layouts(config):
         layout = Layout.of(settings.megatron, settings.num_ranks)
@@ -51,14 +51,15 @@ def show_plan(config: Config, console: Console) -> None:
         if model.num_experts:
             lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
     _print_lines(console, lines)
-    if is_megatron:
-        layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
-        console.print(_rank_table(layout, model))
-        stages = [stage_memory(config, model, pp) for pp in range(layout.pp)]
-        console.print(_memory_table([f"pp {pp}" for pp in range(layout.pp)], stages))
-    else:
-        console.print(_memory_table(["all"], [fsdp_memory(config, model)]))
+    if config.trainer.strategy == "megatron":
+        console.print(_rank_table(Layout.of(config.trainer.megatron, config.trainer.num_ranks), model))
+    ranks = rank_memory(config, model)
+    console.print(_memory_table(list(ranks), list(ranks.values())))
     _print_lines(console, [_offloaded(config), _publication(config, model), _batch(config)])
+    if config.placement == "colocated":
+        phases = colocated_phases(config, model, list(ranks.values()))
+        console.print(_phase_table(phases))
+        _print_lines(console, [_shared(config, host_bytes(list(ranks.values())))])
     _print_lines(console, [*environment_plan(config), _assumptions(config)])
 
 
@@ -106,6 +107,23 @@ def _memory_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
         cells += [f"{memory.peak / size:.2f}", f"{memory.idle / size:.2f}"]
         table.add_row(name, _count(memory.parameters), *cells)
     return table
+
+
+def _phase_table(phases: Sequence[Phase]) -> Table:
+    unit, size = _unit(max(phase.total for phase in phases))
+    table = _table("phase", "trainer", "engine", "both", title=f"Memory of a shared GPU in {unit}")
+    for phase in phases:
+        table.add_row(phase.name, *(f"{part / size:.2f}" for part in (phase.trainer, phase.engine, phase.total)))
+    return table
+
+
+def _shared(config: Config, pinned_bytes: int) -> str:
+    unit, size = _unit(pinned_bytes)
+    return (
+        f"generate: the KV cache takes the engine to {utilization(config):.0%} of the GPU. publish: two buffers are "
+        f"counted with the trainer. Pinned host memory: {pinned_bytes / size:.2f} {unit} for each of "
+        f"{config.trainer.num_ranks} ranks. Not counted: contexts and CUDA graphs of both processes."
+    )
 
 
 def _offloaded(config: Config) -> str:

@@ -160,11 +160,22 @@ def doctor(
 
 
 @app.command()
-def plan(config: _Configs) -> None:
+def plan(
+    config: _Configs,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="List the placements that fit the GPUs, and suggest one.")
+    ] = False,
+    gpus: Annotated[str, typer.Option(help="Suggest for other GPUs than this host's, such as 8x79 (GiB).")] = "",
+) -> None:
     """Show each trainer rank's layers and memory and the size of a publication. Starts nothing."""
     from services.common.config.run import Config
+    from services.coordinator.checks.nvidia import read_gpus
     from services.coordinator.checks.plan import show_plan
+    from services.coordinator.checks.suggest import parse_gpus, show_suggestion
 
+    if suggest or gpus:
+        show_suggestion(config, parse_gpus(gpus) if gpus else [gpu.total_bytes for gpu in read_gpus()], _console)
+        return
     show_plan(load(Config, config), _console)
 
 

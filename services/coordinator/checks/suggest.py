@@ -1,0 +1,153 @@
+"""`lockstep plan --suggest`: lists the placements of a run that fit the GPUs at hand, and names one.
+
+Only keys that change no result are tried: the placement, the numbers of ranks and replicas, the engine's tensor
+parallelism and the recomputation of activations. The order is by argument and not by measurement: trainer and engines
+of an on-policy run work in turns, so GPUs of their own are idle half of the time, and shared ones are not.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.common.errors import InvalidInput, LockstepError
+from services.common.families.architecture import Architecture, read_architecture
+from services.coordinator.checks.memory import rank_memory
+from services.coordinator.checks.memory_colocated import (
+    cache_token_bytes,
+    colocated_phases,
+    engine_weights,
+    utilization,
+)
+from services.coordinator.checks.plan import check_model
+from services.coordinator.services.devices import split_gpus
+from services.coordinator.services.launch import Addresses, started_ranks
+
+_GIB = 2**30
+# Contexts, CUDA graphs and libraries of both processes: 1.5 to 2.4 GiB were seen on an H100.
+_BESIDE_BYTES = 3 * _GIB
+# Part of the memory that is left for what a plan does not count: logits and kernels, and with fsdp all activations.
+_UNCOUNTED = {"fsdp": 0.4, "megatron": 0.2}
+_RECOMPUTE = "trainer.gradient_checkpointing=true"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One placement, with the bytes of the fullest GPU while it trains, and what it leaves for the KV cache."""
+
+    overrides: Sequence[str]
+    train_bytes: int
+    cache_tokens: int
+    """Tokens that the KV cache of one engine holds."""
+
+
+def parse_gpus(text: str) -> list[int]:
+    """Returns the bytes of each GPU of a text such as 8x79, which is 8 GPUs of 79 GiB.
+
+    Raises:
+        InvalidInput: It is something else.
+    """
+    count, _, gib = text.partition("x")
+    if not (count.isdecimal() and gib.replace(".", "", 1).isdecimal() and int(count)):
+        raise InvalidInput(f"--gpus {text}: give the number of GPUs and the GiB of each, such as 8x79", field="--gpus")
+    return [int(float(gib) * _GIB)] * int(count)
+
+
+def proposals(args: Sequence[str], gpus: Sequence[int]) -> list[Proposal]:
+    """Returns the placements of the config in `args` that fit, the best first; `gpus` has the bytes of each GPU.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: The config is invalid in every placement.
+    """
+    found: list[Proposal] = []
+    refusals: list[LockstepError] = []
+    names = [str(index) for index in range(len(gpus))]
+    for extra in ((), (_RECOMPUTE,)):
+        for sizes in _placements(len(gpus)):
+            try:
+                config = load(Config, [*args, *sizes, *extra])
+                check_model(config)
+                split_gpus(started_ranks(config, Addresses()), config, available=names, start_rollout=True)
+            except InvalidInput as error:
+                refusals.append(error)
+                continue
+            proposal = _fit(config, [*sizes, *extra], min(gpus))
+            found += [proposal] if proposal else []
+        if found:
+            return found
+    if len(refusals) == 2 * len(list(_placements(len(gpus)))):
+        raise refusals[0]
+    return []
+
+
+def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) -> None:
+    """Prints the placements that fit, and the command for the first.
+
+    Raises:
+        InvalidInput: None fits, or see `proposals`.
+    """
+    if not gpus:
+        raise InvalidInput("there is no GPU here; name those of another host, such as --gpus 8x79", field="--gpus")
+    what = f"{len(gpus)} GPUs of {min(gpus) / _GIB:.0f} GiB"
+    found = proposals(args, gpus)
+    if not found:
+        raise InvalidInput(
+            f"no placement fits {what}: lower trainer.max_tokens_per_microbatch, or use more parallelism "
+            "(trainer.strategy=megatron), LoRA or offloading; docs/operations.md tells what each saves"
+        )
+    table = Table(box=box.SIMPLE_HEAD, title=f"Placements that fit {what}", title_justify="left")
+    for name in ("placement", "training GiB", "KV cache tokens"):
+        table.add_column(name, justify="left" if name == "placement" else "right", overflow="fold")
+    for proposal in found:
+        cells = f"{proposal.train_bytes / _GIB:.1f}", str(proposal.cache_tokens)
+        table.add_row(" ".join(proposal.overrides), *cells)
+    console.print(table)
+    command = " ".join(["lockstep run", *args, *found[0].overrides])
+    console.print("suggested:", highlight=False)
+    console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _placements(num_gpus: int) -> Iterator[list[str]]:
+    """Yields the overrides of each placement, the best first."""
+    powers = [2**power for power in range(num_gpus.bit_length())]
+    for size in powers:
+        if num_gpus % size == 0:
+            yield _overrides("colocated", num_gpus, num_gpus // size, size)
+    for num_ranks in sorted(set(range(1, num_gpus)) & set(powers), key=lambda ranks: abs(2 * ranks - num_gpus)):
+        for size in powers:
+            if (num_gpus - num_ranks) % size == 0:
+                yield _overrides("disaggregated", num_ranks, (num_gpus - num_ranks) // size, size)
+
+
+def _overrides(placement: str, num_ranks: int, num_replicas: int, size: int) -> list[str]:
+    return [
+        f"placement={placement}",
+        f"trainer.num_ranks={num_ranks}",
+        f"rollout.num_replicas={num_replicas}",
+        f"rollout.tensor_parallel_size={size}",
+    ]
+
+
+def _fit(config: Config, overrides: Sequence[str], gpu_bytes: int) -> Proposal | None:
+    """Returns the proposal if every phase fits a GPU, and the KV cache holds a prompt group of the greatest length."""
+    model, usable = read_architecture(config.model), gpu_bytes - _BESIDE_BYTES
+    ranks = list(rank_memory(config, model).values())
+    phases = {phase.name: phase.total for phase in colocated_phases(config, model, ranks)}
+    if phases["train"] > usable * (1 - _UNCOUNTED[config.trainer.strategy]):
+        return None
+    if config.placement == "colocated" and phases["publish"] > usable:
+        return None
+    tokens = _cache_tokens(config, model, gpu_bytes)
+    if tokens < config.rollout.completions_per_prompt * config.rollout.max_model_len:
+        return None
+    return Proposal(overrides, phases["train"], tokens)
+
+
+def _cache_tokens(config: Config, model: Architecture, gpu_bytes: int) -> int:
+    left = utilization(config) * gpu_bytes - engine_weights(config, model) - _BESIDE_BYTES
+    return int(left // cache_token_bytes(config, model))
