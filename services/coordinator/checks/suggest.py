@@ -14,7 +14,7 @@ from rich.table import Table
 
 from services.common.config.load import load
 from services.common.config.run import Config
-from services.common.errors import InvalidInput, LockstepError
+from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, read_architecture
 from services.coordinator.checks.memory import rank_memory
 from services.coordinator.checks.memory_colocated import (
@@ -30,8 +30,8 @@ from services.coordinator.services.launch import Addresses, started_ranks
 _GIB = 2**30
 # Contexts, CUDA graphs and libraries of both processes: 1.5 to 2.4 GiB were seen on an H100.
 _BESIDE_BYTES = 3 * _GIB
-# Part of the memory that is left for what a plan does not count: logits and kernels, and with fsdp all activations.
-_UNCOUNTED = {"fsdp": 0.4, "megatron": 0.2}
+# Part of the memory that is left for what a plan does not count: buffers and kernels, and with fsdp all activations.
+_UNCOUNTED = {"fsdp": 0.4, "megatron": 0.15}
 _RECOMPUTE = "trainer.gradient_checkpointing=true"
 
 
@@ -62,26 +62,14 @@ def proposals(args: Sequence[str], gpus: Sequence[int]) -> list[Proposal]:
 
     Raises:
         NotFound: The model has no config.json on this host.
-        InvalidInput: The config is invalid in every placement.
+        InvalidInput: The config is invalid.
     """
-    found: list[Proposal] = []
-    refusals: list[LockstepError] = []
-    names = [str(index) for index in range(len(gpus))]
-    for extra in ((), (_RECOMPUTE,)):
-        for sizes in _placements(len(gpus)):
-            try:
-                config = load(Config, [*args, *sizes, *extra])
-                check_model(config)
-                split_gpus(started_ranks(config, Addresses()), config, available=names, start_rollout=True)
-            except InvalidInput as error:
-                refusals.append(error)
-                continue
-            proposal = _fit(config, [*sizes, *extra], min(gpus))
-            found += [proposal] if proposal else []
-        if found:
+    own = started_ranks(load(Config, [*args, "placement=disaggregated"]), Addresses())
+    placements = list(_placements(len(gpus), own_ranks=sum(own.values()) - own["trainer"]))
+    for extra in ([], [_RECOMPUTE]):
+        tried = (_fit([*args, *sizes, *extra], [*sizes, *extra], gpus) for sizes in placements)
+        if found := [proposal for proposal in tried if proposal]:
             return found
-    if len(refusals) == 2 * len(list(_placements(len(gpus)))):
-        raise refusals[0]
     return []
 
 
@@ -112,16 +100,17 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
 
 
-def _placements(num_gpus: int) -> Iterator[list[str]]:
-    """Yields the overrides of each placement, the best first."""
+def _placements(num_gpus: int, own_ranks: int) -> Iterator[list[str]]:
+    """Yields the overrides of each placement, the best first; `own_ranks` GPUs are those of other models' trainers."""
     powers = [2**power for power in range(num_gpus.bit_length())]
     for size in powers:
         if num_gpus % size == 0:
             yield _overrides("colocated", num_gpus, num_gpus // size, size)
-    for num_ranks in sorted(set(range(1, num_gpus)) & set(powers), key=lambda ranks: abs(2 * ranks - num_gpus)):
+    left = num_gpus - own_ranks
+    for num_ranks in sorted(powers, key=lambda ranks: abs(2 * ranks - left)):
         for size in powers:
-            if (num_gpus - num_ranks) % size == 0:
-                yield _overrides("disaggregated", num_ranks, (num_gpus - num_ranks) // size, size)
+            if num_ranks < left and (left - num_ranks) % size == 0:
+                yield _overrides("disaggregated", num_ranks, (left - num_ranks) // size, size)
 
 
 def _overrides(placement: str, num_ranks: int, num_replicas: int, size: int) -> list[str]:
@@ -133,19 +122,25 @@ def _overrides(placement: str, num_ranks: int, num_replicas: int, size: int) -> 
     ]
 
 
-def _fit(config: Config, overrides: Sequence[str], gpu_bytes: int) -> Proposal | None:
-    """Returns the proposal if every phase fits a GPU, and the KV cache holds a prompt group of the greatest length."""
-    model, usable = read_architecture(config.model), gpu_bytes - _BESIDE_BYTES
-    ranks = list(rank_memory(config, model).values())
-    phases = {phase.name: phase.total for phase in colocated_phases(config, model, ranks)}
-    if phases["train"] > usable * (1 - _UNCOUNTED[config.trainer.strategy]):
+def _fit(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> Proposal | None:
+    """Returns the proposal if it is legal, every phase fits, and the KV cache holds a whole prompt group."""
+    try:
+        config = load(Config, args)
+        check_model(config)
+        split_gpus(started_ranks(config, Addresses()), config, available=[""] * len(gpus), start_rollout=True)
+    except InvalidInput:
         return None
-    if config.placement == "colocated" and phases["publish"] > usable:
+    model, usable = read_architecture(config.model), min(gpus) - _BESIDE_BYTES
+    phases = colocated_phases(config, model, list(rank_memory(config, model).values()))
+    needed = {phase.name: phase.total for phase in phases}
+    if needed["train"] > usable * (1 - _UNCOUNTED[config.trainer.strategy]):
         return None
-    tokens = _cache_tokens(config, model, gpu_bytes)
+    if config.placement == "colocated" and needed["publish"] > usable:
+        return None
+    tokens = _cache_tokens(config, model, min(gpus))
     if tokens < config.rollout.completions_per_prompt * config.rollout.max_model_len:
         return None
-    return Proposal(overrides, phases["train"], tokens)
+    return Proposal(overrides, needed["train"], tokens)
 
 
 def _cache_tokens(config: Config, model: Architecture, gpu_bytes: int) -> int:

@@ -97,7 +97,7 @@ def test_a_proposal_is_a_config_that_fits_and_the_next_bigger_need_is_none(args:
     assert all("trainer.num_ranks=8" in overrides for overrides in whole)
     own = fitting(200, "trainer.loss.kl_coef=0.1", "reference.deployment=own", "reference.num_ranks=2")
     assert own and all("placement=disaggregated" in overrides for overrides in own)
-    assert "trainer.num_ranks=4" in own[0] and "rollout.num_replicas=4" not in own[0]
+    assert own[0][1:] == ["trainer.num_ranks=2", "rollout.num_replicas=4", "rollout.tensor_parallel_size=1"]
 
 
 def test_activations_are_recomputed_where_nothing_fits_without(args: list[str]):
