@@ -11,7 +11,7 @@ GPU_BIN := $(GPU_VENV)/bin
 GPUS ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
-.PHONY: setup run setup-gpu run-gpu test test-fast test-services test-parts lint protos bench clean
+.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-faults test-parts lint protos bench clean
 
 setup: $(VENV)/.installed
 
@@ -38,21 +38,25 @@ run-gpu: setup-gpu data/larger/model.safetensors
 	$(GPU_BIN)/lockstep run deploy/runs/gpu.yaml trainer.num_ranks=$(GPUS) rollout.num_replicas=$(GPUS) \
 	  name=gpu-$$(date +%Y%m%d-%H%M%S)
 
-# Services that wait for one another to start leave time for the other tests beside theirs; sed keeps lines whole.
+# Services that wait for one another to start leave time for the tests of the other parts; sed keeps lines whole.
 test: setup lint
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-services test-parts
+	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-runs test-faults test-parts
 
-FIRST_HALF := tests/common tests/deploy tests/e2e tests/fault tests/reward
+RUNS := tests/e2e tests/common tests/coordinator tests/deploy
+FAULTS := tests/fault tests/reward
 
 # Everything that starts no engine and no trainer ranks.
 test-fast: setup
 	@$(BIN)/python -m pytest tests/common tests/compat tests/coordinator tests/test_docs.py tests/test_source.py -m 'not slow'
 
-test-services: setup
-	@$(BIN)/python -m pytest $(FIRST_HALF) 2>&1 | sed -u ''
+test-runs: setup
+	@$(BIN)/python -m pytest $(RUNS) 2>&1 | sed -u ''
+
+test-faults: setup
+	@$(BIN)/python -m pytest $(FAULTS) 2>&1 | sed -u ''
 
 test-parts: setup
-	@$(BIN)/python -m pytest $(FIRST_HALF:%=--ignore=%) 2>&1 | sed -u ''
+	@$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(RUNS) $(FAULTS)) 2>&1 | sed -u ''
 
 lint: setup
 	$(BIN)/ruff check .

@@ -155,17 +155,13 @@ class ToolSyntax(Strict):
         return self
 
 
-class ToolsEnvironmentConfig(BaseEnvironmentConfig, ToolSyntax):
+class ToolsEnvironmentConfig(WorkerEnvironmentConfig, ToolSyntax):
     """Lets the policy call tools. An episode ends with the first turn that calls none."""
 
     kind: Literal["tools"] = "tools"
     """Let the policy call tools. An episode ends with the first turn that calls none; reward.scorers judge it."""
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
     """List of at least one tool, each with its kind."""
-    num_workers: int = Field(default=2, ge=1, le=1024)
-    """Number of worker processes that run functions."""
-    max_memory_gib: float = Field(default=4.0, gt=0.1)
-    """Maximum address space of one worker, in GiB."""
 
     @property
     def longest_reply_s(self) -> float:

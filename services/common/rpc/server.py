@@ -113,8 +113,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         with incoming(metadata), fence.incoming(metadata):
             try:
                 with self._trace.span(name), self._metrics.call(name):
-                    if self._by_role:
-                        require_role(method, context.auth_context())
+                    self._require_role(method, context)
                     yield
             except LockstepError as error:
                 log.info("%s: %s %s", method, error.reason, error.message)
@@ -125,6 +124,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 log.exception("%s failed", method)
                 why, where = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-4)
                 await _abort(context, InternalError(why, traceback=where))
+
+    def _require_role(self, method: str, context: Context) -> None:
+        if self._by_role:
+            require_role(method, context.auth_context())
 
 
 async def _abort(context: Context, error: LockstepError) -> NoReturn:

@@ -99,17 +99,20 @@ class ServedStore:
         expected = (OSError, EOFError, TimeoutError, asyncio.CancelledError)  # asyncio logs a traceback of the last
         try:
             with contextlib.closing(writer), contextlib.suppress(*expected):
-                async with asyncio.timeout(_SILENCE_S):
-                    if not await self._admits(reader, writer):
-                        host = writer.get_extra_info("peername")[0]
-                        log.warning("refused %s: it does not know the secret of this run's weight group", host)
-                        return
-                    # Read the greeting whole: TCPStore closes the connection if it arrives in pieces.
-                    first = await reader.read(CHUNK_BYTES)
-                if first:
+                if first := await self._greeting(reader, writer):
                     await self._let_through(first, reader, writer)
         finally:
             self._admitted.discard(connection)
+
+    async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        """Returns the greeting for TCPStore from a client that knows the secret; nothing from any other."""
+        async with asyncio.timeout(_SILENCE_S):
+            if await self._admits(reader, writer):
+                # Read the greeting whole: TCPStore closes the connection if it arrives in pieces.
+                return await reader.read(CHUNK_BYTES)
+        host = writer.get_extra_info("peername")[0]
+        log.warning("refused %s: it does not know the secret of this run's weight group", host)
+        return b""
 
     async def _admits(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if await reader.read(1) != HELLO:

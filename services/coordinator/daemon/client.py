@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
@@ -20,8 +21,18 @@ _CALL_TIMEOUT_S = 30.0
 # Timeout of a stream, which is then reopened, so that the daemon does not hold resources forever for a client that
 # disappeared. Keepalive detects a dead peer much earlier.
 _STREAM_TIMEOUT_S = 3600.0
+
+
 # How long to wait for a restarted daemon.
 _RECONNECT_TIMEOUT_S = 60.0
+
+
+@dataclass
+class _Seen:
+    """Holds the newest versions whose events a watcher has."""
+
+    step: int = 0
+    evaluation: int = -1
 
 
 class Coordinator:
@@ -65,22 +76,27 @@ class Coordinator:
     async def watch(self, name: str) -> AsyncIterator[pb.WatchRunResponse]:
         """Yields each event of a run once, from its first step to its end. Reconnects if the connection breaks."""
         await self.get(name)  # raises immediately if the name or address is wrong
-        step, evaluated = 0, -1
+        seen = _Seen()
         while True:
-            request = pb.WatchRunRequest(name=name, after_version=step)
             try:
-                async for answer in self._client.stream(
-                    CoordinatorService.WatchRun, request, timeout_s=_STREAM_TIMEOUT_S
-                ):
-                    event = answer.WhichOneof("event")
-                    if event == "evaluation" and answer.evaluation.version <= evaluated:
-                        continue
-                    step = answer.step.version if event == "step" else step
-                    evaluated = answer.evaluation.version if event == "evaluation" else evaluated
+                async for answer in self._events_after(name, seen):
                     yield answer
                 return
             except (Unavailable, DeadlineExceeded) as error:
                 await self._wait_until_back(name, error)
+
+    async def _events_after(self, name: str, seen: "_Seen") -> AsyncIterator[pb.WatchRunResponse]:
+        """Yields each event after those of `seen`, and adds it to `seen`."""
+        request = pb.WatchRunRequest(name=name, after_version=seen.step)
+        async for answer in self._client.stream(CoordinatorService.WatchRun, request, timeout_s=_STREAM_TIMEOUT_S):
+            event = answer.WhichOneof("event")
+            if event == "step":
+                seen.step = answer.step.version
+            elif event == "evaluation":
+                if answer.evaluation.version <= seen.evaluation:
+                    continue
+                seen.evaluation = answer.evaluation.version
+            yield answer
 
     async def read_log(self, name: str, service: str, *, follow: bool) -> AsyncIterator[bytes]:
         """Yields a run's log from the beginning; with `follow`, until the run ends. Reconnects like `watch`."""

@@ -162,12 +162,17 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             later = iter(encode([piece for row in chunk for piece in row.pieces[1:]]))
             for row, prompt in zip(chunk, prompts, strict=True):
                 pieces = [prompt, *islice(later, len(row.pieces) - 1)]
-                try:
-                    if not prompt:
-                        raise BadRow("the prompt has no tokens")
-                    yield row.where, self._example(row, pieces)
-                except BadRow as error:
-                    bad.add(row.where, error)
+                if example := self._usable(row, pieces, bad):
+                    yield row.where, example
+
+    def _usable(self, row: ReadRow, pieces: list[list[int]], bad: BadRows) -> Tokenized | None:
+        try:
+            if not pieces[0]:
+                raise BadRow("the prompt has no tokens")
+            return self._example(row, pieces)
+        except BadRow as error:
+            bad.add(row.where, error)
+            return None
 
     def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
         for index, record in enumerate(iter_rows(self._table)):

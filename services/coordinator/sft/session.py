@@ -37,21 +37,24 @@ async def run_session(config: SftConfig, given: Addresses, console: Console) -> 
     with recorded_run(config, console) as run:
         if data is not None:
             use_rows(run, data.train)
-        async with running_services(run, given, services=["trainer"]) as addresses:
-            console.print(f"run {run.run_id} in {config.run_dir}: opening trainer {addresses.trainer}", soft_wrap=True)
-            async with _open_trainer(run, addresses) as trainer:
-                version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
-                if data is None:
-                    data = load_late(config, trainer.opened.model_card, _load)
-                    use_rows(run, data.train)
-                run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
-                stop_on_signal(run, console)
-                await train(run, data, trainer)
-                return await finish(run, trainer)
+        async with (
+            running_services(run, given, services=["trainer"]) as addresses,
+            _open_trainer(run, addresses, console) as trainer,
+        ):
+            version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
+            if data is None:
+                data = load_late(config, trainer.opened.model_card, _load)
+                use_rows(run, data.train)
+            run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
+            stop_on_signal(run, console)
+            await train(run, data, trainer)
+            return await finish(run, trainer)
 
 
 @asynccontextmanager
-async def _open_trainer(run: Run[SftConfig], addresses: Addresses) -> AsyncIterator[SftTrainer]:
+async def _open_trainer(run: Run[SftConfig], addresses: Addresses, console: Console) -> AsyncIterator[SftTrainer]:
+    where = f"run {run.run_id} in {run.config.run_dir}"
+    console.print(f"{where}: opening trainer {addresses.trainer}", soft_wrap=True)
     trainer = SftTrainer(addresses.trainer, run.config, addresses.transport)
     try:
         await trainer.open(run.run_id, run.resume_from)

@@ -1,8 +1,9 @@
 """Scores programs by running tests in a sandbox."""
 
 import asyncio
+import contextlib
 import platform
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from services.common.config.reward.code import CodeConfig
 from services.common.config.reward.section import RewardConfig
@@ -98,17 +99,18 @@ class CodeScorer(Scorer):
                 raise ScoringError(FailureReason.INVALID_ANSWER, detail)
 
     async def _fraction_passed(self, program: str, tests: Tests, limit_s: float) -> float:
-        num_passed, requests = 0, [test.request for test in tests.tests]
-        async with self._sandbox.run(program, requests, tests.setup) as outputs:
-            deadline = asyncio.get_running_loop().time() + limit_s
-            for test in tests.tests:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        output = await anext(outputs)
-                except TimeoutError:
-                    return num_passed / len(tests.tests) if self._config.partial else 0.0
-                if output is not None and test.accepts(output):
-                    num_passed += 1
-                elif not self._config.partial:
-                    return 0.0
-        return num_passed / len(tests.tests)
+        passed: list[bool] = []
+        async with self._sandbox.run(program, [test.request for test in tests.tests], tests.setup) as outputs:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._judge(outputs, tests, passed)
+        fraction = sum(passed) / len(tests.tests)
+        return fraction if self._config.partial else float(fraction == 1.0)
+
+    async def _judge(self, outputs: AsyncIterator[str | None], tests: Tests, passed: list[bool]) -> None:
+        """Adds to `passed` whether each test accepts its output. Ends early once the reward is known to be 0."""
+        for test in tests.tests:
+            output = await anext(outputs)
+            passed.append(output is not None and test.accepts(output))
+            if not passed[-1] and not self._config.partial:
+                return

@@ -102,7 +102,9 @@ def answer_strangely(address: RanksAddress) -> None:
     with connect(1, address) as (connection, _):
         while True:
             call_id, *parts = connection.recv_multipart()
-            connection.send(b"once more")
+            connection.send(call_id if not parts else b"once more")
+            if not parts:
+                continue
             if not parts[0].startswith(b'{"command"'):
                 return
             value = json.loads(parts[0])["arguments"]["value"]

@@ -99,19 +99,24 @@ class Rollout:
         while True:
             reserved = self._reserved(len(seeds), cost, affinity or Affinity())
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
-                try:
-                    answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
+                if (answers := await self._answers(replica, request)) is not None:
                     return _group(index, prompt, len(seeds), answers)
-                except Unavailable as error:
-                    self.mark_dead(replica, error)
-                except DeadlineExceeded as error:
-                    why = f"{error.message}: a group took longer than timeouts.generate_s, so its engine is replaced"
-                    self.mark_dead(replica, DeadlineExceeded(why), restart=True)
-                except PreconditionFailed as error:
-                    if error.reason not in (Reason.NOT_SERVING, Reason.RUN_NOT_OPEN):
-                        raise
-                    self.mark_dead(replica, error)
             self.num_redispatched += 1
+
+    async def _answers(self, replica: Replica, request: pb.GenerateRequest) -> list[pb.GenerateResponse] | None:
+        """Returns what `replica` answers; None if it died, hangs or is not serving any more, and is marked as dead."""
+        try:
+            return [require_sealed(request, answer) async for answer in replica.generate(request)]
+        except Unavailable as error:
+            self.mark_dead(replica, error)
+        except DeadlineExceeded as error:
+            why = f"{error.message}: a group took longer than timeouts.generate_s, so its engine is replaced"
+            self.mark_dead(replica, DeadlineExceeded(why), restart=True)
+        except PreconditionFailed as error:
+            if error.reason not in (Reason.NOT_SERVING, Reason.RUN_NOT_OPEN):
+                raise
+            self.mark_dead(replica, error)
+        return None
 
     def mark_dead(self, replica: Replica, why: LockstepError, *, restart: bool = False) -> None:
         """Stops sending groups to the replica, and reopens it when it comes back; with `restart`, on a new engine."""

@@ -19,16 +19,16 @@ def is_hybrid(part: Any) -> bool:
 
 def allocate_hybrid(part: Any) -> None:
     """Allocates the moments as zeros. Megatron's dummy_step would update the weights with random gradients."""
-    for inner in part.optimizer.sub_optimizers:
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if inner.state[parameter]:
-                    continue
-                if isinstance(inner, torch.optim.Adam):
-                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
-                else:
-                    inner.initialize_state(parameter, False)
+    optimizers = part.optimizer.sub_optimizers
+    pairs = [(inner, each) for inner in optimizers for group in inner.param_groups for each in group["params"]]
+    for inner, parameter in pairs:
+        if inner.state[parameter]:
+            continue
+        if isinstance(inner, torch.optim.Adam):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        else:
+            inner.initialize_state(parameter, False)
     part.optimizer._sync_sub_optimizers_state_to_hdo()  # the outer optimizer's state refers to the inner ones'
 
 
