@@ -20,10 +20,11 @@ def test_a_run_with_own_gpus_needs_nothing() -> None:
 
 
 def test_nothing_is_wrong() -> None:
-    assert verdicts() == {"placement": Verdict.OK, "allocator": Verdict.OK}
+    assert verdicts() == {"placement": Verdict.OK, "namespaces": Verdict.OK, "allocator": Verdict.OK}
     assert verdicts(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")["allocator"] is Verdict.OK
     both = Addresses(trainer="gpu:1", rollout=("gpu:2", "gpu:3"))
     assert verdicts(both)["placement"] is Verdict.OK
+    assert verdicts(both)["namespaces"] is Verdict.WARN  # they may be in containers
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,16 @@ def examine_colocated(
         yield Finding("placement", "trainer and rollout on one host")
     except LockstepError as error:
         yield Finding("placement", "colocated", Verdict.FAIL, error.message)
+    yield check_namespaces(given)
     yield check_allocator(environment)
+
+
+def check_namespaces(given: Addresses) -> Finding:
+    """Says whose namespaces trainer and rollout are in: they share memory through CUDA IPC and Unix sockets."""
+    if not given.trainer:
+        return Finding("namespaces", "those of this process: both services are started here")
+    fix = "if they run in containers, give both the same network, IPC and PID namespaces, or publications fail"
+    return Finding("namespaces", "cannot be seen from here: both services were started by others", Verdict.WARN, fix)
 
 
 def check_allocator(environment: Mapping[str, str]) -> Finding:
