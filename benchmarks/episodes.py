@@ -29,12 +29,12 @@ from services.common.tasks import gather
 from services.common.token_hash import tokens_sha256
 from services.common.transfer import seal
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Draw
 from services.coordinator.rl.episodes import EpisodeCollector
 from services.coordinator.services.clients.environment import Environments
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.text.tokenizer import Tokenizer
 
 _MODEL = "deploy/quickstart/model"
 _NUM_PROMPTS, _NUM_SAMPLES, _NUM_TURNS = 125, 8, 8

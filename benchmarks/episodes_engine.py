@@ -37,11 +37,11 @@ from services.common.config.run import Config
 from services.common.rpc.server import Server
 from services.common.tasks import gather
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Draw
 from services.coordinator.rl.episodes import EpisodeCollector
 from services.coordinator.services.clients.environment import Environments
 from services.coordinator.services.clients.rewards import Rewards
+from services.coordinator.text.tokenizer import Tokenizer
 
 _CONFIG, _TOKENIZER = "deploy/runs/quickstart.yaml", "deploy/quickstart/model"
 _NUM_PROMPTS, _NUM_SAMPLES, _NUM_TURNS = 2, 2, 8

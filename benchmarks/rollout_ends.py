@@ -25,12 +25,12 @@ from services.common.tasks import gather
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import seed_of
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Collector
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Trainer
 from services.coordinator.services.launch import Addresses, launch
 from services.coordinator.services.running import unless_one_dies
+from services.coordinator.text.tokenizer import Tokenizer
 
 _LINE_BYTES, _GRACE_S = 64 << 20, 10.0
 

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 
 CHATML = """{%- if messages[0]['role'] != 'system' -%}
 {{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}

@@ -14,8 +14,8 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.coordinator.cli.main import app
-from services.coordinator.data.bridge import Bridge
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.bridge import Bridge
+from services.coordinator.text.tokenizer import Tokenizer
 from tests.support import ROOT
 
 RUNS = sorted((ROOT / "deploy" / "runs").glob("*.yaml"))

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 from tests.e2e.lockstep_command import LockstepRun, invoke, numbers
 
 MODEL = Path(__file__).parents[2] / "deploy" / "quickstart" / "model"

@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from services.common.model_card import read_model_card
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 from tests.e2e.lockstep_command import LOCKSTEP, LockstepRun, numbers, weights
 from tests.support import make_model
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from services.coordinator.data.bad_rows import BadRow
-from services.coordinator.data.chat_template import Message
+from services.coordinator.text.chat_template import Message
 
 Value = TypeVar("Value")
 

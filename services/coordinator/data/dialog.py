@@ -7,9 +7,9 @@ from lockstep.reward.v1.environment_pb2 import Message
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.data.bridge import Bridge
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.bridge import Bridge
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 class Dialog:

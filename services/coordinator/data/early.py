@@ -8,7 +8,7 @@ from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.config.any import AnyConfig
 from services.common.model_card import read_model_card, write_model_card
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 
 Data = TypeVar("Data")
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)

@@ -6,7 +6,7 @@ from typing import Self
 
 from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import pyarrow as pa
 from services.common.config.data import FilesConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.bad_rows import BadRow, BadRows
-from services.coordinator.data.chat_template import Message, TemplateRefusal
 from services.coordinator.data.columns import is_messages
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.parquet import Record, iter_rows, read_table
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.chat_template import Message, TemplateRefusal
+from services.coordinator.text.tokenizer import Tokenizer
 
 _ROWS_AT_ONCE = 4096
 

@@ -8,10 +8,10 @@ from typing import overload
 import numpy as np
 
 from services.common.config.data import DataConfig
-from services.coordinator.data.chat_template import Message
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.rows import PromptFile, PromptRow
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.chat_template import Message
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import pyarrow as pa
 
 from services.common.config.data import DataConfig
 from services.coordinator.data.bad_rows import BadRow
-from services.coordinator.data.chat_template import Message
 from services.coordinator.data.columns import as_messages, is_json, is_prompt, is_text, require
 from services.coordinator.data.files import Limits, Row, RowFile, hash_of
 from services.coordinator.data.parquet import Record
+from services.coordinator.text.chat_template import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from services.coordinator.data.episodes import Episode
 from services.coordinator.data.groups import FINISH_REASONS, SampledGroup
 from services.coordinator.data.parquet import Record as Row
 from services.coordinator.data.prompts import Prompt, PromptDataset
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.replay.record import Batch, Difference, compare, require_same_data
 from services.coordinator.services.clients.rewards import Rewards
+from services.coordinator.text.tokenizer import Tokenizer
 
 _FINISH_REASONS = {word: number for number, word in FINISH_REASONS.items()}
 

@@ -14,7 +14,6 @@ from services.common.config.run import Config
 from services.common.config.trainer.roles import ReferenceConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.prompts import PromptDataset
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.replay.critic import replay_critic
 from services.coordinator.replay.environment import replay_environment
 from services.coordinator.replay.record import Difference, Record, require_positive
@@ -29,6 +28,7 @@ from services.coordinator.services.clients.trainer import Model, Trainer
 from services.coordinator.services.closing import close_run
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.running import recorded_run, running_services
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 class What(StrEnum):

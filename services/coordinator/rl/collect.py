@@ -13,9 +13,9 @@ from services.common.telemetry.trace import span
 from services.coordinator.data.groups import ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import seed_of
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

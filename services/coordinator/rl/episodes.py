@@ -19,12 +19,12 @@ from services.coordinator.data.episodes import Episode, Stream
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import environment_seed, seed_of
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Affinity, Rollout
 from services.coordinator.services.opening import Services
+from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

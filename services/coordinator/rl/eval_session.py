@@ -16,7 +16,6 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import Prompts, load_eval
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.rl.colocated import make_publisher
 from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.evaluation import evaluate
@@ -25,6 +24,7 @@ from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.running import recorded_run, running_services
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from services.common.errors import PreconditionFailed
 from services.coordinator.data.curriculum import require_enough
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import PromptDataset, Prompts, load_eval
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.observe.episodes import LastEpisode
 from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
@@ -26,6 +25,7 @@ from services.coordinator.services.closing import finish
 from services.coordinator.services.launch import Addresses
 from services.coordinator.services.opening import Services, open_services
 from services.coordinator.services.running import recorded_run, running_services
+from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
     "metrics.jsonl, tensorboard/": "metrics of every step",

@@ -9,8 +9,8 @@ import pyarrow as pa
 from services.common.batch import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.sft.rows import Example, SftFile
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 class SftDataset:

@@ -9,11 +9,11 @@ import pyarrow as pa
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.bad_rows import BadRow
-from services.coordinator.data.chat_template import Message, TemplateRefusal
 from services.coordinator.data.columns import as_conversation, as_messages, is_messages, is_prompt, is_text, require
 from services.coordinator.data.files import Limits, Row, RowFile, hash_of
 from services.coordinator.data.parquet import Record
-from services.coordinator.data.prefix_stable import check_prefix_stable
+from services.coordinator.text.chat_template import Message, TemplateRefusal
+from services.coordinator.text.prefix_stable import check_prefix_stable
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from rich.console import Console
 
 from services.common.config.sft import SftConfig
 from services.coordinator.data.early import load_early, load_late
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.observe.frontend import stop_on_signal
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
@@ -19,6 +18,7 @@ from services.coordinator.services.running import recorded_run, running_services
 from services.coordinator.sft.data import SftDataset
 from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
 from services.coordinator.sft.rows import SftFile
+from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
     "metrics.jsonl, tensorboard/": "metrics of every step",

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from services.common.config.environment import ToolsEnvironmentConfig
 from services.reward.environments.base import Message, ToolCall
-from services.reward.environments.calling import CallingEnvironment
-from services.reward.environments.schema import find_fault
+from services.reward.environments.tool_calls.calling import CallingEnvironment
+from services.reward.environments.tool_calls.schema import find_fault
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
 from services.reward.environments.toolbox.calculator import Calculator
 from services.reward.environments.toolbox.function import FunctionTools

@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
-from services.reward import child_setup
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.replies import read_messages, read_step
+from services.reward.processes import child_setup
 
 MAX_REPLY_BYTES = 4 << 20
 """Maximum size of one reply. The parent kills a worker that writes a longer line."""

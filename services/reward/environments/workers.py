@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.reward.child import Child, Reply
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.worker import MAX_REPLY_BYTES
+from services.reward.processes.child import Child, Reply
 
 log = logging.getLogger(__name__)
 

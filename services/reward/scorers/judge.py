@@ -6,7 +6,7 @@ from typing import Any
 
 from services.common.config.reward.remote import JudgeConfig, parse_template
 from services.common.config.reward.section import RewardConfig
-from services.reward.pool import Target, WorkerPool
+from services.reward.processes.pool import Target, WorkerPool
 from services.reward.remote import Remote
 from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from services.common.config.reward.model import ModelConfig
 from services.common.config.reward.section import RewardConfig
-from services.reward.pool import Target, WorkerPool
+from services.reward.processes.pool import Target, WorkerPool
 from services.reward.scorers.base import Item, Scorer, ScoringError
 from services.reward.scorers.worker import columns
 

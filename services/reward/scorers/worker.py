@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from services.common.config.reward.scorer import ITEM_FIELDS
 from services.common.config.reward.section import RewardConfig
-from services.reward.pool import Target, WorkerPool
+from services.reward.processes.pool import Target, WorkerPool
 from services.reward.scorers.base import Item, Scorer
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.prompts import Prompt, PromptDataset, load_eval
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 MESSAGES = [[{"role": "user", "content": f"What is {n} + {n}?"}] for n in range(4)]

@@ -15,9 +15,9 @@ from services.common.batch import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.sft.data import SftDataset
 from services.coordinator.sft.rows import SftFile
+from services.coordinator.text.tokenizer import Tokenizer
 from tests.support import _write_tokenizer
 
 # The character tokenizer: <pad> 0, <eos> 1, digits from 2, + 12, - 13, = 14, space 15.

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from services.reward.environments.base import ToolCall
-from services.reward.environments.syntax import MAX_CALLS, BadCall, find_calls
+from services.reward.environments.tool_calls.syntax import MAX_CALLS, BadCall, find_calls
 
 ARGUMENTS = {"search": "query", "python": "code"}
 

@@ -12,7 +12,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from services.common.config.environment import SearchToolConfig
 from services.common.errors import InvalidInput
 from services.reward.environments.base import EpisodeError
-from services.reward.environments.schema import find_fault, function_schema
+from services.reward.environments.tool_calls.schema import find_fault, function_schema
 from services.reward.environments.toolbox.base import BadArgumentsError
 from services.reward.environments.toolbox.calculator import compute
 from services.reward.environments.toolbox.search import Search

@@ -12,11 +12,11 @@ from pathlib import Path
 from string import Template
 
 from services.common.errors import LockstepError, NotFound
-from services.coordinator.data.tokenizer import Tokenizer
 from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, facts, samples
 from services.coordinator.observe.report.failures import failures
 from services.coordinator.runs.recorded import RecordedLedger
+from services.coordinator.text.tokenizer import Tokenizer
 
 _SCRIPTS = ("draw.js", "plots.js", "samples.js", "page.js")
 

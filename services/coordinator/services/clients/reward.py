@@ -16,7 +16,7 @@ from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import require_sealed
 from services.coordinator.data.episodes import final_text, num_sampled
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

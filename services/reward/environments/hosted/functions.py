@@ -6,9 +6,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from services.reward import child_setup
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
-from services.reward.environments.schema import function_schema
+from services.reward.environments.tool_calls.schema import function_schema
+from services.reward.processes import child_setup
 
 Step = tuple[str, float, bool]
 

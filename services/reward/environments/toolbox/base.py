@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from services.reward.environments.schema import Schema
+from services.reward.environments.tool_calls.schema import Schema
 
 
 class BadArgumentsError(Exception):

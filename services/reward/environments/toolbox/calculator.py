@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 
 from services.common.config.environment import CalculatorToolConfig
-from services.reward.environments.schema import text_tool_schema
+from services.reward.environments.tool_calls.schema import text_tool_schema
 from services.reward.environments.toolbox.base import BadArgumentsError, Tool
 
 _MAX_CHARS, _MAX_DEPTH, _MAX_BITS = 1000, 50, 4096

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from services.reward.environments.base import ToolCall
-from services.reward.environments.schema import Schema
+from services.reward.environments.tool_calls.schema import Schema
 from services.reward.environments.toolbox.base import BadArgumentsError
 from services.reward.environments.workers import Target, Workers
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.config.environment import McpToolConfig
 from services.reward.environments.base import EnvironmentFailure, EpisodeError, ToolCall
-from services.reward.environments.schema import Schema, tool_schema
+from services.reward.environments.tool_calls.schema import Schema, tool_schema
 from services.reward.environments.toolbox.base import BadArgumentsError
 from services.reward.environments.toolbox.mcp_connection import Connection, explain, failed
 

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from services.common.errors import InvalidInput
-from services.coordinator.data.bridge_check import check_keeps_turns
-from services.coordinator.data.chat_template import Message, TemplateRefusal
-from services.coordinator.data.made_up import ANSWER, QUESTION, answer, call, with_call_ids
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.bridge_check import check_keeps_turns
+from services.coordinator.text.chat_template import Message, TemplateRefusal
+from services.coordinator.text.made_up import ANSWER, QUESTION, answer, call, with_call_ids
+from services.coordinator.text.tokenizer import Tokenizer
 
 _ANCHOR = "a"
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.data.chat_template import ChatTemplate, TemplateRefusal
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.chat_template import ChatTemplate, TemplateRefusal
+from services.coordinator.text.tokenizer import Tokenizer
 
 # Features that templates of well-known models use: macros, dates, tojson, break, generation marks and refusals.
 EVERYTHING = """{{- bos_token }}

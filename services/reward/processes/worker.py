@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
-from services.reward import child_setup
+from services.reward.processes import child_setup
 from services.reward.scorers.base import FailureReason, ScoringError
 
 Value = TypeVar("Value")

@@ -12,9 +12,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from services.coordinator.data.bridge import Bridge
-from services.coordinator.data.chat_template import ChatTemplate
-from services.coordinator.data.tokenizer import Tokenizer
+from services.coordinator.text.bridge import Bridge
+from services.coordinator.text.chat_template import ChatTemplate
+from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import SPLIT
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -1,6 +1,6 @@
 """Runs a pool of processes that call one function and can be killed at any time without affecting each other.
 
-services/reward/worker.py describes the protocol.
+services/reward/processes/worker.py describes the protocol.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.reward.child import Child, Reply
+from services.reward.processes.child import Child, Reply
 from services.reward.scorers.base import FailureReason, ScoringError
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Worker:
 
     def __init__(self, target: Target):
         self._target = target
-        self._child = Child("services.reward.worker", MAX_REPLY_BYTES)
+        self._child = Child("services.reward.processes.worker", MAX_REPLY_BYTES)
         self.source_digest = ""
 
     @property

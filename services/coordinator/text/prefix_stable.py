@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from services.common.errors import InvalidInput
-from services.coordinator.data.chat_template import Message
+from services.coordinator.text.chat_template import Message
 
 _NUM_SHOWN = 30  # characters before and after the first difference
 _FIX_PROMPT = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.coordinator.data.chat_template import Message
+from services.coordinator.text.chat_template import Message
 
 ANSWER = "LockstepAnswer"
 """Text that is found again in what a template renders: no template changes letters."""

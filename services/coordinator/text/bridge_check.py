@@ -5,9 +5,9 @@ from itertools import product
 from typing import NoReturn, Protocol
 
 from services.common.errors import InvalidInput
-from services.coordinator.data.chat_template import Message, TemplateRefusal
-from services.coordinator.data.made_up import ANSWER, QUESTION, SYSTEM, answer, call, with_call_ids
-from services.coordinator.data.prefix_stable import show_difference
+from services.coordinator.text.chat_template import Message, TemplateRefusal
+from services.coordinator.text.made_up import ANSWER, QUESTION, SYSTEM, answer, call, with_call_ids
+from services.coordinator.text.prefix_stable import show_difference
 
 _THINKING = "<think>\nEasy.\n</think>\n\n"
 _CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": null}}\n</tool_call>'

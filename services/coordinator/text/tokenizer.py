@@ -10,8 +10,8 @@ from typing import Any
 import tokenizers
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.data.chat_template import ChatTemplate, Message
-from services.coordinator.data.plain_text import PlainText
+from services.coordinator.text.chat_template import ChatTemplate, Message
+from services.coordinator.text.plain_text import PlainText
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -13,8 +13,8 @@ from services.reward.environments.base import (
     ToolCall,
     Turn,
 )
-from services.reward.environments.schema import Schema, only_text_argument
-from services.reward.environments.syntax import BadCall, Call, find_calls
+from services.reward.environments.tool_calls.schema import Schema, only_text_argument
+from services.reward.environments.tool_calls.syntax import BadCall, Call, find_calls
 from services.reward.environments.toolbox.base import BadArgumentsError
 
 

@@ -1,0 +1,1 @@
+"""What environments with tools share: how the policy calls tools, and what describes them."""
