@@ -4,13 +4,13 @@ import json
 import random
 
 import pytest
-from tests.coordinator.text.test_prefix_stable import LATE_END, STRIPS_THINKING
 
 from services.common.errors import InvalidInput
 from services.coordinator.text.bridge import Bridge
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.made_up import with_call_ids
 from tests.coordinator.text.bridge_families import FAMILIES, TEMPLATES, TOOLS, Family, make_tokenizer
+from tests.coordinator.text.test_prefix_stable import LATE_END, STRIPS_THINKING
 
 _WORDS = ("clips", "12 + 30", "Zoë", "漢字", "🎉 fun", "= 7?", "<b>", '{"a": null}', "\n", "\n\n", "  ", "it's", "\t•")
 _MARKUP = ("<|im_end|>", "</s>", "[INST]", "<|eot_id|>", "<|end|>", "<tool_call>")
