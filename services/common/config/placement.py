@@ -14,6 +14,8 @@ SHARED_UTILIZATION = 0.8
 
 # Each multiplies the workers of one engine; tensor_parallel_size has a key of its own.
 _PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
+# What turns on CUDA graphs in Megatron.
+_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 
 
 def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments: Mapping[str, str]) -> None:
@@ -28,6 +30,12 @@ def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments:
         raise ValueError(
             "rollout.engine.enable_sleep_mode false: with placement colocated the engine must free its memory while "
             "the trainer works; leave it out"
+        )
+    graphs = trainer.megatron.transformer_config_kwargs
+    if on := [key for key in _GRAPHS if graphs.get(key, "none") not in (False, None, "none")]:
+        raise ValueError(
+            f"trainer.megatron.transformer_config_kwargs.{on[0]}: a CUDA graph reads weights where they were when it "
+            "was captured, and with placement colocated they are elsewhere after every release; leave it out"
         )
     sizes = [("rollout.num_replicas", rollout.num_replicas), ("tensor_parallel_size", rollout.tensor_parallel_size)]
     sizes += [(f"engine.{key}", rollout.engine[key]) for key in _PARALLEL if isinstance(rollout.engine.get(key), int)]

@@ -8,6 +8,7 @@ from tests.common.config.smallest import refused
 
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
+GRAPHS = ["trainer.strategy=megatron", "trainer.num_ranks=1"]
 CROSS_FIELD = {
     "colocated ranks and workers are pairs": (
         ["placement=colocated", "trainer.num_ranks=2", "rollout.tensor_parallel_size=4"],
@@ -23,6 +24,11 @@ CROSS_FIELD = {
         ["placement=colocated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
         ["reference.deployment own needs GPUs of its own"],
         ["placement=disaggregated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
+    ),
+    "a colocated trainer's weights move": (
+        ["placement=colocated", *GRAPHS, "trainer.megatron.transformer_config_kwargs={cuda_graph_impl: local}"],
+        ["transformer_config_kwargs.cuda_graph_impl", "leave it out"],
+        ["placement=colocated", *GRAPHS, "trainer.megatron.transformer_config_kwargs={cuda_graph_impl: none}"],
     ),
     "a colocated engine sleeps": (
         ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: false}"],
