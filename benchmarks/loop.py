@@ -16,6 +16,7 @@ from benchmarks.report import keep
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.coordinator.observe.frontend import TerminalFrontend
+from services.coordinator.observe.report.lanes import drawing
 from services.coordinator.rl.session import run_session
 from services.coordinator.services.launch import Addresses
 
@@ -26,6 +27,12 @@ KEPT = {
     "time/generating_s": "generate and score [s]",
     "time/training_s": "train [s]",
     "time/publishing_s": "publish [s]",
+    "time/generate_busy_s": "replicas generate [s]",
+    "time/score_busy_s": "reward services score [s]",
+    "time/train_busy_s": "trainer trains [s]",
+    "time/publish_busy_s": "weights are sent [s]",
+    "time/idle_rollout_s": "replicas do not generate [s]",
+    "time/idle_trainer_s": "trainer does not train [s]",
     "time/outside_share": "outside these [share of step]",
     "train/logprob_gap_mean": "engine-trainer gap, mean [nats]",
     "train/logprob_gap_max": "engine-trainer gap, max [nats]",
@@ -35,6 +42,16 @@ KEPT = {
 
 def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -> Path:
     """Runs the quickstart with `overrides` in `directory`, saves its step times, and returns the run's directory."""
+    run_dir, samples = run(overrides, directory)
+    save(name, samples, overrides, **settings)
+    return run_dir
+
+
+def run(overrides: list[str], directory: Path) -> tuple[Path, dict[str, list[float]]]:
+    """Runs the quickstart with `overrides` in `directory`. Draws the lanes of its last step.
+
+    Returns the run's directory and its raw samples.
+    """
     config = load(Config, [_CONFIG, *overrides, f"runs_dir={directory}"])
     outcome = asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -44,9 +61,14 @@ def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -
     samples["training reward"] = [step["reward/mean"] for step in steps]
     for evaluation in outcome.evaluations:
         samples[f"held-out reward after {evaluation['version']} steps"] = [evaluation["eval/held-out/reward"]]
+    Console().print(drawing(warm[-1]), highlight=False)
+    return config.run_dir, samples
+
+
+def save(name: str, samples: dict[str, list[float]], overrides: list[str], **settings: Any) -> None:
+    """Saves `samples` of runs with `overrides`."""
     libraries = ("torch", "grpcio", "transformers")
     keep(name, samples, libraries=libraries, config=_CONFIG, overrides=overrides, **settings)
-    return config.run_dir
 
 
 def main() -> None:

@@ -3,16 +3,20 @@
 Run `python -m benchmarks.step NAME SHAPE [key=value ...]`, where SHAPE is one of benchmarks.megatron_layouts.MODELS.
 Weights are random, and completions have the lengths of the training benchmark's fixture. The rest of the config is the
 quickstart's. The timeline of all services, for chrome://tracing or Perfetto, is saved as results/NAME.trace.json.gz.
+
+With `--compare-streaming` the same steps run twice with `trainer.streaming` auto and twice with off, in turns; the
+result has both, and the ratios of their medians. There is no timeline then.
 """
 
 import argparse
 import gzip
 import shutil
+import statistics
 import tempfile
 from pathlib import Path
 
 from benchmarks.lengths import MAX_TOKENS, PROMPT_TOKENS
-from benchmarks.loop import measure
+from benchmarks.loop import measure, run, save
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import RESULTS
 
@@ -40,12 +44,26 @@ def fixed(model: Path, sizes: dict[str, int]) -> list[str]:
     ]
 
 
+def compare(name: str, overrides: list[str], directory: Path, **settings: str) -> None:
+    """Runs the steps with and without streaming in turns, and saves the samples of both with their ratios."""
+    samples: dict[str, list[float]] = {}
+    for number, mode in enumerate(("auto", "off", "off", "auto")):
+        _, found = run([*overrides, f"trainer.streaming={mode}", f"name=run-{number}"], directory)
+        for label, values in found.items():
+            samples.setdefault(f"{label}, streaming {mode}", []).extend(values)
+    for label in ("step [s]", "train [s]"):
+        auto, off = (statistics.median(samples[f"{label}, streaming {mode}"]) for mode in ("auto", "off"))
+        samples[f"{label}, auto / off [ratio of medians]"] = [auto / off]
+    save(name, samples, overrides, **settings)
+
+
 def main() -> None:
     """Makes the model, runs six steps, and saves measurements and timeline."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step")
     parser.add_argument("name")
     parser.add_argument("shape")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--compare-streaming", action="store_true", help="run with and without trainer.streaming")
     add_options(parser)
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -54,7 +72,11 @@ def main() -> None:
         for name in TOKENIZER:
             shutil.copy(Path("deploy/quickstart/model") / name, model)
         sizes = TINY if options.tiny else WHOLE
-        run_dir = measure(options.name, [*fixed(model, sizes), *options.overrides], directory, shape=options.shape)
+        overrides = [*fixed(model, sizes), *options.overrides]
+        if options.compare_streaming:
+            compare(options.name, overrides, directory, shape=options.shape)
+            return
+        run_dir = measure(options.name, overrides, directory, shape=options.shape)
         with (
             (run_dir / "trace.json").open("rb") as trace,
             gzip.open(RESULTS / f"{options.name}.trace.json.gz", "wb") as kept,

@@ -91,6 +91,24 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class AddsBlocks(Protocol):
+    """A backend that can add up the gradients of several blocks before `step`."""
+
+    def accumulate_block(
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns what `accumulate` returns. Adds to the gradients of the blocks since `step` or `discard_gradients`.
+
+        `forward` may be called between blocks. Before `step`, `complete_blocks` must be.
+        """
+        ...
+
+    def complete_blocks(self, factor: float) -> None:
+        """Completes the sum of the blocks' gradients over ranks, and multiplies it by `factor`."""
+        ...
+
+
+@runtime_checkable
 class SeveralSenders(Protocol):
     """A backend whose ranks can share the sending of a publication because they hold different weights."""
 

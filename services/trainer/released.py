@@ -7,9 +7,9 @@ from lockstep.types.v1.types_pb2 import DeviceMemory
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.trainer.backend import Part, Role
+from services.trainer.contract import role_of
 from services.trainer.ranks.calls import Ranks
 from services.trainer.ranks.worker import Worker
-from services.trainer.roles import role_of
 
 _PARTS: Mapping[int, Part] = {
     pb.MODEL_PART_OPTIMIZER: Part.OPTIMIZER,

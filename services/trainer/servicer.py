@@ -1,11 +1,10 @@
 """Serves TrainerService, and enforces the on-policy contract: compares every stamp before anything is computed."""
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,15 @@ from services.common.model_card import read_model_card
 from services.common.rpc.address import is_loopback
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
-from services.common.stamps import require_stamp
 from services.common.transfer import from_messages, to_messages
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
 from services.trainer.backend import Part, Role
+from services.trainer.blocks import BlockReader, BlockTraining, OpenStream
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
+from services.trainer.contract import OpenRole, check_contract, check_header, check_temperature, replay, role_of
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.network import published_host
@@ -38,26 +38,8 @@ from services.trainer.ranks.publish import highest_cost
 from services.trainer.ranks.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.ranks.worker import CONFIGS, Worker
 from services.trainer.released import Released
-from services.trainer.roles import ROLES, role_of
 
 NAME = "lockstep.trainer.v1.TrainerService"
-
-
-@dataclass
-class _OpenRole:
-    """Holds the state of one role of the open run."""
-
-    asked: str  # digest of the config and model path in the OpenRun request
-    config: TrainerConfig
-    opened: pb.OpenRunResponse
-    data_ranks: Sequence[int]  # for each rank, the index of the samples that it gets
-    state: TrainState
-    digest: str = ""  # of the weights as they were published; empty if they have changed since
-
-    @property
-    def stamp(self) -> types_pb2.PolicyStamp:
-        """Returns the stamp of the weights that this role holds."""
-        return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -69,12 +51,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store = store  # where the members of weight groups meet
         self._run_id, self._fence = "", Fence()
-        self._roles: dict[Role, _OpenRole] = {}
+        self._roles: dict[Role, OpenRole] = {}
         self._released = Released(ranks)
         self._epoch, self._epoch_timeout_s = -1, 0.0
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
         self._last_export = ("", -1, pb.ExportHuggingFaceResponse())  # its path and version, with its answer
         self._saving = asyncio.Lock()  # held until a checkpoint is complete; acquired before _changing
+        self._stream = OpenStream()  # the batch whose blocks are arriving
         self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
@@ -96,6 +79,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if held is None or held.asked != asked:
                 held = await self._open(role, config, request, asked)
             self._fence.take_over(request.run_id)
+            await self._stream.end()
         answer = pb.OpenRunResponse()
         answer.CopyFrom(held.opened)
         answer.version, answer.last_batch_id = held.state.version, held.state.last_batch_id
@@ -106,6 +90,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._saving, self._changing:
             if request.run_id != self._run_id or not self._fence.is_open:
                 return pb.CloseRunResponse()  # another coordinator has replaced this one since
+            await self._stream.end()
             await self._close()
         return pb.CloseRunResponse()
 
@@ -118,7 +103,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         role = role_of(header.role)
         held = self._require_open(self._stand_in(role))
         self._released.require_here(self._stand_in(role), Part.PARAMETERS)
-        _check_temperature(header.temperature)
+        check_temperature(header.temperature)
         check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
         data_ranks = held.data_ranks
         parts, order = forward_parts(samples, held.config, max(data_ranks) + 1)
@@ -140,24 +125,58 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._changing:
             held = self._require_open(role)  # only now: another run may have been opened while this waited for the lock
             if header.batch_id and header.batch_id == held.state.last_batch_id:
-                return _replay(header, held)
-            _check_contract(header, samples, role, held)
+                return replay(header, held)
+            check_contract(header, samples, role, held)
             self._released.require_here(role, *Part)
-            parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
-            answers = await self._ranks.call(
-                Worker.train,
-                [parts[rank] for rank in held.data_ranks],
-                temperature=header.temperature,
-                version=held.state.version,
-                role=role,
-            )
-            metrics = answers[0].body["metrics"]
+            await self._stream.end()
+            if header.groups_per_block and role is Role.POLICY:
+                training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
+                metrics = await training.whole(samples, held.state.version)
+            else:
+                parts = train_parts(samples, held.config, max(held.data_ranks) + 1, role)
+                answers = await self._ranks.call(
+                    Worker.train,
+                    [parts[rank] for rank in held.data_ranks],
+                    temperature=header.temperature,
+                    version=held.state.version,
+                    role=role,
+                )
+                metrics = answers[0].body["metrics"]
             if role is Role.POLICY:
                 metrics |= {"receive_s": received_s, "train_s": time.perf_counter() - begin}
-            held.state = TrainState(held.state.version + 1, header.batch_id, metrics)
-            held.digest = ""
+            held.trained(header.batch_id, metrics)
             self._metrics.trained(role, samples)
         return pb.TrainResponse(version=held.state.version, metrics=metrics)
+
+    @shielded
+    async def TrainBlocks(
+        self, request_iterator: AsyncIterator[pb.TrainBlocksRequest], context: Context
+    ) -> pb.TrainBlocksResponse:
+        reader = BlockReader(request_iterator)
+        header = await reader.header()
+        async with self._changing:
+            held = self._require_open()
+            if header.batch_id and header.batch_id == held.state.last_batch_id:
+                return _as_blocks(replay(header, held))
+            check_header(header)
+            self._released.require_here(Role.POLICY, *Part)
+            training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
+            await self._stream.begin(training)
+        try:
+            async for block in reader:
+                async with self._streaming(training):
+                    check_contract(header, block, Role.POLICY, held)
+                    await training.add(block)
+            begin = time.perf_counter()
+            async with self._streaming(training):
+                metrics = await training.apply(held.state.version)
+                metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
+                held.trained(header.batch_id, metrics)
+                self._metrics.trained(Role.POLICY, training.samples)
+                return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics)
+        finally:
+            async with self._changing:
+                await self._stream.end(training)
 
     async def JoinWeightGroup(self, request: pb.JoinWeightGroupRequest, context: Context) -> pb.JoinWeightGroupResponse:
         policy = self._require_open()
@@ -194,7 +213,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 skips_base = agreed[0].body["skips_base"]
             answers = await self._killing_epoch_on_cancel(Worker.send, version=request.version, skips_base=skips_base)
             sent = answers[0].body
-            policy.digest = sent["digest"]
+            policy.published(sent["digest"])
             self._metrics.sent(sent["num_bytes"], sent["duration_s"])
         return pb.SendWeightsResponse(
             stamp=policy.stamp,
@@ -206,7 +225,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     @shielded
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         role = role_of(request.role, is_trained=True)
-        async with self._saving, AsyncExitStack() as stack:
+        async with self._saving, contextlib.AsyncExitStack() as stack:
             async with self._changing:
                 held = self._require_open(role)
                 if request == self._last_save[0] and Path(request.path).exists():
@@ -217,6 +236,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                         reason=Reason.STALE_STAMP,
                     )
                 self._released.require_here(role, *Part)
+                await self._stream.end()  # FSDP does not save while there are gradients
                 stack.enter_context(checkpoint.staged(Path(request.path)))
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
             # If the answer is empty, the ranks write copies in the background, and Train may change the weights.
@@ -242,6 +262,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Context) -> pb.ReleaseMemoryResponse:
         async with self._changing:
             self._require_any_open()
+            await self._stream.end()  # its gradients are dropped with the optimizer's memory
             return pb.ReleaseMemoryResponse(ranks=await self._released.release(request, self._roles))
 
     @shielded
@@ -268,12 +289,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             finally:
                 self._store.renew()
 
-    async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> _OpenRole:
+    async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, asked: str) -> OpenRole:
         card = read_model_card(request.model_path)
         state = TrainState(0, "", {})
         if request.checkpoint_path:
             state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
         self._fence.take_over(request.run_id)
+        await self._stream.end()
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):
             await self._close()
         self._roles.pop(role, None)
@@ -299,7 +321,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if role is Role.POLICY:
             opened.plan.ParseFromString(answers[0].frames[0])
         self._run_id = request.run_id
-        self._roles[role] = _OpenRole(asked, config, opened, [answer.body["data_rank"] for answer in answers], state)
+        self._roles[role] = OpenRole(asked, config, opened, [answer.body["data_rank"] for answer in answers], state)
         return self._roles[role]
 
     async def _close(self) -> None:
@@ -309,6 +331,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._last_export = ("", -1, pb.ExportHuggingFaceResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
         await self._ranks.call(Worker.close)
+
+    @contextlib.asynccontextmanager
+    async def _streaming(self, training: BlockTraining) -> AsyncGenerator[None]:
+        """Holds the weights for a part of `training`, if its run is still open and no other call has ended it."""
+        async with self._changing:
+            self._require_open()
+            self._stream.require(training)
+            yield
 
     async def _killing_epoch_on_cancel(self, command: Command, **arguments: Any) -> list[Message]:
         # A sender that is still connecting does not notice that another has given up, until its own timeout.
@@ -324,7 +354,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if not self._roles:
             raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
 
-    def _require_open(self, role: Role = Role.POLICY) -> _OpenRole:
+    def _require_open(self, role: Role = Role.POLICY) -> OpenRole:
         self._require_any_open()
         if role not in self._roles:
             raise InvalidInput(f"role: no {role} is open on this trainer", field="role")
@@ -337,51 +367,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return Role.POLICY if is_base else role
 
 
-def _check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held: _OpenRole) -> None:
-    """Checks that the batch and every sample of it carry exactly the policy's held stamp (docs/design.md, On-policy).
-
-    A critic is trained on samples of the policy that it judges: they must carry the stamp in the header, and the header
-    must name the version that the critic holds. With loss kind sft only the policy's version is checked.
-
-    Raises:
-        InvalidInput: A header field or a column is missing or invalid.
-        PreconditionFailed: A stamp or a version is not the one that is held.
-    """
-    if not header.batch_id:
-        raise InvalidInput("batch_id: required", field="batch_id")
-    _check_temperature(header.temperature)
-    check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
-    if role is Role.POLICY and held.config.loss.kind == "sft":
-        _require_version(header.expected_stamp.version, held)  # the samples come from a data set, not from a policy
-        return
-    stamp = header.expected_stamp if role is Role.CRITIC else held.stamp
-    require_stamp(header.expected_stamp, stamp, who="the trainer")
-    if role is Role.CRITIC:
-        _require_version(header.critic_version, held)
-    stamps = samples.group_by(["policy_version", "policy_digest"], use_threads=False).aggregate([])
-    for row in stamps.to_pylist():
-        sampled_from = types_pb2.PolicyStamp(version=row["policy_version"], digest=row["policy_digest"])
-        require_stamp(sampled_from, stamp, who="a sample was generated by other weights: the trainer")
-
-
-def _require_version(version: int, held: _OpenRole) -> None:
-    if version != held.state.version:
-        raise PreconditionFailed(
-            f"the batch is for version {version}, but the trainer holds version {held.state.version}",
-            reason=Reason.STALE_STAMP,
-        )
-
-
-def _replay(header: pb.TrainHeader, held: _OpenRole) -> pb.TrainResponse:
-    """Returns the answer to a batch that was applied already, if the caller expects it applied to the same version."""
-    is_critic = ROLES[header.role] is Role.CRITIC
-    applied_to = header.critic_version if is_critic else header.expected_stamp.version
-    if applied_to + 1 != held.state.version:
-        raise PreconditionFailed(
-            f"batch {header.batch_id} was applied to version {held.state.version - 1}, not to {applied_to}",
-            reason=Reason.REPLAYED_BATCH,
-        )
-    return pb.TrainResponse(version=held.state.version, metrics=held.state.last_metrics, replayed=True)
+def _as_blocks(answer: pb.TrainResponse) -> pb.TrainBlocksResponse:
+    return pb.TrainBlocksResponse(version=answer.version, metrics=answer.metrics, replayed=answer.replayed)
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:
@@ -393,8 +380,3 @@ async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:
     """
     header, frames = await from_messages(requests, has_header=True)
     return header, batches.decode(frames, schema=batches.SAMPLE_SCHEMA)
-
-
-def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise InvalidInput(f"temperature: must be above 0 and finite, not {temperature:g}", field="temperature")

@@ -17,9 +17,9 @@ import pyarrow as pa
 import torch
 
 from services.common import batch as batches
+from services.common.blocks import trained_tokens
 from services.trainer.backend import Role
 from services.trainer.losses.terms import Tokens
-from services.trainer.ranks.shards import trained_tokens
 from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
 from tests.trainer.megatron_harness import CP, PP, TP, Layout, MegatronHarness, config, run_all, run_ranks

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from services.common.process import configure_logging
 from services.trainer.ranks import sockets
@@ -40,10 +41,24 @@ class Worker:
     def __init__(self, rank: int):
         self.rank = rank
         self.gate = threading.Event()
+        self.calls: list[str] = []
 
     @rank_command
     def echo(self, *, value: int) -> Message:
         return Message({"value": value})
+
+    @rank_command
+    def begin_blocks(self, **_: Any) -> None:
+        self.calls.append("begin")
+
+    @rank_command
+    def add_block(self, **_: Any) -> None:
+        self.calls.append("add")
+
+    @rank_command
+    def apply_blocks(self, **_: Any) -> Message:
+        self.calls.append("apply")
+        return Message({"metrics": {}})
 
     @rank_command
     def lose_1(self, *, number: int) -> None:

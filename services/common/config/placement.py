@@ -26,6 +26,11 @@ def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments:
                 f"{name}.deployment own needs GPUs of its own, but placement colocated has only those that trainer and "
                 f"engines share: set {name}.deployment shared, or placement disaggregated"
             )
+    if trainer.lag.versions:
+        raise ValueError(
+            f"trainer.lag.versions {trainer.lag.versions} lets trainer and engines work at the same time, which "
+            "they cannot with placement colocated: set trainer.lag.versions 0, or placement disaggregated"
+        )
     if rollout.engine.get("enable_sleep_mode") is False:
         raise ValueError(
             "rollout.engine.enable_sleep_mode false: with placement colocated the engine must free its memory while "

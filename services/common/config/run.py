@@ -205,6 +205,15 @@ class Config(Strict):
         return self
 
     @model_validator(mode="after")
+    def _lag_has_no_critic(self) -> Self:
+        if self.critic and self.trainer.lag.versions:
+            raise ValueError(
+                "trainer.lag.versions is above 0: a critic's values would come from weights that change meanwhile; set "
+                "trainer.lag.versions to 0, or another advantage.kind without critic"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _samples_divide(self) -> Self:
         groups = self.data.prompts_per_step
         for name, model in self.models.items():

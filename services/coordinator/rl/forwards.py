@@ -1,19 +1,23 @@
-"""Asks the reference and the critic about the samples of a batch while other groups still generate."""
+"""Forms the blocks of a batch, in which other models see it and it is trained on while other groups still generate."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pyarrow as pa
 
 from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block
 from services.common.megatron.layout import samples_at_once
 from services.common.tasks import gather, task_group
 from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.services.clients.trainer import Model
 
 _BLOCKS_PER_STEP = 8
+
+# Told of each block of groups, in the order of prompts, once every model has answered.
+TakeBlock = Callable[[Sequence[ScoredGroup]], None]
 
 
 class Forwards:
@@ -32,17 +36,17 @@ class Forwards:
         self.starts_at_end = config.placement == "colocated"
         self._num_wanted = config.data.prompts_per_step
         at_once = -(-max(self._models.values(), default=1) // config.rollout.completions_per_prompt)
-        self._block_size = max(at_once, -(-self._num_wanted // _BLOCKS_PER_STEP))
+        self._block_size = groups_per_block(config) or max(at_once, -(-self._num_wanted // _BLOCKS_PER_STEP))
 
     @asynccontextmanager
-    async def of_batch(self) -> AsyncGenerator["BatchForwards", None]:
-        """Yields the forwards of one batch; a failure of one cancels the block.
+    async def of_batch(self, take: TakeBlock | None = None) -> AsyncGenerator["BatchForwards", None]:
+        """Yields the forwards of one batch; a failure of one cancels the block. `take` gets the blocks.
 
         Raises:
             LockstepError: As a model's forward.
         """
         async with task_group() as tasks:
-            yield BatchForwards(self, tasks, self._num_wanted, self._block_size)
+            yield BatchForwards(self, tasks, self._num_wanted, self._block_size, take or (lambda _: None))
 
     async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[list[float]]]]:
         """Returns, for each group, what every model says of its samples, by column of the batch."""
@@ -71,8 +75,8 @@ class Forwards:
 class BatchForwards:
     """The forwards of one batch. Blocks start as soon as the places before them are decided."""
 
-    def __init__(self, forwards: Forwards, tasks: asyncio.TaskGroup, num_wanted: int, block_size: int):
-        self._forwards, self._tasks = forwards, tasks
+    def __init__(self, forwards: Forwards, tasks: asyncio.TaskGroup, num_wanted: int, block_size: int, take: TakeBlock):
+        self._forwards, self._tasks, self._take = forwards, tasks, take
         self._num_wanted, self._block_size = num_wanted, block_size
         self._decided: dict[int, ScoredGroup | None] = {}
         self._num_passed = self._num_useful = 0
@@ -80,7 +84,7 @@ class BatchForwards:
         if not forwards.starts_at_end:
             self._may_start.set()
         self._block: list[ScoredGroup] = []
-        self._running: list[tuple[list[ScoredGroup], asyncio.Task[list[dict[str, list[list[float]]]]]]] = []
+        self._running: list[asyncio.Task[list[ScoredGroup]]] = []
 
     def decide(self, place: int, group: ScoredGroup | None) -> None:
         """Takes note of the group at `place` in the order of prompts; None if it is not trained on."""
@@ -98,16 +102,22 @@ class BatchForwards:
         """Returns `groups`, which were all decided, with the columns of every model."""
         self._start()
         self._may_start.set()
-        columns: dict[int, Mapping[str, list[list[float]]]] = {}
-        for block, task in self._running:
-            columns |= {group.index: found for group, found in zip(block, await task, strict=True)}
-        return [replace(group, columns=columns[group.index]) for group in groups]
+        found = {group.index: group for block in self._running for group in await block}
+        return [found[group.index] for group in groups]
 
     def _start(self) -> None:
         block, self._block = self._block, []
         if block:
-            self._running.append((block, self._tasks.create_task(self._columns(block))))
+            before = self._running[-1] if self._running else None
+            self._running.append(self._tasks.create_task(self._run(block, before)))
 
-    async def _columns(self, block: Sequence[ScoredGroup]) -> list[dict[str, list[list[float]]]]:
+    async def _run(
+        self, block: Sequence[ScoredGroup], before: asyncio.Task[list[ScoredGroup]] | None
+    ) -> list[ScoredGroup]:
         await self._may_start.wait()
-        return await self._forwards.columns(block)
+        columns = await self._forwards.columns(block)
+        if before is not None:
+            await before
+        whole = [replace(group, columns=found) for group, found in zip(block, columns, strict=True)]
+        self._take(whole)
+        return whole

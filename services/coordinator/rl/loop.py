@@ -5,6 +5,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.step import LoopContext, collect, update, warm_up
+from services.coordinator.rl.streaming import sending_blocks
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
 
@@ -23,25 +24,26 @@ async def train(run: Run, context: LoopContext) -> None:
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
         await warm_up(run, context, stamp)
-        await _save_and_evaluate(run, context, stamp)
+        await save_and_evaluate(run, context, stamp)
 
     while version < held or (version < run.num_steps and not run.stopping):
-        with run.phase(Phase.GENERATING):
-            batch = await run.recorded_batch(stamp)
-            if batch is None:
-                batch = run.record.record_batch(await collect(run, context, stamp, version))
-        with run.phase(Phase.TRAINING):
-            version, trained = await update(run, context, batch, stamp)
+        async with sending_blocks(run, context, stamp) as blocks:
+            with run.phase(Phase.GENERATING):
+                batch = await run.recorded_batch(stamp)
+                if batch is None:
+                    batch = run.record.record_batch(await collect(run, context, stamp, version, blocks.take))
+            with run.phase(Phase.TRAINING):
+                version, trained = await blocks.commit(batch) or await update(run, context, batch, stamp)
         with run.phase(Phase.PUBLISHING):
             stamp = await publisher.publish(version)
         run.finish_step(version, step_metrics(run, trained, batch))
-        await _save_and_evaluate(run, context, stamp)
+        await save_and_evaluate(run, context, stamp)
         run.checkpoints.check()
     with run.phase(Phase.CHECKPOINTING):
         await run.end_checkpoints(context.trained_models)
 
 
-async def _save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
+async def save_and_evaluate(run: Run, context: LoopContext, stamp: PolicyStamp) -> None:
     """Saves and evaluates the policy of `stamp`, as far as that is due and not recorded."""
     if run.checkpoint_due(stamp.version):
         with run.phase(Phase.CHECKPOINTING):

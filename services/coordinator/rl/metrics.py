@@ -17,9 +17,24 @@ def step_metrics(run: Run, trained: Mapping[str, float], batch: pa.Table) -> dic
     metrics |= (run.record.ledger.last(Kind.SELECTED, run.version) or {}).get("metrics", {})
     kl = (run.record.ledger.last(Kind.COLLECTED, run.version) or {}).get("kl")
     metrics |= {"kl/coef": kl["kl_coef"], "kl/penalized_per_sample": kl["kl_per_sample"]} if kl else {}
-    if not run.record.batch_is_from_disk:
+    metrics |= _idle(metrics)
+    if not run.record.batch_is_from_disk and not run.config.trainer.lag.versions:  # it generates another step's batch
         metrics["time/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/generating_s"], 1e-9)
     return metrics
+
+
+def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the seconds of the step in which the replicas did not generate, and the trainer did not train.
+
+    The trainer's own time is that of its updates, as it measured them; while a streamed update waits for blocks, it is
+    idle. Publishing, scoring and forwards of other models count as idle.
+    """
+    step_s, generate_s = metrics["time/step_s"], metrics.get("time/generate_busy_s", 0.0)
+    called_s = metrics.get("time/train_busy_s", 0.0)
+    train_s = min(metrics.get("train/train_s", called_s), called_s)
+    busy = {"time/train_busy_s": train_s} if called_s else {}
+    idle = {"rollout": step_s - generate_s, "trainer": step_s - train_s}
+    return busy | {f"time/idle_{side}_s": max(seconds, 0.0) for side, seconds in idle.items()}
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:

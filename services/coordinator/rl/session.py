@@ -17,6 +17,7 @@ from services.coordinator.rl.advantages.python import require_importable
 from services.coordinator.rl.colocated import make_publisher
 from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.lagged import train_lagged
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.run import Run
@@ -65,7 +66,8 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
             frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
             async with open_services(run, addresses) as services:
                 context = _begin(run, services, data, frontend)
-                await train(run, context)
+                loop = train_lagged if config.trainer.lag.versions else train
+                await loop(run, context)
                 return await finish(run, services.trainer)
 
 
@@ -102,6 +104,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     frontend.say(run.describe_start(version, trainer.opened.version))
     shown = frontend.begin(run, version)
     episodes = [LastEpisode(config.run_dir, data.tokenizer.decode, shown)] if config.environment else []
+    run.clock.lanes |= {"generate": services.rollout.busy, "score": services.reward.busy, "train": trainer.busy}
     run.begin(version, [*files(run, version), *episodes, shown])
     return LoopContext(
         data=data.train,

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.blocks import blocks_of
+from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block
 from services.common.tasks import task_group
 from services.coordinator.data.curriculum import prompts_to_try
 from services.coordinator.data.groups import to_table
@@ -13,7 +16,7 @@ from services.coordinator.data.prompts import PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record
 from services.coordinator.rl.collect import Collector, Draw
-from services.coordinator.rl.forwards import Forwards
+from services.coordinator.rl.forwards import Forwards, TakeBlock
 from services.coordinator.rl.publication import Publisher
 from services.coordinator.rl.selection import select
 from services.coordinator.runs.clock import Phase
@@ -67,29 +70,45 @@ async def update(run: Run, context: LoopContext, batch: pa.Table, stamp: PolicyS
     return version, metrics | (critic.result()[1] if critic else {})
 
 
-async def collect(run: Run, context: LoopContext, stamp: PolicyStamp, step: int) -> CollectedBatch:
-    """Samples a batch from `stamp`: scores and selects groups, runs the other models, computes advantages."""
+async def collect(
+    run: Run, context: LoopContext, stamp: PolicyStamp, step: int, take: TakeBlock | None = None
+) -> CollectedBatch:
+    """Samples the batch of `step` from `stamp`: scores and selects groups, runs other models, computes advantages.
+
+    `take` gets its groups in blocks, each as soon as it is complete.
+    """
     config, rollout = run.config, run.config.rollout
     draw = Draw(rollout.completions_per_prompt, rollout.sampling, stamp, step)
-    # A critic's warm-up has step numbers beyond the run's; its success rates are those known at the policy's version.
+    # A critic's warm-up has step numbers beyond the run's; it reads what is known at the policy's version.
+    version = step if step < run.num_steps else stamp.version
     prompts = prompts_to_try(
-        context.data, config, step, lambda _, window: run.record.ledger.success_rates(stamp.version, window)
+        context.data, config, step, lambda _, window: run.record.ledger.success_rates(version, window)
     )
-    async with context.forwards.of_batch() as forwards:
+    async with context.forwards.of_batch(take) as forwards:
         collect_one = context.collector.with_baseline if config.advantage.needs_baseline else context.collector.one
         selected = await select(
             config, prompts, lambda index, prompt: collect_one(index, prompt, draw), forwards.decide
         )
         groups = await forwards.complete(selected.groups)
-    coef = kl_coef(run, stamp.version)
+    coef = kl_coef(run, version)
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)
-    samples = compute_advantages(samples, config.advantage, kl_coef=coef)
+    samples = with_advantages(config, samples, coef)
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     decision = {**selected.decision, "metrics": selected.metrics | context.collector.take_metrics()}
-    return CollectedBatch(samples, stamp, decision, selected.outcomes, context.data.digest, kl)
+    return CollectedBatch(samples, version, stamp, decision, selected.outcomes, context.data.digest, kl)
+
+
+def with_advantages(config: Config, samples: pa.Table, coef: float) -> pa.Table:
+    """Returns `samples` with their advantages; `coef` is that of the KL penalty in the reward.
+
+    Computes each block by itself, as a streamed step must, so that the numbers are the same to the last bit.
+    """
+    size = groups_per_block(config)
+    blocks = blocks_of(samples, size) if size else [samples]
+    return pa.concat_tables(compute_advantages(block, config.advantage, kl_coef=coef) for block in blocks)
 
 
 def kl_coef(run: Run, version: int) -> float:
-    """Returns the coefficient of the KL penalty in the reward of the batch sampled from `version`."""
+    """Returns the coefficient of the KL penalty in the reward of the batch that updates `version`."""
     before = run.record.ledger.last(Kind.COLLECTED, version - 1) or {}
     return coef_after(before.get("kl"), run.config.advantage.kl)

@@ -26,7 +26,7 @@ class Kind(StrEnum):
     EPOCH = "epoch"  # weight-group epoch and its number of replicas
     PUBLISHED = "published"  # stamp that the replicas serve
     SELECTED = "selected"  # which groups a step trains on, which were dropped or left over, and why
-    COLLECTED = "collected"  # Parquet file of a step, its SHA-256, the stamp that its samples were generated from
+    COLLECTED = "collected"  # SHA-256 of a step's Parquet file, the stamp that its samples were generated from
     FINISHED = "finished"  # metrics of a step
     EVALUATED = "evaluated"  # metrics of an evaluation
     EXPORTED = "exported"  # path of the final policy

@@ -22,6 +22,8 @@ class CollectedBatch:
     """A step's samples with advantages, and what the ledger keeps of how they came about."""
 
     samples: pa.Table
+    version: int
+    """The version that it updates."""
     stamp: PolicyStamp
     """The policy stamp that the samples were generated from."""
     decision: Mapping[str, object]
@@ -73,28 +75,31 @@ class RunRecord:
         Raises:
             PreconditionFailed: STORAGE_FAILED: the disk is full or read-only, or the directory is gone.
         """
-        stamp, path = batch.stamp, self._batch_path(batch.stamp.version)
+        version, stamp, path = batch.version, batch.stamp, self._batch_path(batch.version)
         with writing(path):
             _write_parquet(batch.samples, path)
         with self.ledger.transaction():
-            self.ledger.record(Kind.SELECTED, stamp.version, **batch.decision)
-            self.ledger.keep_outcomes(stamp.version, batch.outcomes)
-            collected = {"digest": stamp.digest, "sha256": _sha256(path), "dataset": batch.dataset, "kl": batch.kl}
-            self.ledger.record(Kind.COLLECTED, stamp.version, **collected)
+            self.ledger.record(Kind.SELECTED, version, **batch.decision)
+            self.ledger.keep_outcomes(version, batch.outcomes)
+            collected = {"sha256": _sha256(path), "dataset": batch.dataset, "kl": batch.kl}
+            self.ledger.record(Kind.COLLECTED, version, drawn=stamp.version, digest=stamp.digest, **collected)
         return batch.samples
 
-    def recorded_batch(self, stamp: PolicyStamp) -> pa.Table | None:
-        """Returns the batch that was sampled from exactly `stamp` before a restart; None if missing or damaged."""
-        recorded, path = self.ledger.last(Kind.COLLECTED, stamp.version), self._batch_path(stamp.version)
-        if not recorded or recorded["digest"] != stamp.digest or not path.is_file():
+    def recorded_batch(self, version: int, stamp: PolicyStamp) -> pa.Table | None:
+        """Returns the batch that updates `version`, if it was sampled from exactly `stamp` before a restart.
+
+        Returns None if there is none, or its file is missing or damaged.
+        """
+        recorded, path = self.ledger.last(Kind.COLLECTED, version), self._batch_path(version)
+        if not recorded or self.recorded_stamp(version) != stamp or not path.is_file():
             return None
         self.batch_is_from_disk = _sha256(path) == recorded["sha256"]
         return pq.read_table(path) if self.batch_is_from_disk else None
 
     def recorded_stamp(self, version: int) -> PolicyStamp:
-        """Returns the stamp that the newest batch of `version` was sampled from."""
+        """Returns the stamp that the newest batch for `version` was sampled from; without a digest if there is none."""
         collected = self.ledger.last(Kind.COLLECTED, version) or {}
-        return PolicyStamp(version=version, digest=collected.get("digest", ""))
+        return PolicyStamp(version=collected.get("drawn", version), digest=collected.get("digest", ""))
 
     def record_step(self, version: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a finished step."""
@@ -135,7 +140,7 @@ class RunRecord:
 
 
 def batch_path(run_dir: Path, version: int) -> Path:
-    """Returns the file of the batch that was sampled from `version`."""
+    """Returns the file of the batch that updates `version`."""
     return run_dir / "batches" / f"step-{version:06d}.parquet"
 
 

@@ -31,7 +31,7 @@ _MEGATRON += ("recompute_granularity", "recompute_method", "recompute_num_layers
 _MEGATRON += ("empty_cuda_cache", "async_save")
 for _role in ("trainer", "reference", "critic"):
     _MAY_CHANGE |= {f"{_role}.{key}" for key in (*_MEMORY, *(f"megatron.{key}" for key in _MEGATRON))}
-_MAY_CHANGE.add("trainer.max_logprob_gap")
+_MAY_CHANGE |= {"trainer.max_logprob_gap", "trainer.streaming"}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from services.coordinator.runs.clock import Phase, StepClock
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import RunRecord
 from services.coordinator.runs.reporter import Reporter, Tolerant
-from services.coordinator.runs.resume import Start
+from services.coordinator.runs.resume import Start, step_of
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,11 @@ class Run(Generic[ConfigT]):
         self.checkpoints = Checkpoints(config.run_dir, start.ledger, config.checkpoint, warmup_steps)
         with writing(config.run_dir / "config.json"):
             (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+
+    @property
+    def first_version(self) -> int:
+        """Returns the version of the checkpoint that the run resumes from; 0 if it starts from the model."""
+        return step_of(self.resume_from) if self.resume_from else 0
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -79,7 +84,7 @@ class Run(Generic[ConfigT]):
         return f"training from {self.config.model}"
 
     def batch_id(self, stamp: PolicyStamp) -> str:
-        """Returns the id of the batch sampled from `stamp`; it is the same after a restart."""
+        """Returns the id of the batch that updates `stamp`; it is the same after a restart."""
         return self._batch_id(stamp.version)
 
     def _batch_id(self, version: int) -> str:
@@ -90,7 +95,7 @@ class Run(Generic[ConfigT]):
 
         Then waits for the save in progress first, because the weights must not change before it.
         """
-        batch = self.record.recorded_batch(stamp)
+        batch = self.record.recorded_batch(stamp.version, stamp)
         if batch is not None:
             await self.checkpoints.finish()
         return batch
@@ -102,7 +107,7 @@ class Run(Generic[ConfigT]):
             DataLoss: The batch is missing or damaged.
         """
         stamp = self.record.recorded_stamp(self.version)
-        if self.record.recorded_batch(stamp) is None:
+        if self.record.recorded_batch(self.version, stamp) is None:
             raise DataLoss(
                 f"the trainer has applied step {self.version + 1}, which is not finished in the record, and its batch "
                 f"in {self.config.run_dir} is missing or damaged: restart the trainer, to resume from a checkpoint"

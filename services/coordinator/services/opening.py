@@ -49,7 +49,9 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     for watcher in run.watchers:
         watcher.watch(rollout)
     try:
-        await trainer.open(run.run_id, run.resume_from)
+        held = await trainer.open(run.run_id, run.resume_from)
+        if config.trainer.lag.versions and held != run.first_version:
+            await trainer.go_back(run.run_id, run.resume_from)
         opens = [
             model.open(run.run_id, run.resume_critic_from if name == "critic" else "")
             for name, model in auxiliary.items()

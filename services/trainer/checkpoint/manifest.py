@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
@@ -27,6 +27,8 @@ class TrainState:
     version: int
     last_batch_id: str
     last_metrics: dict[str, float]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the newest published weights by version, as far as samples of them may still arrive."""
 
 
 def staging(path: Path) -> Path:

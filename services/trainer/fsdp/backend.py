@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
-from services.trainer.backend import Backend, LossFunction, Offloads, Part, Role, compute_dtype
+from services.trainer.backend import AddsBlocks, Backend, LossFunction, Offloads, Part, Role, compute_dtype
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.weights import WeightStream, local_shard
@@ -24,7 +24,7 @@ from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Pack
 
 
-class FsdpBackend(OffloadedParts, Backend, Offloads):
+class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
     """Implements a role on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -70,6 +70,16 @@ class FsdpBackend(OffloadedParts, Backend, Offloads):
             outputs.append(outputs_KN.detach())
             totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
         return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
+
+    def accumulate_block(
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        return self.accumulate(packs, temperature, loss)
+
+    def complete_blocks(self, factor: float) -> None:
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         dist.all_reduce(value, op=op)

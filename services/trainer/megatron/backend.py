@@ -13,6 +13,7 @@ from services.common.families.architecture import Architecture
 from services.common.megatron.layout import check_layout
 from services.trainer.backend import (
     Adapters,
+    AddsBlocks,
     Backend,
     BackgroundSaves,
     LossFunction,
@@ -34,7 +35,7 @@ from services.trainer.megatron.model import (
 )
 from services.trainer.megatron.optim.adam import make_optimizer, set_rates, state_tensors
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
-from services.trainer.megatron.role import MegatronModel
+from services.trainer.megatron.role import Collect, MegatronModel
 from services.trainer.megatron.transformer import model_architecture, read_config
 from services.trainer.megatron.weights.lora import add_adapters, merged_values, without_adapters
 from services.trainer.megatron.weights.lora_map import AdapterMap
@@ -51,7 +52,7 @@ from services.trainer.updates.packing import Pack
 T = TypeVar("T")
 
 
-class MegatronBackend(OffloadedParts, Backend, SeveralSenders, Adapters, BackgroundSaves, Offloads):
+class MegatronBackend(OffloadedParts, Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundSaves, Offloads):
     """Implements a role on Megatron-Core."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -63,6 +64,7 @@ class MegatronBackend(OffloadedParts, Backend, SeveralSenders, Adapters, Backgro
             architecture = model_architecture(self._hf)
             self._check_layout(architecture)
         self._map = WeightMap(architecture)
+        self._has_blocks = False
         self._closing = contextlib.ExitStack()
         self._closing.callback(forget_parallelism)
         try:
@@ -104,22 +106,25 @@ class MegatronBackend(OffloadedParts, Backend, SeveralSenders, Adapters, Backgro
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        self._offloader.load(PARAMS, GRADS)
-        for chunk in self._model.ddp_chunks():
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self._zero_gradients()
         micros = self._model.cut(packs)
-        all_rows = self._count_rows(micros)
+        # Megatron divides by all ranks' rows, which its auxiliary losses need; ours is already normalized.
+        collect = self._collect(loss, self._count_rows(micros))
+        return self._gathered(self._model.accumulate(micros, temperature, collect), packs)
 
-        def collect(micro: MicroBatch, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            value, metrics = loss(outputs_KN, micro.pack)
-            # Megatron divides by all ranks' rows, which its auxiliary losses need; ours is already normalized.
-            rows = torch.full((), micro.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
-            return value * all_rows, rows, (outputs_KN.detach(), metrics)
+    def accumulate_block(
+        self, packs: Sequence[Pack], temperature: float, loss: LossFunction
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        if not self._has_blocks:
+            self._zero_gradients()
+        self._offloader.load(PARAMS)  # a forward since the last block has released them
+        self._has_blocks = True
+        kept = self._model.accumulate_block(self._model.cut(packs), temperature, self._collect(loss, 1))
+        return self._gathered(kept, packs)
 
-        kept = self._model.accumulate(micros, temperature, collect)
-        values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in kept], packs)
-        return values, self._sum_metrics([metrics for _, metrics in kept])
+    def complete_blocks(self, factor: float) -> None:
+        self._offloader.load(PARAMS)  # which the step needs too
+        self._model.complete_blocks(factor)
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         dist.all_reduce(value, op=op, group=self._model.parallelism.dp_group)
@@ -137,6 +142,7 @@ class MegatronBackend(OffloadedParts, Backend, SeveralSenders, Adapters, Backgro
         return float(norm)
 
     def discard_gradients(self) -> None:
+        self._has_blocks = False
         self._offloader.release(GRADS, PARAMS)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -245,6 +251,29 @@ class MegatronBackend(OffloadedParts, Backend, SeveralSenders, Adapters, Backgro
             adapters = local_parameters(chunks, parallelism, adapters=True)
             self._base = WeightStream(parameters, self._map, parallelism, self.device)
             self._adapter = WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)
+
+    def _zero_gradients(self) -> None:
+        self._offloader.load(PARAMS, GRADS)
+        for chunk in self._model.ddp_chunks():
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _collect(self, loss: LossFunction, factor: int) -> Collect:
+        """Returns what the schedule calls with a micro-batch: the loss times `factor`, the rows, and what to keep."""
+
+        def collect(micro: MicroBatch, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            value, metrics = loss(outputs_KN, micro.pack)
+            rows = torch.full((), micro.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
+            return value * factor, rows, (outputs_KN.detach(), metrics)
+
+        return collect
+
+    def _gathered(
+        self, kept: Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]], packs: Sequence[Pack]
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns on all stages what the last one kept: the outputs of each pack, and the sums of the metrics."""
+        values = self._model.from_last_stage([outputs_KN for outputs_KN, _ in kept], packs)
+        return values, self._sum_metrics([metrics for _, metrics in kept])
 
     def _count_rows(self, micros: Sequence[MicroBatch]) -> int:
         rows = torch.tensor([sum(micro.num_rows for micro in micros)], device=self.device)

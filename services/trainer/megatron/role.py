@@ -1,5 +1,6 @@
 """Runs packs through one role's model in Megatron: its chunks and process groups."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
@@ -53,6 +54,31 @@ class MegatronModel:
         Returns the kept values on the last pipeline stage, and an empty list elsewhere.
         """
         return self._run(micros, temperature, collect, is_forward_only=False)
+
+    def accumulate_block(self, micros: Sequence[MicroBatch], temperature: float, collect: Collect) -> list[Any]:
+        """Runs forward and backward like `accumulate`, but adds the gradients on each rank by itself.
+
+        `complete_blocks` then sums them over the ranks, and no number of tokens divides them.
+        """
+        held = self.config.finalize_model_grads_func, self.config.no_sync_func
+        with contextlib.ExitStack() as stack:
+            for chunk in self.ddp_chunks():
+                stack.enter_context(chunk.no_sync())  # the schedule's own lets the last micro-batch be reduced
+            self.config.finalize_model_grads_func = self.config.no_sync_func = None
+            try:
+                return self._run(micros, temperature, collect, is_forward_only=False)
+            finally:
+                self.config.finalize_model_grads_func, self.config.no_sync_func = held
+
+    def complete_blocks(self, factor: float) -> None:
+        """Sums the gradients of all blocks over the ranks, and multiplies them by `factor`."""
+        self.parallelism.activate()
+        for chunk in self.ddp_chunks():
+            if chunk.ddp_config.overlap_grad_reduce:  # otherwise finalize_model_grads starts the sum itself
+                chunk.start_grad_sync()
+        finalize_model_grads(self.chunks)
+        for chunk in self.ddp_chunks():
+            chunk.scale_gradients(factor)
 
     def from_last_stage(self, values: Sequence[torch.Tensor], packs: Sequence[Pack]) -> list[torch.Tensor]:
         """Returns `values`, [K, N] of each pack, which only the last pipeline stage has, on all stages."""

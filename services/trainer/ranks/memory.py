@@ -69,6 +69,7 @@ class MemoryCommands:
         return device_state(self._device, resident_bytes=resident, host_bytes=host)
 
     def _synchronize(self) -> None:
+        """Waits for all kernels and their errors."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 

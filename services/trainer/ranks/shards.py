@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common import batch as batches
+from services.common.blocks import trained_tokens
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.megatron.layout import packs_multiple
@@ -53,9 +54,7 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: 
     Raises:
         InvalidInput: The loss needs a column that is missing, or the batch cannot be split as the config asks.
     """
-    for name in _needed(config, role):
-        if samples[name].null_count:
-            raise InvalidInput(f"{name}: required to train the {role} with this loss", field=name)
+    _require_needed(samples, config, role)
     trained = trained_tokens(samples)
     minibatches: list[list[dict[str, object]]] = [[] for _ in range(num_ranks)]
     orders: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -75,11 +74,14 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: 
     ]
 
 
-def trained_tokens(samples: pa.Table) -> np.ndarray:
-    """Returns the number of completion tokens of each sample that loss_mask does not mask, int64 [samples]."""
-    if samples["loss_mask"].null_count:
-        return _lengths(samples, "tokens")
-    return np.array([np.count_nonzero(mask.values) for mask in samples["loss_mask"]])
+def block_parts(block: pa.Table, config: TrainerConfig, num_ranks: int) -> list[Message]:
+    """Returns each rank's samples for `Worker.add_block`, in the order of its packs, and how they are packed.
+
+    Raises:
+        InvalidInput: As in `train_parts`.
+    """
+    _require_needed(block, config, Role.POLICY)
+    return [part for part, _ in _packed(block, config, num_ranks)]
 
 
 def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> tuple[list[Message], np.ndarray]:
@@ -87,20 +89,31 @@ def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> t
 
     Row i of `samples` is row order[i] of the concatenated answers.
     """
-    narrow = samples.select(_COLUMNS)
-    parts, order = [], []
-    for packs in _assign(samples, config, num_ranks):
-        rows = [index for pack in packs for index in pack]
-        frames = list(batches.encode(narrow.take(pa.array(rows))))
-        parts.append(Message({"packs": [len(pack) for pack in packs]}, frames))
-        order += rows
-    return parts, np.argsort(order)
+    packed = _packed(samples, config, num_ranks)
+    return [part for part, _ in packed], np.argsort([row for _, rows in packed for row in rows])
 
 
 def vocab_size_of(config_json: bytes) -> int:
     """Returns the vocabulary size of the model with this config.json."""
     content = json.loads(config_json)
     return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
+
+
+def _packed(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[tuple[Message, list[int]]]:
+    """Returns for each rank its samples, in the order of its packs, with the packs' sizes; and its rows."""
+    narrow = samples.select(_COLUMNS)
+    found = []
+    for packs in _assign(samples, config, num_ranks):
+        rows = [index for pack in packs for index in pack]
+        frames = list(batches.encode(narrow.take(pa.array(rows))))
+        found.append((Message({"packs": [len(pack) for pack in packs]}, frames), rows))
+    return found
+
+
+def _require_needed(samples: pa.Table, config: TrainerConfig, role: Role) -> None:
+    for name in _needed(config, role):
+        if samples[name].null_count:
+            raise InvalidInput(f"{name}: required to train the {role} with this loss", field=name)
 
 
 def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,8 @@ from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.membership import join_epoch
 from services.trainer.ranks.memory import MemoryCommands, reserve_workspaces, return_free_memory
 from services.trainer.ranks.publish import SendingMember, send
+from services.trainer.ranks.strategies import make_backend
+from services.trainer.updates.blocks import BlockUpdate
 from services.trainer.updates.critic import update_critic
 from services.trainer.updates.packing import Pack, build_pack
 from services.trainer.updates.policy import Minibatch, update
@@ -64,6 +67,8 @@ class Worker(MemoryCommands):
         self._profiler: Profiler | None = None
         self._saving: futures.Future[dict[str, Any]] | None = None
         self._num_updates = 0
+        self._blocks: BlockUpdate | None = None  # the update whose blocks are arriving
+        self._profiled = ExitStack()  # closed when that update ends
 
     @rank_command
     def open(
@@ -86,7 +91,7 @@ class Worker(MemoryCommands):
         reserve_workspaces(self._device)
         torch.manual_seed(seed)
         self._configs[role] = config
-        backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
+        backend = self._backends[role] = make_backend(role, config, model_path, self._device)
         if checkpoint_path:
             try:
                 backend.load(Path(checkpoint_path) / "state")
@@ -107,6 +112,7 @@ class Worker(MemoryCommands):
     def close(self) -> None:
         """Closes all roles and frees their models. Leaves the weight group and the process group."""
         self.leave()
+        self.drop_blocks()
         self._end_of_save()
         if self._profiler is not None:
             self._profiler.close()
@@ -157,9 +163,44 @@ class Worker(MemoryCommands):
             index, self._num_updates = self._num_updates, self._num_updates + 1
             with profiler.update(index):
                 metrics = update(backend, built, self._configs[Role.POLICY], temperature, version)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()  # the optimizer's kernels belong to the update: their time and their errors
+        self._synchronize()
         return Message({"metrics": metrics})
+
+    @rank_command
+    def begin_blocks(self, *, temperature: float) -> None:
+        """Begins an update of the policy whose blocks `add_block` gets; drops one that was begun before."""
+        self.drop_blocks()
+        self._blocks = BlockUpdate(self._open(), self._configs[Role.POLICY], temperature)
+        assert self._profiler is not None, "open creates the profiler with the policy"
+        self._profiled.enter_context(self._profiler.update(self._num_updates))
+
+    @rank_command
+    def add_block(self, *, packs: list[int], frames: Sequence[bytes]) -> None:
+        """Adds the gradient of this rank's samples of a block."""
+        assert self._blocks is not None, "the servicer begins an update before it adds a block"
+        built = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
+        with self._profiled.pop_all() as profiled:  # an error ends the profile
+            self._blocks.add(built)
+            self._profiled = profiled.pop_all()
+
+    @rank_command
+    def apply_blocks(self, *, totals: dict[str, int], version: int) -> Message:
+        """Applies the gradient of all blocks to the policy, which is at `version`."""
+        assert self._blocks is not None, "the servicer begins an update before it applies it"
+        with self._profiled.pop_all():
+            update, self._blocks = self._blocks, None
+            metrics = update.apply(Totals(**totals), version)
+        self._num_updates += 1
+        self._synchronize()
+        return Message({"metrics": metrics})
+
+    @rank_command
+    def drop_blocks(self) -> None:
+        """Discards the gradients of the update whose blocks were arriving, if there is one."""
+        update, self._blocks = self._blocks, None
+        self._profiled.close()
+        if update is not None:
+            update.drop()
 
     @rank_command
     def join(self, *, group: str) -> Message:
@@ -339,23 +380,9 @@ class Worker(MemoryCommands):
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
 
 
-def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
-    """Imports and builds the backend. A host may have only one backend's libraries, and they are slow to import."""
-    if config.strategy == "megatron":
-        from services.trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(role, config, model_path, device)
-    from services.trainer.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(role, config, model_path, device)
-
-
 def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:
-    parts, begin = [], 0
-    for size in sizes:
-        parts.append(samples.slice(begin, size))
-        begin += size
-    return parts
+    begins = itertools.accumulate(sizes, initial=0)
+    return [samples.slice(begin, size) for begin, size in zip(begins, sizes, strict=False)]
 
 
 def _exhaust(weights: Iterable[object]) -> None:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.section import TrainerConfig
-from services.common.errors import PreconditionFailed, Reason
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.covariance import covariance, covariance_sums
+from services.trainer.updates.gap import Gaps, require_agreement
 from services.trainer.updates.optim import learning_rate, weight_decay
 from services.trainer.updates.packing import Pack
 
@@ -51,10 +51,13 @@ def update(
     for index, minibatch in enumerate(minibatches):
         if config.loss.needs_covariance:
             _set_covariance(backend, minibatch)
-        loss = functools.partial(_loss, config=config.loss, totals=minibatch.totals)
+        loss = functools.partial(pack_loss, config=config.loss, totals=minibatch.totals)
         outputs, sums = backend.accumulate(minibatch.packs, temperature, loss)
         if config.loss.is_sampled and index == 0:
-            gap = _require_agreement(backend, compared, [*outputs, *later_outputs], config)
+            gaps = Gaps()
+            packs = [pack for minibatch in compared for pack in minibatch.packs]
+            gaps.add(packs, [*outputs, *later_outputs])
+            gap = require_agreement(backend, gaps, sum(m.totals.num_tokens for m in compared), config)
         applied = apply_gradient(backend, config, version * len(minibatches) + index)
         metrics.append({name: float(value) for name, value in sums.items()} | applied)
     return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]} | gap
@@ -73,9 +76,10 @@ def apply_gradient(backend: Backend, config: TrainerConfig, number: int) -> dict
     return {"grad_norm": norm, "lr": lr}
 
 
-def _loss(
+def pack_loss(
     outputs_2N: torch.Tensor, pack: Pack, *, config: LossConfig, totals: Totals
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the policy's loss on one pack and its metrics (`policy_loss`)."""
     # A recomputed old_logprobs column takes precedence. Otherwise the old policy is the engine's or the policy itself,
     # for which the ratio is exactly 1.
     is_engine = config.old_logprobs == "engine"
@@ -89,52 +93,3 @@ def _set_covariance(backend: Backend, minibatch: Minibatch) -> None:
     means_2 = backend.reduce(covariance_sums(columns), dist.ReduceOp.SUM) / minibatch.totals.num_tokens
     for held in columns:
         held["covariance"] = covariance(held, means_2)
-
-
-def _require_agreement(
-    backend: Backend, minibatches: Sequence[Minibatch], outputs: Sequence[torch.Tensor], config: TrainerConfig
-) -> dict[str, float]:
-    """Returns the gap between engine and trainer on `minibatches`, given the `outputs` of the policy before the update.
-
-    Raises:
-        PreconditionFailed: The mean gap is above the config's limit. The gradients are discarded.
-    """
-    gap = _logprob_gap(backend, minibatches, outputs)
-    if not gap["logprob_gap_mean"] <= config.max_logprob_gap:  # "not <=" so that NaN is rejected too
-        backend.discard_gradients()
-        raise PreconditionFailed(
-            f"the engine and the trainer disagree: their log-probabilities differ by {gap['logprob_gap_mean']:.4g} on "
-            f"average, more than trainer.max_logprob_gap {config.max_logprob_gap:g}; nothing was applied",
-            reason=Reason.LOGPROB_GAP,
-            **gap,
-        )
-    return gap
-
-
-def _logprob_gap(
-    backend: Backend, minibatches: Sequence[Minibatch], outputs: Sequence[torch.Tensor]
-) -> dict[str, float]:
-    """Compares behavior and trainer log-probabilities on the n trained tokens of all ranks.
-
-    Returns the mean and the maximum of |behavior - trainer|, the k3 estimate of their KL divergence, and the effective
-    sample size of the importance weights w = exp(trainer - behavior) as a share of n, (sum w)^2 / (n sum w^2), which is
-    1 if they agree exactly.
-    """
-    packs = [pack for minibatch in minibatches for pack in minibatch.packs]
-    num_tokens = sum(minibatch.totals.num_tokens for minibatch in minibatches)
-    is_trained_N = torch.cat([pack.columns["loss_mask"] for pack in packs]) > 0
-    behavior_N = torch.cat([pack.columns["behavior_logprobs"] for pack in packs])[is_trained_N].double()
-    trainer_N = torch.cat([outputs_2N[0] for outputs_2N in outputs])[is_trained_N].double()
-    log_weight_N = trainer_N - behavior_N
-    weight_N = log_weight_N.exp()
-    kl_N = torch.expm1(log_weight_N) - log_weight_N  # unlike the loss's k3 without a bound: it measures
-    gap_N = log_weight_N.abs()
-    sums = torch.stack([x.sum() for x in (gap_N, kl_N, weight_N, weight_N.square())])
-    gap, kl, weight, weight_square = backend.reduce(sums, dist.ReduceOp.SUM) / num_tokens
-    largest = torch.cat([gap_N, gap_N.new_zeros(1)]).max()  # all of a rank's tokens may be masked
-    return {
-        "logprob_gap_mean": float(gap),
-        "logprob_gap_max": float(backend.reduce(largest, dist.ReduceOp.MAX)),
-        "logprob_gap_kl": float(kl),
-        "logprob_gap_ess": float(weight.square() / weight_square),
-    }

@@ -8,6 +8,7 @@ from tests.common.config.smallest import refused
 
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
+LAG = ["trainer.lag.versions=1", "trainer.loss.kind=grpo", "trainer.loss.old_logprobs=engine"]
 GRAPHS = ["trainer.strategy=megatron", "trainer.num_ranks=1"]
 CROSS_FIELD = {
     "colocated ranks and workers are pairs": (
@@ -25,6 +26,11 @@ CROSS_FIELD = {
         ["reference.deployment own needs GPUs of its own"],
         ["placement=disaggregated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
     ),
+    "a lag needs two sets of GPUs": (
+        ["placement=colocated", "trainer.num_ranks=1", *LAG],
+        ["trainer.lag.versions 1", "at the same time"],
+        ["placement=disaggregated", "trainer.num_ranks=1", *LAG],
+    ),
     "a colocated trainer's weights move": (
         ["placement=colocated", *GRAPHS, "trainer.megatron.transformer_config_kwargs={cuda_graph_impl: local}"],
         ["transformer_config_kwargs.cuda_graph_impl", "leave it out"],
@@ -39,6 +45,11 @@ CROSS_FIELD = {
         ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=300"],
         ["reward.group_timeout_s 300 must be below timeouts.score_s 300"],
         ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=299"],
+    ),
+    "a lag needs log-probabilities of the weights that were sampled": (
+        ["trainer.lag.versions=1"],
+        ["lag.versions 1 with loss.old_logprobs recompute", "to engine"],
+        ["trainer.lag.versions=1", "trainer.loss.old_logprobs=engine"],
     ),
     "groups divide": (
         ["data.prompts_per_step=11", "trainer.num_minibatches=4"],

@@ -53,7 +53,7 @@ async def run(
     config = make_config(
         data={"train": "x.parquet", "prompts_per_step": wanted},
         rollout={"completions_per_prompt": 2},
-        trainer={"num_ranks": num_ranks},
+        trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 8192},
     )
     models: Any = [model]
     async with Forwards(models, config).of_batch() as forwards:
@@ -86,7 +86,11 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
     await run(model, range(16), set(range(16)), 16)
     assert [len(block) for block in model.blocks] == [4] * 8  # two groups of two samples
     partial: Any = FakeModel()
-    config = make_config(data={"train": "x.parquet", "prompts_per_step": 16}, rollout={"completions_per_prompt": 2})
+    config = make_config(
+        data={"train": "x.parquet", "prompts_per_step": 16},
+        rollout={"completions_per_prompt": 2},
+        trainer={"max_tokens_per_microbatch": 8192},
+    )
     async with Forwards([partial], config).of_batch() as forwards:
         for place in (1, 0, 3):
             forwards.decide(place, group(place))

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
 from services.common import batch as batches
+from services.common.blocks import content_sha256
 from services.common.config.run import Config
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
@@ -29,6 +30,7 @@ from services.coordinator.rl.session import run_session
 from services.coordinator.runs.ledger import Ledger
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.blocks import BlockStream
 from services.coordinator.services.launch import Addresses
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
@@ -40,10 +42,12 @@ from tests.support import PATIENCE_S
 
 
 class CountingRank:
-    """Trains nothing, and counts how often."""
+    """Trains nothing, and counts how often. Keeps what the blocks of each batch that was applied consisted of."""
 
     def __init__(self) -> None:
         self.trained: list[int] = []
+        self.blocks: list[list[str]] = []
+        self._added: list[str] = []
         self.critic_trained: list[int] = []
 
     @rank_command
@@ -62,8 +66,26 @@ class CountingRank:
             self.critic_trained.append(version)
             return Message({"metrics": {"critic_loss": float(version)}})
         self.trained.append(version)
-        metrics = {"entropy": 1.0, "grad_norm": 2.0, "logprob_gap_max": 0.0, "loss": float(version)}
+        metrics = {"entropy": 1.0, "grad_norm": 2.0, "loss": float(version)}
+        metrics |= {"logprob_gap_max": 0.0, "logprob_gap_ess": 0.75}
         return Message({"metrics": metrics})
+
+    @rank_command
+    def begin_blocks(self, *, temperature: float) -> None:
+        self._added = []
+
+    @rank_command
+    def add_block(self, *, packs: list[int], frames: Sequence[bytes]) -> None:
+        self._added.append(f"{packs} {content_sha256(batches.decode(frames)).hex()}")
+
+    @rank_command
+    def apply_blocks(self, *, totals: dict[str, int], version: int) -> Message:
+        self.blocks.append([*self._added, f"{totals}"])
+        return self.train(version=version, role=Role.POLICY)
+
+    @rank_command
+    def drop_blocks(self) -> None:
+        self._added = []
 
     @rank_command
     def save(self, *, path: str, state: dict[str, Any], **_: Any) -> Message:
@@ -130,6 +152,7 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Deadline:
     """Watches the ledger, metrics.jsonl and every call of the coordinator in this process."""
     deadline = Deadline()
     record, transaction, call, line = Ledger.record, Ledger.transaction, Client.call, JsonLines.step
+    parts = {name: getattr(BlockStream, name) for name in ("send", "commit")}
 
     def recording(self: Ledger, kind: str, version: int | None = None, **body: Any) -> int:
         deadline.before()
@@ -156,6 +179,16 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Deadline:
         line(self, version, metrics)
         deadline.after(f"line {version}")
 
+    def streaming(name: str) -> Callable[[BlockStream, pa.Table], None]:
+        def sending(self: BlockStream, samples: pa.Table) -> None:
+            deadline.before()
+            parts[name](self, samples)
+            deadline.after(f"{name} of a block" if name == "send" else name)
+
+        return sending
+
+    for name in parts:
+        monkeypatch.setattr(BlockStream, name, streaming(name))
     monkeypatch.setattr(Ledger, "record", recording)
     monkeypatch.setattr(Ledger, "transaction", in_transaction)
     monkeypatch.setattr(Client, "call", calling)
@@ -230,7 +263,7 @@ def make_run(directory: Path, num_steps: int, **changes: Any) -> Config:
         },
         rollout={"completions_per_prompt": 2, "max_model_len": 64, "sampling": {"max_tokens": 8}},
         reward={"scorers": [{"kind": "exact"}]},
-        trainer={"max_tokens_per_microbatch": 256},
+        trainer={"max_tokens_per_microbatch": 256, **changes.pop("trainer", {})},
         evaluation={"eval_freq": 1},
         checkpoint={"save_freq": 1, "max_ckpts_to_keep": 10, "max_critic_ckpts_to_keep": 10},
         **changes,

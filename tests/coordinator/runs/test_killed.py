@@ -27,19 +27,31 @@ WITH_CRITIC = {"advantage": {"kind": "gae"}, "critic": {}}
 _LIFE = 12  # events of the first coordinator: enough to open the services and to publish
 
 
-async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(tmp_path: Path, deadline: Deadline):
+# Two blocks of one group each: a group has at most 48 tokens.
+_STREAMED = {"trainer": {"max_tokens_per_microbatch": 48}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "trains"), [({}, {"Train"}), (_STREAMED, {"send of a block", "commit", "TrainBlocks"})]
+)
+async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(
+    tmp_path: Path, deadline: Deadline, changes: dict[str, Any], trains: set[str]
+):
     async with surviving_services() as services:
-        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline)
-        assert {"batch recorded", "Train", "SendWeights", "SaveCheckpoint", "line 2", "ledger evaluated 2"} <= {*events}
+        undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **changes)
+        blocks = [*services.rank.blocks]
+        assert {"batch recorded", "SendWeights", "SaveCheckpoint", "line 2", "ledger evaluated 2"} | trains <= {*events}
         for num_events in range(1, len(events) + 1):
             where = f"killed after {num_events} events: {events[:num_events][-3:]}"
-            config = _made(tmp_path / f"killed-{num_events}")
+            config = _made(tmp_path / f"killed-{num_events}", **changes)
             services.rank.trained.clear()
+            services.rank.blocks.clear()
             deadline.restart(num_events)
             await _run_until_killed(services, config)
             deadline.restart()
             outcome = await services.run(config)
             assert (outcome.version, services.rank.trained) == (NUM_STEPS, [0, 1]), where
+            assert services.rank.blocks == blocks, where
             assert metrics_lines(config.run_dir) == undisturbed, where
             assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS), where
 
@@ -72,16 +84,16 @@ def _record(run_dir: Path) -> tuple[list[int], list[int], list[int]]:
     return finished, evaluated, saved
 
 
-def _made(directory: Path, **models: Any) -> Config:
+def _made(directory: Path, **changes: Any) -> Config:
     directory.mkdir()
-    return make_run(directory, NUM_STEPS, **models)
+    return make_run(directory, NUM_STEPS, **changes)
 
 
 async def _undisturbed(
-    services: Services, directory: Path, deadline: Deadline, **models: Any
+    services: Services, directory: Path, deadline: Deadline, **changes: Any
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Returns the lines of a run that nothing disturbs, and its events."""
-    config = _made(directory, **models)
+    config = _made(directory, **changes)
     deadline.restart()
     await services.run(config)
     return metrics_lines(config.run_dir), deadline.events

@@ -256,6 +256,27 @@ def test_logprob_gap_of_any_part_of_the_batch_stops_before_anything_is_applied(
     assert all(torch.equal(tensor, after[name]) for name, tensor in harness.parameters().items())
 
 
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_samples_of_weights_that_are_too_far_away_are_refused(harness: Harness, minibatches: int) -> None:
+    # Half of the tokens had a tenth of the probability, so half of the importance weights are ten times as large.
+    table = samples()
+    rows = [[x - (2.3 if index % 2 else 0.0) for index, x in enumerate(row)] for row in table["logprobs"].to_pylist()]
+    index = table.schema.get_field_index("logprobs")
+    batch = table.set_column(index, table.schema.field(index), pa.array(rows, pa.list_(pa.float32())))
+    loss = {"num_minibatches": minibatches, "max_logprob_gap": 10.0, "loss": {"old_logprobs": "engine"}}
+    harness.open("untied", loss | {"lag": {"versions": 1, "min_ess": 0.95}})
+    before = harness.parameters()
+    with pytest.raises(PreconditionFailed, match="moved too far") as caught:
+        harness.train(batch)
+    assert caught.value.reason is Reason.LOW_ESS
+    ess = float(caught.value.metadata["logprob_gap_ess"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in harness.parameters().items())
+    harness.open("untied", loss | {"lag": {"versions": 1, "min_ess": ess * 0.99}})
+    assert harness.train(batch)["logprob_gap_ess"] == pytest.approx(ess)
+    harness.open("untied", loss)
+    harness.train(batch)
+
+
 def test_weights_that_are_not_numbers_stop_before_anything_is_applied(harness: Harness) -> None:
     harness.open("untied", {})
     with torch.no_grad():

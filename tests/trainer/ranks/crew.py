@@ -31,6 +31,8 @@ class FakeWorker:
         self.entered = threading.Event()
         self.writers = threading.Event()
         self.write_error: Exception | None = None
+        self.block_error: Exception | None = None
+        self.added, self.dropped = threading.Event(), threading.Event()
         self.crash_error: BaseException = ZeroDivisionError("boom")
 
     @rank_command
@@ -73,6 +75,27 @@ class FakeWorker:
         self.gate.wait()
         self.calls.append("train")
         return Message({"metrics": {"loss": 0.5}})
+
+    @rank_command
+    def begin_blocks(self, **_: Any) -> None:
+        self.calls.append("begin")
+
+    @rank_command
+    def add_block(self, **_: Any) -> None:
+        if self.block_error is not None:
+            raise self.block_error
+        self.calls.append("add")
+        self.added.set()
+
+    @rank_command
+    def apply_blocks(self, **_: Any) -> Message:
+        self.calls.append("apply")
+        return Message({"metrics": {"loss": 0.5}})
+
+    @rank_command
+    def drop_blocks(self) -> None:
+        self.calls.append("drop")
+        self.dropped.set()
 
     @rank_command
     def save(self, *, state: dict[str, Any], **_: Any) -> Message:
@@ -144,8 +167,10 @@ class Service:
         request = pb.SaveCheckpointRequest(path=str(path), **fields)
         return asyncio.create_task(self.client.call(TrainerService.SaveCheckpoint, request, timeout_s=PATIENCE_S))
 
-    async def open(self, run_id: str, role: int = pb.ROLE_POLICY) -> pb.OpenRunResponse:
-        request = pb.OpenRunRequest(run_id=run_id, config_json="{}", model_path=str(self.model), bucket_bytes=1024)
+    async def open(self, run_id: str, role: int = pb.ROLE_POLICY, config_json: str = "{}") -> pb.OpenRunResponse:
+        request = pb.OpenRunRequest(
+            run_id=run_id, config_json=config_json, model_path=str(self.model), bucket_bytes=1024
+        )
         request.role = role
         return await self.client.call(TrainerService.OpenRun, request, timeout_s=PATIENCE_S)
 

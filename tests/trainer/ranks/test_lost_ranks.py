@@ -9,13 +9,18 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.blocks import blocks_of
+from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InternalError, Reason
+from services.trainer.blocks import BlockTraining
 from services.trainer.ranks import calls as ranks_module
 from services.trainer.ranks import sockets
 from services.trainer.ranks.calls import Ranks, follow
 from services.trainer.ranks.sockets import RanksAddress
-from tests.support import PATIENCE_S, free_port
+from tests.support import PATIENCE_S, free_port, make_batch
 from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker, toy
 
 
@@ -86,6 +91,27 @@ async def test_a_rank_that_is_lost_between_commands_is_the_failure_of_all(traine
     assert len(trainer.failures) == 1
     with pytest.raises(InternalError, match=r"rank 1 on .* is gone"):
         await trainer.ranks.call(Worker.echo, value=2)
+
+
+@gone
+async def test_a_rank_that_is_lost_between_blocks_fails_the_batch(trainer: Trainer, number: int) -> None:
+    batch = make_batch(3, 2, PolicyStamp(version=0, digest="d"))
+    header = pb.TrainHeader(batch_id="b", temperature=1.0, role=pb.ROLE_POLICY, groups_per_block=1)
+    training = BlockTraining(trainer.ranks, header, TrainerConfig(num_ranks=2), [0, 1])
+    with toy("follow", trainer.ranks.address.pack()) as rank:
+        async with asyncio.timeout(PATIENCE_S):
+            await trainer.ranks.wait_for_all()
+            await training.begin()
+            first, second, _ = blocks_of(batch, 1)
+            await training.add(first)
+            rank.send_signal(number)
+            await trainer.failed.wait()
+            with pytest.raises(InternalError, match=r"rank 1 on .* is gone") as caught:
+                await training.add(second)
+            assert caught.value.reason is Reason.RANK_FAILED
+            with pytest.raises(InternalError, match=r"rank 1 on .* is gone"):
+                await training.apply(0)
+    assert trainer.own.calls == ["begin", "add"]
 
 
 async def test_a_rank_that_never_comes_is_named(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

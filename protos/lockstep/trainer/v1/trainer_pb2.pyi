@@ -119,18 +119,22 @@ class ForwardResponse(_message.Message):
     def __init__(self, frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class TrainHeader(_message.Message):
-    __slots__ = ("expected_stamp", "batch_id", "temperature", "role", "critic_version")
+    __slots__ = ("expected_stamp", "batch_id", "temperature", "role", "critic_version", "groups_per_block", "drawn_stamp")
     EXPECTED_STAMP_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CRITIC_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    DRAWN_STAMP_FIELD_NUMBER: _ClassVar[int]
     expected_stamp: _types_pb2.PolicyStamp
     batch_id: str
     temperature: float
     role: Role
     critic_version: int
-    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ...) -> None: ...
+    groups_per_block: int
+    drawn_stamp: _types_pb2.PolicyStamp
+    def __init__(self, expected_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., batch_id: _Optional[str] = ..., temperature: _Optional[float] = ..., role: _Optional[_Union[Role, str]] = ..., critic_version: _Optional[int] = ..., groups_per_block: _Optional[int] = ..., drawn_stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ...) -> None: ...
 
 class TrainRequest(_message.Message):
     __slots__ = ("header", "frame", "sha256")
@@ -143,6 +147,51 @@ class TrainRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class TrainResponse(_message.Message):
+    __slots__ = ("version", "metrics", "replayed")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    metrics: _containers.ScalarMap[str, float]
+    replayed: bool
+    def __init__(self, version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., replayed: bool = ...) -> None: ...
+
+class TrainBlock(_message.Message):
+    __slots__ = ("sha256",)
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    def __init__(self, sha256: _Optional[bytes] = ...) -> None: ...
+
+class TrainCommit(_message.Message):
+    __slots__ = ("sha256", "num_samples", "num_tokens")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    num_samples: int
+    num_tokens: int
+    def __init__(self, sha256: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class TrainBlocksRequest(_message.Message):
+    __slots__ = ("header", "frame", "block", "commit")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    header: TrainHeader
+    frame: bytes
+    block: TrainBlock
+    commit: TrainCommit
+    def __init__(self, header: _Optional[_Union[TrainHeader, _Mapping]] = ..., frame: _Optional[bytes] = ..., block: _Optional[_Union[TrainBlock, _Mapping]] = ..., commit: _Optional[_Union[TrainCommit, _Mapping]] = ...) -> None: ...
+
+class TrainBlocksResponse(_message.Message):
     __slots__ = ("version", "metrics", "replayed")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")

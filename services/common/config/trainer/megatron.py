@@ -115,6 +115,11 @@ class MegatronConfig(Strict):
         return self.tensor_model_parallel_size > 1 and self.sequence_parallel is not False
 
     @property
+    def has_auxiliary_loss(self) -> bool:
+        """Whether the router of experts has a loss of its own."""
+        return bool(self.moe.aux_loss_coeff or self.transformer_config_kwargs.get("moe_z_loss_coeff"))
+
+    @property
     def offloads(self) -> frozenset[str]:
         """Returns which of params, grads and optimizer leave the device between phases."""
         keys = {"params": self.param_offload, "grads": self.grad_offload, "optimizer": self.optimizer_offload}

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from services.common.config.base import Strict
+from services.common.config.trainer.lag import LagConfig
 from services.common.config.trainer.loss import ValueLossConfig
 from services.common.config.trainer.megatron import MegatronConfig
 from services.common.config.trainer.section import FsdpConfig, LoraConfig, OptimConfig, TrainerConfig
@@ -38,7 +39,7 @@ class RoleConfig(Strict):
         """Returns the settings for the ranks of this model."""
         names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return trainer.model_copy(update={"lora": LoraConfig(), **given})
+        return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **given})
 
 
 class ReferenceConfig(RoleConfig):

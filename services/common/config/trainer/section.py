@@ -2,9 +2,10 @@
 
 from typing import Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Strict
+from services.common.config.trainer.lag import LagConfig, check_lag
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.megatron import MegatronConfig
 
@@ -167,6 +168,12 @@ class TrainerConfig(Strict):
     num_minibatches: int = Field(default=1, ge=1)
     """Number of optimizer updates per batch. Each update uses an equal share of the prompt groups, and each sample is
     used once."""
+    streaming: Literal["auto", "off"] = "auto"
+    """auto: send prompt groups to the trainer in blocks, in prompt order, while others are still generated, wherever
+    the result is the same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same
+    with both, to the bit on CPU."""
+    lag: LagConfig = LagConfig()
+    """Training on samples of earlier weights."""
     max_logprob_gap: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
     trainer's log-probabilities over a batch is above this."""
@@ -184,6 +191,24 @@ class TrainerConfig(Strict):
     """Megatron settings of the policy, used by strategy megatron."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Profiler traces of time and memory."""
+
+    @property
+    def adds_blocks(self) -> bool:
+        """Whether a batch can be trained on in blocks whose gradients are added up and applied once."""
+        is_sum = self.loss.is_sampled and not self.loss.needs_covariance
+        # Auxiliary losses are divided by other counts than the loss. Of dropout, a stream that is lost uses up numbers.
+        is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
+        return self.num_minibatches == 1 and is_sum and is_alone
+
+    @field_validator("streaming", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads off without quotes as false
+
+    @model_validator(mode="after")
+    def _lag_is_bounded(self) -> Self:
+        check_lag(self.lag, self.loss, self.num_minibatches)
+        return self
 
     @model_validator(mode="after")
     def _lora_needs_megatron(self) -> Self:

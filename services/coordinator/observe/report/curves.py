@@ -56,6 +56,8 @@ _PANELS = (
         {"mean": "train/logprob_gap_mean", "max": "train/logprob_gap_max"},
         is_log=True,
     ),
+    _Panel("Effective sample size, share of the tokens", {"of the importance weights": "lag/ess"}),
+    _Panel("Lag, versions", {"lag": "lag/versions"}),
     _Panel("Response length, tokens", {"mean": "completion/tokens_mean", "longest": "completion/tokens_max"}),
     _Panel("Tokens per second", {"tokens/s": "time/tokens_per_s"}),
     _Panel("Shares", {"mixed groups": "reward/mixed_groups", "truncated": "completion/truncated"}),

@@ -50,6 +50,11 @@ function drawAll() {
     byId("timeline").append(timeline.box);
     timeline.start();
   } else byId("timeline-section").remove();
+  if (data.lanes.length) {
+    const lanes = new Lanes(data.lanes);
+    byId("lanes").append(lanes.box);
+    lanes.start();
+  } else byId("lanes-section").remove();
 }
 
 showHead();

@@ -15,10 +15,11 @@ from services.common.errors import LockstepError, NotFound
 from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, facts, samples
 from services.coordinator.observe.report.failures import failures
+from services.coordinator.observe.report.lanes import lanes
 from services.coordinator.runs.recorded import RecordedLedger
 from services.coordinator.text.tokenizer import Tokenizer
 
-_SCRIPTS = ("draw.js", "plots.js", "samples.js", "page.js")
+_SCRIPTS = ("draw.js", "plots.js", "lanes.js", "samples.js", "page.js")
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -61,6 +62,7 @@ def gather(run_dir: Path) -> dict[str, object]:
         **data,
         "panels": curves.panels(rows),
         "timeline": curves.phases(rows),
+        "lanes": lanes(rows),
         "histogram": samples.histogram(found),
         "samples": shown,
         "failures": [asdict(failure) for failure in failures(run_dir, curves.steps_of(rows))],

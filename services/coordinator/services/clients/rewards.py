@@ -7,6 +7,7 @@ from services.common.config.run import Config
 from services.common.errors import PreconditionFailed, Reason
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
+from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.reward import Reward
 
 
@@ -15,6 +16,7 @@ class Rewards:
 
     def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
         self.services = [Reward(address, config, transport) for address in addresses]
+        self.busy = Busy()
         self._in_progress = dict.fromkeys(self.services, 0)
 
     async def open(self, run_id: str) -> None:
@@ -37,7 +39,8 @@ class Rewards:
         service = min(self.services, key=lambda service: self._in_progress[service])
         self._in_progress[service] += 1
         try:
-            yield service
+            with self.busy.working():
+                yield service
         finally:
             self._in_progress[service] -= 1
 

@@ -27,6 +27,7 @@ from services.common.token_hash import tokens_sha256
 from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
+from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.replica import Replica, ReplicaState
 from services.coordinator.services.gpus import OwnGpus, Side
 
@@ -55,7 +56,7 @@ class Rollout:
         """Creates clients of the replicas. Generating holds `gpus` for the engines."""
         self._gpus = gpus or OwnGpus()
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
-        self.num_redispatched = 0
+        self.num_redispatched, self.busy = 0, Busy()
         self._config = config
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
@@ -176,7 +177,8 @@ class Rollout:
             replica.samples_in_flight += num_samples
             replica.tokens_in_flight += cost
         try:
-            yield replica
+            with self.busy.working():
+                yield replica
         finally:
             replica.samples_in_flight -= num_samples
             replica.tokens_in_flight -= cost

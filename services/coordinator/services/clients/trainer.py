@@ -1,6 +1,6 @@
 """Clients of the trainers: the policy's, and those of the reference and the critic."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
@@ -11,11 +11,14 @@ from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp, WeightGroup
 from services.common import batch as batches
 from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
+from services.coordinator.runs.lanes import Busy
+from services.coordinator.services.clients.blocks import BlockStream
 from services.coordinator.services.gpus import OwnGpus, Side
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
@@ -39,6 +42,7 @@ class Model:
         self._config, self._timeouts = config, config.timeouts
         self._role, self._answer, self.column = _ROLES[name]
         self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
+        self.busy = Busy()
 
     async def open(self, run_id: str, checkpoint: str = "") -> int:
         """Loads the model or, if given, the checkpoint at path `checkpoint`. Returns the version that was loaded."""
@@ -72,26 +76,27 @@ class Model:
             return batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))[self._answer]
 
     async def train(
-        self, batch: pa.Table, batch_id: str, stamp: PolicyStamp, critic_version: int = 0
+        self,
+        batch: pa.Table,
+        batch_id: str,
+        stamp: PolicyStamp,
+        critic_version: int = 0,
+        drawn: PolicyStamp | None = None,
     ) -> tuple[int, dict[str, float]]:
-        """Makes one update on `batch`, which must be sampled from `stamp`. Returns the new version and metrics.
+        """Makes one update of `stamp` on `batch`, which must be sampled from `drawn`, or else from `stamp`.
 
-        Safe to repeat: the trainer applies each batch id only once, and answers it again with the same metrics.
+        Returns the new version and metrics. Safe to repeat: the trainer applies each batch id only once, and
+        answers it again with the same metrics.
         """
-        header = pb.TrainHeader(
-            expected_stamp=stamp,
-            batch_id=batch_id,
-            temperature=self._temperature,
-            role=self._role,
-            critic_version=critic_version,
-        )
+        header = self._header(batch_id, stamp, critic_version, drawn)
         async with self._gpus.held_by(Side.TRAINER):
-            answer = await self._client.call(
-                TrainerService.Train,
-                lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
-                timeout_s=self._timeouts.train_s,
-                max_retry_s=MAX_RETRY_S,
-            )
+            with self.busy.working():
+                answer = await self._client.call(
+                    TrainerService.Train,
+                    lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
+                    timeout_s=self._timeouts.train_s,
+                    max_retry_s=MAX_RETRY_S,
+                )
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
@@ -127,6 +132,20 @@ class Model:
         """Closes the channel."""
         await self._client.close()
 
+    def _header(
+        self, batch_id: str, stamp: PolicyStamp, critic_version: int = 0, drawn: PolicyStamp | None = None
+    ) -> pb.TrainHeader:
+        config, is_policy = self._config, self._role == pb.ROLE_POLICY
+        return pb.TrainHeader(
+            expected_stamp=stamp,
+            drawn_stamp=drawn,
+            batch_id=batch_id,
+            temperature=self._temperature,
+            role=self._role,
+            critic_version=critic_version,
+            groups_per_block=groups_per_block(config) if is_policy and isinstance(config, Config) else 0,
+        )
+
     @property
     def _temperature(self) -> float:
         return self._config.rollout.sampling.temperature if isinstance(self._config, Config) else 1.0
@@ -137,6 +156,23 @@ class Trainer(Model):
 
     def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None):
         super().__init__("trainer", address, config, transport, gpus)
+
+    async def go_back(self, run_id: str, checkpoint: str) -> int:
+        """Closes the run and opens it again at `checkpoint`, or at the model it began with. Returns the version."""
+        request = pb.CloseRunRequest(run_id=run_id)
+        await self._client.call(TrainerService.CloseRun, request, timeout_s=self._timeouts.open_s)
+        return await self.open(run_id, checkpoint)
+
+    def stream(self, batch_id: str, stamp: PolicyStamp) -> BlockStream:
+        """Begins to send the blocks of a batch that is sampled from `stamp`, whose result is that of `train`."""
+        # While blocks are sent, other groups are generated.
+        timeout_s = self._timeouts.generate_s + self._timeouts.train_s
+
+        async def call(requests: AsyncIterator[pb.TrainBlocksRequest]) -> pb.TrainBlocksResponse:
+            with self.busy.working():
+                return await self._client.call(TrainerService.TrainBlocks, requests, timeout_s=timeout_s)
+
+        return BlockStream(self._header(batch_id, stamp), call)
 
     async def join(self, group: WeightGroup) -> str:
         """Joins the weight group as its first members. Returns the digest of the plan that the trainer built."""

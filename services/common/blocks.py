@@ -1,0 +1,58 @@
+"""Cuts a batch into blocks of prompt groups, counts their tokens, and hashes blocks by their content.
+
+A block's hash is over its values and not over the bytes of a message, so that the samples that a trainer received early
+can be compared with those that the coordinator recorded later.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from google.protobuf.message import Message
+
+
+def blocks_of(samples: pa.Table, groups_per_block: int) -> list[pa.Table]:
+    """Cuts `samples`, which are in the order of their groups, after every `groups_per_block` groups."""
+    groups = samples["group"].to_numpy()
+    begins = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))[::groups_per_block]
+    return [
+        samples.slice(begin, end - begin) for begin, end in zip(begins, [*begins[1:], samples.num_rows], strict=True)
+    ]
+
+
+def trained_tokens(samples: pa.Table) -> np.ndarray:
+    """Returns the number of completion tokens of each sample that loss_mask does not mask, int64 [samples]."""
+    if samples["loss_mask"].null_count:
+        return pc.list_value_length(samples["tokens"]).to_numpy().astype(np.int64)
+    return np.array([np.count_nonzero(mask.values) for mask in samples["loss_mask"]], np.int64)
+
+
+def content_sha256(block: pa.Table) -> bytes:
+    """Returns the SHA-256 of all values of `block`, however they are laid out in memory."""
+    sha256 = hashlib.sha256()
+    for name, column in zip(block.schema.names, block.columns, strict=True):
+        for part in (name.encode(), *_bytes_of(column)):
+            sha256.update(len(part).to_bytes(8, "big"))
+            sha256.update(part)
+    return sha256.digest()
+
+
+def batch_sha256(header: Message, blocks: Iterable[bytes]) -> bytes:
+    """Returns the SHA-256 of a batch: of its header and of the hashes of its blocks, in order."""
+    sha256 = hashlib.sha256(hashlib.sha256(header.SerializeToString(deterministic=True)).digest())
+    for block in blocks:
+        sha256.update(block)
+    return sha256.digest()
+
+
+def _bytes_of(column: pa.ChunkedArray) -> Sequence[bytes]:
+    if not pa.types.is_list(column.type):
+        return [json.dumps(column.to_pylist()).encode()]
+    values = pc.list_flatten(column)
+    if values.null_count:
+        return [json.dumps(column.to_pylist()).encode()]
+    lengths = pc.fill_null(pc.list_value_length(column), -1)
+    return [lengths.to_numpy().tobytes(), values.to_numpy().tobytes()]

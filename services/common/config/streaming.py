@@ -1,0 +1,60 @@
+"""Says in which blocks a batch is trained on, and whether they are sent while other groups are still generated."""
+
+from services.common.config.run import Config
+from services.common.config.trainer.section import TrainerConfig
+from services.common.megatron.layout import data_parallel_size, samples_at_once
+
+# More blocks leave less to compute after the last group, and each costs a reduction of the gradients.
+_MAX_BLOCKS = 8
+# Micro-batches of a block for each stage of a pipeline, which fills and drains for every block. So it idles for less
+# than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
+_PACKS_PER_STAGE = 4
+# Their advantages depend on no other group of the batch.
+_GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"}
+
+
+def groups_per_block(config: Config) -> int:
+    """Returns the number of prompt groups in a block; 0 if the batch is trained on as a whole.
+
+    Blocks are as many as can each fill a micro-batch of every rank, or four for each stage of a pipeline, with the
+    longest possible samples, at most eight. They follow from the config alone and not from `trainer.streaming`, so that
+    streaming changes no number.
+    """
+    if not _is_exact(config):
+        return 0
+    wanted, trainer = config.data.prompts_per_step, config.trainer
+    longest = config.data.max_prompt_tokens + config.max_response_tokens
+    most_tokens = wanted * config.rollout.completions_per_prompt * longest
+    num_packs = data_parallel_size(trainer) * _packs_per_rank(trainer)
+    num_blocks = min(wanted, _MAX_BLOCKS, most_tokens // (trainer.max_tokens_per_microbatch * num_packs))
+    return -(-wanted // num_blocks) if num_blocks > 1 else 0
+
+
+def streams(config: Config) -> bool:
+    """Returns whether blocks are sent as they are complete.
+
+    With a lag, the batch is complete before its update; on shared GPUs, the trainer has no memory until it is.
+    """
+    if config.trainer.lag.versions or config.placement == "colocated":
+        return False
+    return config.trainer.streaming == "auto" and groups_per_block(config) > 0
+
+
+def _packs_per_rank(trainer: TrainerConfig) -> int:
+    """Returns the number of micro-batches that a block should have on each rank."""
+    num_stages = trainer.megatron.pipeline_model_parallel_size if trainer.strategy == "megatron" else 1
+    return num_stages * _PACKS_PER_STAGE if num_stages > 1 else 1
+
+
+def _is_exact(config: Config) -> bool:
+    """Returns whether the sum of the blocks' gradients, divided by the batch's counts, is the gradient of the batch."""
+    trainer, advantage = config.trainer, config.advantage
+    return (
+        trainer.adds_blocks
+        and config.critic is None
+        and advantage.kind in _GROUP_KINDS
+        and advantage.whitening != "batch"
+        and config.selection.over_sampling.keep == "index"
+        # A block of a single group, which any last block may be, must have a sample for every rank.
+        and config.rollout.completions_per_prompt >= samples_at_once(trainer)
+    )

@@ -1,0 +1,97 @@
+"""Sends the blocks of a step's batch to the trainer while other groups are still generated.
+
+The trainer keeps the gradients of the blocks and applies nothing before the commit, which is sent once the batch is on
+disk. A stream that is lost costs only time: the batch is then sent as a whole, which gives the same weights.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pyarrow as pa
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common.config.streaming import streams
+from services.common.errors import LockstepError, Reason
+from services.common.tasks import task_group
+from services.coordinator.data.groups import ScoredGroup, to_table
+from services.coordinator.rl.step import LoopContext, kl_coef, with_advantages
+from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.blocks import BlockStream
+
+log = logging.getLogger(__name__)
+
+# What says nothing against the batch: the connection, the deadline, or another call that needed the trainer.
+_LOST = {Reason.UNREACHABLE, Reason.DEADLINE, Reason.STREAM_ENDED}
+Updated = tuple[int, dict[str, float]]
+
+
+class Blocks:
+    """The blocks of one batch. A stream that fails for a reason of its own fails the step at once."""
+
+    def __init__(
+        self,
+        begin: Callable[[], BlockStream] | None,
+        to_block: Callable[[Sequence[ScoredGroup]], pa.Table],
+        tasks: asyncio.TaskGroup,
+    ):
+        self._begin, self._to_block, self._tasks = begin, to_block, tasks
+        self._sent: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
+
+    def take(self, groups: Sequence[ScoredGroup]) -> None:
+        """Sends the next block, if the config streams; called as soon as it is complete."""
+        if self._begin is None:
+            return
+        if self._sent is None:
+            stream = self._begin()
+            self._sent = stream, self._tasks.create_task(_unless_lost(stream))
+        self._sent[0].send(self._to_block(groups))
+
+    async def commit(self, batch: pa.Table) -> Updated | None:
+        """Applies the blocks, which are those of `batch`, as it is on disk. Returns the new version and metrics.
+
+        Returns None if no block was sent or the stream was lost: `batch` must be sent as a whole.
+        """
+        if self._sent is None:
+            return None
+        stream, answer = self._sent
+        stream.commit(batch)
+        return await answer
+
+    def end(self) -> None:
+        """Ends the stream; without a commit, nothing is applied."""
+        if self._sent is not None:
+            self._sent[1].cancel()
+
+
+@asynccontextmanager
+async def sending_blocks(run: Run, context: LoopContext, stamp: PolicyStamp) -> AsyncGenerator[Blocks, None]:
+    """Yields the blocks of the batch sampled from `stamp`. Leaving it without `commit` applies nothing.
+
+    Raises:
+        LockstepError: As the trainer.
+    """
+    config, coef = run.config, kl_coef(run, stamp.version)
+
+    def to_block(groups: Sequence[ScoredGroup]) -> pa.Table:
+        return with_advantages(config, to_table(groups, mask_truncated=config.selection.overlong.mask_truncated), coef)
+
+    begin = (lambda: context.trainer.stream(run.batch_id(stamp), stamp)) if streams(config) else None
+    async with task_group() as tasks:
+        blocks = Blocks(begin, to_block, tasks)
+        try:
+            yield blocks
+        finally:
+            blocks.end()
+
+
+async def _unless_lost(stream: BlockStream) -> Updated | None:
+    """Returns the answer of `stream`, or None if it was lost on the way."""
+    try:
+        return await stream.run()
+    except LockstepError as error:
+        if error.reason not in _LOST:
+            raise
+        log.warning("the stream of blocks was lost; the batch is sent as a whole: %s", error.message)
+        return None

@@ -1,0 +1,54 @@
+"""Sends a batch to the trainer in blocks, in one call that lasts until the batch is complete."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+
+import pyarrow as pa
+from lockstep.trainer.v1 import trainer_pb2 as pb
+
+from services.common import batch as batches
+from services.common.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
+
+# Makes the call with these requests.
+Call = Callable[[AsyncIterator[pb.TrainBlocksRequest]], Awaitable[pb.TrainBlocksResponse]]
+
+
+class BlockStream:
+    """One TrainBlocks call: `run` makes it, `send` gives it blocks, and `commit` ends it."""
+
+    def __init__(self, header: pb.TrainHeader, call: Call):
+        self._header, self._call = header, call
+        # Made before they are sent: gRPC takes an error in the iterator of requests for a canceled call.
+        self._parts: asyncio.Queue[Sequence[pb.TrainBlocksRequest]] = asyncio.Queue()
+
+    async def run(self) -> tuple[int, dict[str, float]]:
+        """Makes the call, which waits for blocks. Returns the new version and metrics, after the commit.
+
+        Raises:
+            LockstepError: The call failed. Nothing was applied, unless the commit was sent before.
+        """
+        answer = await self._call(self._requests())
+        return answer.version, dict(answer.metrics)
+
+    def send(self, block: pa.Table) -> None:
+        """Sends the next block."""
+        frames = [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block)]
+        end = pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block)))
+        self._parts.put_nowait([*frames, end])
+
+    def commit(self, batch: pa.Table) -> None:
+        """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
+        hashes = map(content_sha256, blocks_of(batch, self._header.groups_per_block))
+        commit = pb.TrainCommit(
+            sha256=batch_sha256(self._header, hashes),
+            num_samples=batch.num_rows,
+            num_tokens=int(trained_tokens(batch).sum()),
+        )
+        self._parts.put_nowait([pb.TrainBlocksRequest(commit=commit)])
+        self._parts.put_nowait([])
+
+    async def _requests(self) -> AsyncGenerator[pb.TrainBlocksRequest, None]:
+        yield pb.TrainBlocksRequest(header=self._header)
+        while part := await self._parts.get():
+            for message in part:
+                yield message

@@ -1,0 +1,206 @@
+"""Receives a batch in blocks, and has the ranks compute each block's gradient as soon as it is there."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from lockstep.trainer.v1 import trainer_pb2 as pb
+
+from services.common import batch as batches
+from services.common.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
+from services.trainer.losses import Totals
+from services.trainer.ranks.calls import Ranks
+from services.trainer.ranks.shards import block_parts
+from services.trainer.ranks.worker import Worker
+
+
+class BlockReader:
+    """Reads the messages of a TrainBlocks call: `header`, then the blocks by iteration, which ends after the commit."""
+
+    def __init__(self, messages: AsyncIterator[pb.TrainBlocksRequest]):
+        self._messages = messages
+        self._header = pb.TrainHeader()
+        self._hashes: list[bytes] = []
+        self._num_samples = self._num_tokens = 0
+
+    async def header(self) -> pb.TrainHeader:
+        """Returns the header.
+
+        Raises:
+            InvalidInput: The first message is not a header for blocks of the policy.
+        """
+        async for message in self._messages:
+            self._header = message.header  # an empty one if the message is something else
+            break
+        if self._header.role != pb.ROLE_POLICY or not self._header.groups_per_block:
+            raise InvalidInput(
+                "header: must be the first message, for the policy and with groups_per_block above 0", field="header"
+            )
+        return self._header
+
+    async def __aiter__(self) -> AsyncIterator[pa.Table]:
+        """Yields each block once it is complete. After the last one, compares the whole with the commit.
+
+        Raises:
+            InvalidInput: A message is not one that may come there, or the frames are not a table of SAMPLE_SCHEMA.
+            DataLoss: CORRUPT_TRANSFER, a block or the batch is not what was sent, or the stream ended before its
+                commit.
+        """
+        frames: list[bytes] = []
+        async for message in self._messages:
+            part = message.WhichOneof("part")
+            if part == "frame":
+                frames.append(message.frame)
+            elif part == "block":
+                block, frames = batches.decode(frames, schema=batches.SAMPLE_SCHEMA), []
+                if content_sha256(block) != message.block.sha256:
+                    raise _corrupt("the bytes of a block changed on the way")
+                yield block
+                self._note(block, message.block.sha256)  # the caller has checked its samples
+            elif part == "commit" and not frames:
+                self._require_batch(message.commit)
+                return
+            else:
+                raise InvalidInput(f"{part}: not expected here", field=part or "part")
+        raise _corrupt("it ended before its commit")
+
+    def _note(self, block: pa.Table, sha256: bytes) -> None:
+        self._hashes.append(sha256)
+        self._num_samples += block.num_rows
+        self._num_tokens += int(trained_tokens(block).sum())
+
+    def _require_batch(self, commit: pb.TrainCommit) -> None:
+        if (self._num_samples, self._num_tokens) != (commit.num_samples, commit.num_tokens):
+            raise _corrupt(
+                f"the commit is for {commit.num_samples} samples and {commit.num_tokens} trained tokens, and "
+                f"{self._num_samples} and {self._num_tokens} have arrived"
+            )
+        if batch_sha256(self._header, self._hashes) != commit.sha256:
+            raise _corrupt("its header or its values are not those of the commit")
+
+
+class BlockTraining:
+    """One batch on the ranks: the gradients of its blocks so far, of which nothing is applied before `apply`."""
+
+    def __init__(self, ranks: Ranks, header: pb.TrainHeader, config: TrainerConfig, data_ranks: Sequence[int]):
+        self.header = header
+        self.busy_s = 0.0
+        """Seconds in which the ranks have worked on this batch."""
+        self._ranks, self._config, self._data_ranks = ranks, config, data_ranks
+        self._blocks: list[pa.Table] = []
+        self._last_group, self._was_last, self._is_applied = -1, False, False
+
+    async def begin(self) -> None:
+        """Begins; drops the gradients of a batch that was begun before.
+
+        Raises:
+            InvalidInput: The config does not allow blocks.
+        """
+        if not self._config.adds_blocks:
+            raise InvalidInput(
+                "groups_per_block: must be 0, because this config trains on whole batches (docs/concepts.md, A step)",
+                field="groups_per_block",
+            )
+        await self._ranks.call(Worker.begin_blocks, temperature=self.header.temperature)
+
+    async def add(self, block: pa.Table) -> None:
+        """Computes the gradient of a block, whose samples were checked.
+
+        Raises:
+            InvalidInput: The block does not continue the one before it, has another number of groups than the header
+                says, or cannot be trained on with the config.
+        """
+        self._require_next(block)
+        begin = time.perf_counter()
+        parts = block_parts(block, self._config, max(self._data_ranks) + 1)
+        await self._ranks.call(Worker.add_block, [parts[rank] for rank in self._data_ranks])
+        self._blocks.append(block)
+        self.busy_s += time.perf_counter() - begin
+
+    async def apply(self, version: int) -> dict[str, Any]:
+        """Applies the gradient of all blocks to the policy, which is at `version`. Returns the metrics.
+
+        Raises:
+            InvalidInput: There are no trained tokens.
+        """
+        begin = time.perf_counter()
+        trained = np.concatenate([np.zeros(0, np.int64), *map(trained_tokens, self._blocks)])
+        totals = Totals(int(trained.sum()), int((trained > 0).sum()))
+        if not totals.num_tokens:
+            raise InvalidInput("loss_mask: masks every token of the batch", field="loss_mask")
+        answers = await self._ranks.call(Worker.apply_blocks, totals=vars(totals), version=version)
+        self._is_applied = True
+        self.busy_s += time.perf_counter() - begin
+        return answers[0].body["metrics"]
+
+    async def whole(self, samples: pa.Table, version: int) -> dict[str, Any]:
+        """Trains on a batch that has arrived as a whole; the result is the same as that of its blocks.
+
+        Raises:
+            LockstepError: As `add` and `apply`. Nothing was applied.
+        """
+        await self.begin()
+        try:
+            for block in blocks_of(samples, self.header.groups_per_block):
+                await self.add(block)
+            return await self.apply(version)
+        except BaseException:
+            await self.drop()
+            raise
+
+    async def drop(self) -> None:
+        """Discards the gradients, if they were not applied."""
+        if not self._is_applied:
+            await self._ranks.call(Worker.drop_blocks)
+
+    @property
+    def samples(self) -> pa.Table:
+        """Returns the samples of all blocks so far."""
+        return pa.concat_tables(self._blocks) if self._blocks else batches.SAMPLE_SCHEMA.empty_table()
+
+    def _require_next(self, block: pa.Table) -> None:
+        groups = block["group"].to_numpy()
+        size, num_groups = self.header.groups_per_block, len(set(groups.tolist()))
+        is_ascending = groups[0] > self._last_group and (groups[1:] >= groups[:-1]).all()
+        if self._was_last or num_groups > size or not is_ascending:
+            raise InvalidInput(
+                f"group: a block of {num_groups} groups from {groups[0]} on cannot follow group {self._last_group}; "
+                f"groups must ascend, and each block but the last must have {size}",
+                field="group",
+            )
+        self._last_group, self._was_last = int(groups[-1]), num_groups < size
+
+
+class OpenStream:
+    """The batch whose blocks are arriving. At most one does; a call that begins another or needs the ranks ends it."""
+
+    def __init__(self) -> None:
+        self._training: BlockTraining | None = None
+
+    async def begin(self, training: BlockTraining) -> None:
+        """Begins `training`, after the end of the one before."""
+        await self.end()
+        await training.begin()
+        self._training = training
+
+    def require(self, training: BlockTraining) -> None:
+        """Raises Aborted if another call has ended `training`."""
+        if self._training is not training:
+            raise Aborted(
+                f"another call has ended the stream of batch {training.header.batch_id}: send the batch as a whole",
+                reason=Reason.STREAM_ENDED,
+            )
+
+    async def end(self, training: BlockTraining | None = None) -> None:
+        """Discards the gradients of the batch in progress, if there is one; if given, only if it is `training`."""
+        if self._training is not None and training in (None, self._training):
+            ended, self._training = self._training, None
+            await ended.drop()
+
+
+def _corrupt(why: str) -> DataLoss:
+    return DataLoss(f"a batch in blocks did not arrive as sent: {why}", reason=Reason.CORRUPT_TRANSFER)

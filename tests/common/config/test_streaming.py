@@ -1,0 +1,86 @@
+"""Which runs are trained on in blocks, and in how large ones."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from services.common.config.run import Config
+from services.common.config.streaming import groups_per_block, streams
+
+
+def config(**changes: Any) -> Config:
+    """16 groups of 4 samples of up to 100 tokens, in micro-batches of 400 on each of two ranks."""
+    settings: dict[str, Any] = {
+        "model": "m",
+        "data": {"train": "x.parquet", "prompts_per_step": 16, "max_prompt_tokens": 40},
+        "rollout": {"completions_per_prompt": 4, "sampling": {"max_tokens": 60}, "max_model_len": 128},
+        "reward": {"scorers": [{"kind": "exact"}]},
+        "trainer": {"max_tokens_per_microbatch": 400, "num_ranks": 2},
+    }
+    for section, values in changes.items():
+        settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
+    return Config(**settings)
+
+
+@pytest.mark.parametrize(("max_tokens", "groups"), [(100, 2), (400, 2), (800, 4), (1600, 8), (1601, 0), (16384, 0)])
+def test_a_block_can_fill_a_microbatch_of_every_rank(max_tokens: int, groups: int) -> None:
+    made = config(trainer={"max_tokens_per_microbatch": max_tokens})
+    assert (groups_per_block(made), streams(made)) == (groups, groups > 0)
+
+
+def test_blocks_do_not_depend_on_whether_they_are_streamed() -> None:
+    off = config(trainer={"streaming": "off"})
+    assert (groups_per_block(off), streams(off)) == (groups_per_block(config()), False)
+
+
+def test_off_needs_no_quotes_in_yaml() -> None:
+    assert yaml.safe_load("streaming: off") == {"streaming": False}
+    assert config(trainer={"streaming": False}).trainer.streaming == "off"
+    with pytest.raises(ValueError, match="'auto' or 'off'"):
+        config(trainer={"streaming": True})
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"])
+def test_advantages_of_a_group(kind: str) -> None:
+    assert streams(config(advantage={"kind": kind}))
+
+
+MEGATRON = {"strategy": "megatron"}
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}])
+def test_both_backends_get_the_same_blocks(lora: dict[str, Any]) -> None:
+    made = config(trainer=MEGATRON | {"lora": lora})
+    assert (groups_per_block(made), streams(made)) == (groups_per_block(config()), True)
+
+
+@pytest.mark.parametrize(("stages", "max_tokens", "groups"), [(1, 400, 2), (2, 100, 2), (2, 400, 8), (2, 401, 0)])
+def test_a_block_fills_a_pipeline(stages: int, max_tokens: int, groups: int) -> None:
+    layout = {"megatron": {"pipeline_model_parallel_size": stages}}
+    made = config(trainer=MEGATRON | layout | {"max_tokens_per_microbatch": max_tokens})
+    assert groups_per_block(made) == groups
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "advantages of the whole batch": {"advantage": {"kind": "gpg"}},
+    "whitened over the batch": {"advantage": {"kind": "grpo", "whiten": "batch"}},
+    "whitened by its kind": {"advantage": {"kind": "reinforce_plus_plus"}},
+    "own advantages": {"advantage": {"kind": "python", "import_path": "a.b:c"}},
+    "a critic": {"advantage": {"kind": "gae"}, "critic": {}},
+    "several updates": {"trainer": {"num_minibatches": 2}},
+    "a loss that reads means of the batch": {"trainer": {"loss": {"kind": "clip_cov"}}},
+    "a choice by arrival": {"selection": {"over_sampling": {"factor": 1.5, "keep": "arrival"}}},
+    "a group smaller than the ranks": {"trainer": {"num_ranks": 8}},
+    "a loss of the experts' router": {
+        "trainer": MEGATRON | {"megatron": {"moe": {"load_balancing_type": "aux_loss", "aux_loss_coeff": 0.1}}}
+    },
+    "another one": {"trainer": MEGATRON | {"megatron": {"transformer_config_kwargs": {"moe_z_loss_coeff": 0.1}}}},
+    "dropout": {"trainer": MEGATRON | {"lora": {"rank": 4, "dropout": 0.1}}},
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_needs_the_whole_batch_is_not_cut(case: str) -> None:
+    made = config(**WHOLE[case])
+    assert (groups_per_block(made), streams(made)) == (0, False)

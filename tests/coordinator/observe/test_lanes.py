@@ -1,0 +1,30 @@
+"""Tests the lanes of a step, in the report and as text."""
+
+from services.coordinator.observe.report.lanes import drawing, lanes
+
+STEP = {
+    "step": 3,
+    "time/step_s": 10.0,
+    "time/generate_begin_s": 0.0,
+    "time/generate_end_s": 5.0,
+    "time/generate_busy_s": 4.0,
+    "time/train_begin_s": 2.5,
+    "time/train_end_s": 9.0,
+    "time/train_busy_s": 5.0,
+}
+
+
+def test_a_step_has_the_lanes_that_were_busy() -> None:
+    evaluation = {"step": 3, "eval/test/reward": 0.5}
+    older = {"step": 1, "time/step_s": 4.0, "time/generating_s": 1.0}
+    assert lanes([older, STEP, evaluation]) == [
+        {"step": 3, "seconds": 10.0, "lanes": [("generate", 0.0, 5.0, 4.0), ("train", 2.5, 9.0, 5.0)]}
+    ]
+
+
+def test_lanes_as_text() -> None:
+    assert drawing(STEP).splitlines() == [
+        f"{'':>10}0 s{'10.0 s':>57}",
+        f" generate {'#' * 30:<60} busy 4.0 s, idle 6.0 s",
+        f"    train {' ' * 15 + '#' * 39:<60} busy 5.0 s, idle 5.0 s",
+    ]

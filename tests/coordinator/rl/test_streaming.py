@@ -1,0 +1,99 @@
+"""A streamed step against a real trainer servicer: what the ranks are given, and what a lost stream costs."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import InternalError, PreconditionFailed, Reason, Unavailable
+from services.common.rpc.client import Client
+from services.trainer.ranks.calls import rank_command
+from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services
+
+_TWO_BLOCKS = {"max_tokens_per_microbatch": 48}
+
+
+def made(directory: Path, **trainer: Any) -> Any:
+    directory.mkdir()
+    return make_run(directory, 2, trainer=_TWO_BLOCKS | trainer)
+
+
+async def test_the_ranks_get_the_same_blocks_with_and_without_streaming(tmp_path: Path) -> None:
+    async with surviving_services() as services:
+        await services.run(made(tmp_path / "on"))
+        streamed = [*services.rank.blocks]
+        services.rank.blocks.clear()
+        await services.run(made(tmp_path / "off", streaming="off"))
+        assert services.rank.blocks == streamed
+        assert [len(batch) for batch in streamed] == [3, 3]  # two blocks and the counts
+
+
+@pytest.mark.parametrize("num_messages", [0, 1, 2, 3, 5])
+async def test_a_lost_stream_is_sent_again_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_messages: int
+) -> None:
+    call, lost = Client.call, []
+
+    async def losing(self: Client, method: Any, request: Any, **options: Any) -> Any:
+        if method.__name__ != "TrainBlocks":
+            return await call(self, method, request, **options)
+
+        async def cut() -> AsyncIterator[Any]:
+            for _ in range(num_messages):
+                yield await anext(request)
+            lost.append(method)
+            raise ConnectionError("the link is down")
+
+        with contextlib.suppress(asyncio.CancelledError):  # that is how gRPC reports an iterator that raises
+            await call(self, method, cut(), **options)
+        raise Unavailable("the link is down", reason=Reason.UNREACHABLE)
+
+    async with surviving_services() as services:
+        await services.run(made(tmp_path / "undisturbed"))
+        undisturbed = [*services.rank.blocks]
+        services.rank.blocks.clear()
+        monkeypatch.setattr(Client, "call", losing)
+        outcome = await services.run(made(tmp_path / "lost"))
+        assert (outcome.version, len(lost)) == (2, 2)
+        assert services.rank.blocks == undisturbed
+
+
+async def test_an_error_of_the_trainer_ends_the_step_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Client.call
+
+    async def failing(self: Client, method: Any, request: Any, **options: Any) -> Any:
+        if method.__name__ == "TrainBlocks":
+            raise InternalError("a rank is gone", reason=Reason.RANK_FAILED)
+        assert method.__name__ != "Train"
+        return await call(self, method, request, **options)
+
+    monkeypatch.setattr(Client, "call", failing)
+    async with surviving_services() as services:
+        with pytest.raises(InternalError, match="a rank is gone"):
+            await services.run(made(tmp_path / "run"))
+        assert services.rank.blocks == []
+
+
+async def test_the_same_run_goes_on_after_a_block_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, failures = CountingRank.add_block, [PreconditionFailed("not this block")]
+
+    @rank_command
+    def failing_once(self: CountingRank, **part: Any) -> None:
+        if self._added and failures:
+            raise failures.pop()
+        add(self, **part)
+
+    monkeypatch.setattr(CountingRank, "add_block", failing_once)
+    config = made(tmp_path / "run")
+    async with surviving_services() as services:
+        with pytest.raises(PreconditionFailed, match="not this block"):
+            await services.run(config)
+        assert (services.rank.blocks, services.rank._added) == ([], [])
+        assert (await services.run(config)).version == 2
+        resumed = [*services.rank.blocks]
+        services.rank.blocks.clear()
+        await services.run(made(tmp_path / "undisturbed"))
+        assert services.rank.blocks == resumed

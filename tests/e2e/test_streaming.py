@@ -1,0 +1,52 @@
+"""Runs with real services, two trainer ranks and two replicas: streaming changes no bit of what is trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.lockstep_command import invoke, make_workspace, numbers, weights
+
+# Four blocks of two groups; some groups are dropped, and the reference sees the same blocks.
+_TRAINER = {"num_ranks": 2, "max_tokens_per_microbatch": 256, "optim": {"lr": 1e-3}, "loss": {"kl_coef": 0.05}}
+_SELECTION = {"dynamic": {"enabled": True, "max_rounds": 6}}
+# Rewards of 0 and 1, so that there are groups whose rewards are all equal.
+_SCORER = """
+def score(*, completion, **_):
+    return float(sum(c.isdigit() for c in completion) > 0.15 * max(1, len(completion)))
+"""
+
+
+def finished(directory: Path, streaming: str) -> Path:
+    directory.mkdir()
+    settings: dict[str, Any] = {"num_steps": 3, "selection": _SELECTION, "checkpoint": {"save_freq": 2}}
+    workspace = make_workspace(directory, trainer={**_TRAINER, "streaming": streaming}, **settings)
+    (workspace / "gate.py").write_text(_SCORER)
+    done = invoke("run", "run.yaml", cwd=workspace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished(tmp_path_factory.mktemp("streaming") / "auto", "auto")
+
+
+def test_the_weights_are_the_same_with_and_without(streamed: Path, tmp_path: Path) -> None:
+    whole = finished(tmp_path / "off", "off")
+    assert weights(streamed) == weights(whole) != {}
+    assert numbers(streamed) == numbers(whole)
+    assert sum(line.get("sampling/dropped_zero_variance", 0) for line in numbers(whole)) > 0
+    for workspace, is_streamed in ((streamed, True), (whole, False)):
+        lines = map(json.loads, (workspace / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
+        steps = [line for line in lines if "reward/mean" in line]
+        assert ["train/commit_s" in line for line in steps] == [is_streamed] * 3
+        assert all(0 <= line["time/idle_trainer_s"] <= line["time/step_s"] for line in steps)
+        assert all(0 <= line["time/idle_rollout_s"] <= line["time/step_s"] for line in steps)
+
+
+def test_a_streamed_step_is_the_same_when_it_is_replayed_as_a_whole(streamed: Path) -> None:
+    done = invoke("replay", "runs/run", "--step", 3, "--what", "train", cwd=streamed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 3: identical to the record" in done.stdout + done.stderr

@@ -1,0 +1,58 @@
+"""Batches in blocks on Megatron: what a stream leaves is what the same blocks leave at once, and the whole batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import make_model
+from tests.trainer.fsdp_harness import read
+from tests.trainer.harness_processes import run_harness
+from tests.trainer.megatron_blocks_harness import LAYOUTS
+
+# As in test_backend.py and test_lora.py: float32 sums in another order, two updates deep, relative to a tensor's
+# largest entry. Rounding of weights to bfloat16, which has 8 bits, is that of 1 in 2^8, of updates of up to 3e-2.
+TOLERANCE, ADAPTER_TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 5e-5, 2e-2
+METRIC_TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("blocks")
+    for kind in {layout.kind for layout in LAYOUTS.values()}:
+        make_model(directory / "models" / kind, kind)
+    out = directory / "out"
+    out.mkdir()
+    run_harness("megatron_blocks_harness", out, out)
+    return out
+
+
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, is_bfloat16: bool = False) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        gap = (got[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp_min(1e-12)
+        tolerance = ADAPTER_TOLERANCE if name.startswith("adapter/") else TOLERANCE
+        assert gap <= (BFLOAT16_TOLERANCE if is_bfloat16 else tolerance), f"{name}: {gap:.3g}"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_stream_ends_with_the_same_bits_as_its_blocks_at_once(results: Path, name: str) -> None:
+    (streamed, metrics), (at_once, theirs) = read(results, f"{name}-on"), read(results, f"{name}-off")
+    assert metrics == theirs
+    assert streamed.keys() == at_once.keys()
+    assert [key for key, tensor in at_once.items() if not torch.equal(streamed[key], tensor)] == []
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_blocks_are_the_update_of_the_whole_batch(results: Path, name: str) -> None:
+    (blocks, metrics), (whole, theirs) = read(results, f"{name}-off"), read(results, f"{name}-whole")
+    is_bfloat16 = "bf16" in name
+    for ours, want in zip(metrics["updates"], theirs["updates"], strict=True):
+        tolerance = BFLOAT16_TOLERANCE if is_bfloat16 else METRIC_TOLERANCE
+        assert ours == pytest.approx(want, rel=tolerance, abs=tolerance)
+    assert_close(blocks, whole, is_bfloat16=is_bfloat16)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.endswith("-overlap")])
+def test_blocks_and_whole_batches_may_alternate(results: Path, name: str) -> None:
+    assert_close(read(results, f"{name}-mixed")[0], read(results, f"{name}-whole")[0])

@@ -1,0 +1,127 @@
+"""Real Megatron ranks that train in blocks, in every layout: at once, as with streaming off; and with everything that
+comes between the blocks of a stream.
+
+One process imports everything and forks the ranks of one world after the other. What came out lies in
+DIRECTORY/NAME-{whole,off,on}.{safetensors,json}.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from services.common.blocks import blocks_of, trained_tokens
+from services.trainer.ranks.shards import block_parts
+from tests.trainer.fsdp_harness import FULL_LOSS, TEMPERATURE, samples, write
+from tests.trainer.megatron_harness import (
+    CP,
+    EP,
+    LOSS,
+    OVERLAP,
+    PP,
+    SMALL,
+    TP,
+    VPP,
+    Layout,
+    MegatronHarness,
+    run_all,
+    run_ranks,
+)
+
+NUM_UPDATES, GROUPS_PER_BLOCK = 2, 2
+MODES = ("whole", "off", "on")
+KL = {"loss": FULL_LOSS}
+LORA = {"lora": {"rank": 4, "alpha": 8.0}}
+
+
+def _layouts() -> Iterator[tuple[str, Layout]]:
+    splits: dict[str, dict[str, Any]] = {"tp2": TP, "pp2": PP, "cp2": CP, "dp2": {}}
+    yield "untied-1", _layout("untied", 1, {})
+    yield "untied-1-kl", _layout("untied", 1, {}, KL)
+    yield "moe-1", _layout("moe", 1, {})
+    yield "untied-1-lora", _layout("untied", 1, {}, LORA)
+    yield "untied-1-bf16", _layout("untied", 1, {}, {"compute_dtype": "bfloat16"})
+    for name, megatron in splits.items():
+        yield f"tied-{name}", _layout("tied", 2, megatron)
+        yield f"untied-{name}-kl", _layout("untied", 2, megatron, KL)
+        yield f"untied-{name}-lora", _layout("untied", 2, megatron, LORA | KL)
+    yield "moe-ep2", _layout("moe", 2, EP)
+    yield "deep-vpp2", _layout("deep", 2, PP | VPP)
+    yield "untied-dp2-plain", _layout("untied", 2, {"use_distributed_optimizer": False})
+    yield "untied-dp2-overlap", _layout("untied", 2, OVERLAP)
+    yield "tied-pp2-overlap", _layout("tied", 2, PP | OVERLAP)
+    yield "moe-ep2-overlap", _layout("moe", 2, EP | OVERLAP)
+    yield "untied-dp2-auto_offload", _layout("untied", 2, {"auto_offload": True})
+
+
+def _layout(kind: str, world: int, megatron: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> Layout:
+    return Layout(kind, world, megatron, SMALL | {"loss": LOSS} | dict(changes or {}))
+
+
+LAYOUTS = dict(_layouts())
+
+
+def run(harness: MegatronHarness, name: str, directory: Path) -> None:
+    """The same updates in each of MODES, from the same weights."""
+    for mode in MODES:
+        harness.open(LAYOUTS[name])
+        metrics = []
+        for seed in range(NUM_UPDATES):
+            batch = samples(seed)
+            if mode == "whole":
+                metrics.append(harness.train(batch, version=seed))
+            else:
+                metrics.append(_in_blocks(harness, batch, seed, is_streamed=mode == "on"))
+        tensors = _weights(harness)
+        if harness.rank == 0:
+            write(directory, f"{name}-{mode}", tensors, {"updates": metrics})
+    if name.endswith("-overlap"):  # what a whole update leaves in Megatron's buckets
+        harness.open(LAYOUTS[name])
+        _in_blocks(harness, samples(0), 0, is_streamed=False)
+        harness.train(samples(1), version=1)
+        tensors = _weights(harness)
+        if harness.rank == 0:
+            write(directory, f"{name}-mixed", tensors, {})
+
+
+def _in_blocks(harness: MegatronHarness, batch: pa.Table, version: int, *, is_streamed: bool) -> dict[str, float]:
+    worker, blocks = harness.worker, blocks_of(batch, GROUPS_PER_BLOCK)
+    if is_streamed:  # a stream that was lost
+        worker.begin_blocks(temperature=TEMPERATURE)
+        _add(harness, blocks[1])
+        worker.drop_blocks()
+    worker.begin_blocks(temperature=TEMPERATURE)
+    for block in blocks:
+        _add(harness, block)
+        if is_streamed:  # of later groups
+            harness.logprobs(batch)
+            if harness.config.loss.kl_coef:
+                harness.logprobs(batch, role="reference")
+    trained = trained_tokens(batch)
+    totals = {"num_tokens": int(trained.sum()), "num_sequences": int((trained > 0).sum())}
+    return worker.apply_blocks(totals=totals, version=version).body["metrics"]
+
+
+def _add(harness: MegatronHarness, block: pa.Table) -> None:
+    parts = block_parts(block, harness.config, harness._num_parts("policy"))
+    part = parts[harness._data_ranks["policy"]]
+    harness.worker.add_block(**part.body, frames=part.frames)
+
+
+def _weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
+    """Of the policy, and of its adapters alone, on rank 0."""
+    adapters = harness.backend.adapter() if harness.config.lora.rank else ()
+    own = {f"adapter/{name}": tensor.clone() for name, tensor in adapters if tensor is not None}
+    return harness.weights() | own
+
+
+def main(directory: Path) -> int:
+    """0 if every rank came to its end."""
+    for world in sorted({layout.world for layout in LAYOUTS.values()}):
+        mine = [name for name, layout in LAYOUTS.items() if layout.world == world]
+        if any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=mine, run=run))):
+            return 1
+    return 0

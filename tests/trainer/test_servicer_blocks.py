@@ -1,0 +1,223 @@
+"""A batch that is sent in blocks, asked of a real trainer of two ranks over gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from lockstep.trainer.v1 import trainer_pb2 as pb
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
+from lockstep.types.v1.types_pb2 import PolicyStamp
+
+from services.common import batch as batches
+from services.common.blocks import batch_sha256, blocks_of, content_sha256
+from services.common.errors import Aborted, DataLoss, InvalidInput, LockstepError, PreconditionFailed, Reason
+from tests.trainer.deployment import Deployment
+from tests.trainer.test_servicer import changed, with_row
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "FSDP": {},
+    "Megatron": {"strategy": "megatron", "num_ranks": 2},
+    "Megatron, pipeline": {
+        "strategy": "megatron",
+        "num_ranks": 2,
+        "megatron": {"pipeline_model_parallel_size": 2},
+    },
+}
+Messages = list[pb.TrainBlocksRequest]
+
+
+def header_of(trainer: Deployment, batch_id: str = "streamed", groups: int = 1, **more: Any) -> pb.TrainHeader:
+    header = pb.TrainHeader(
+        expected_stamp=trainer.stamp, batch_id=batch_id, temperature=1.0, role=pb.ROLE_POLICY, groups_per_block=groups
+    )
+    for name, value in more.items():
+        setattr(header, name, value)
+    return header
+
+
+def messages_of(header: pb.TrainHeader, batch: pa.Table, blocks: Sequence[pa.Table] | None = None) -> Messages:
+    blocks = blocks or blocks_of(batch, header.groups_per_block)
+    requests = [pb.TrainBlocksRequest(header=header)]
+    for block in blocks:
+        requests += [pb.TrainBlocksRequest(frame=frame) for frame in batches.encode(block, frame_bytes=1)]
+        requests.append(pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=content_sha256(block))))
+    commit = pb.TrainCommit(
+        sha256=batch_sha256(header, map(content_sha256, blocks)),
+        num_samples=batch.num_rows,
+        num_tokens=sum(map(len, batch["tokens"].to_pylist())),
+    )
+    return [*requests, pb.TrainBlocksRequest(commit=commit)]
+
+
+async def as_stream(messages: Sequence[pb.TrainBlocksRequest]) -> AsyncIterator[pb.TrainBlocksRequest]:
+    for message in messages:
+        yield message
+
+
+async def send(trainer: Deployment, messages: Sequence[pb.TrainBlocksRequest]) -> pb.TrainBlocksResponse:
+    return await trainer.call(TrainerService.TrainBlocks, as_stream(messages))
+
+
+async def refused(trainer: Deployment, messages: Messages) -> LockstepError:
+    """The error of TrainBlocks; and that nothing was applied: version and content are what they were."""
+    before = trainer.stamp
+    with pytest.raises(LockstepError) as caught:
+        await send(trainer, messages)
+    assert await trainer.held() == before
+    assert await trainer.publish() == before
+    return caught.value
+
+
+async def digest_after_whole(trainer: Deployment, groups: int, **changes: Any) -> tuple[PolicyStamp, dict[str, float]]:
+    """Trains a fresh run on the whole batch, which leaves the stamp that a stream must leave."""
+    await trainer.open(**changes)
+    await trainer.publish()
+    answer = await trainer.train(trainer.batch(), groups_per_block=groups)
+    return await trainer.publish(), without_times(answer.metrics)
+
+
+def without_times(metrics: Any) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.endswith("_s")}
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
+    trainer: Deployment, groups: int, aggregation: str, backend: str
+) -> None:
+    loss = {"aggregation": aggregation, "entropy_coef": 0.01}
+    changes = {"loss": loss, "max_tokens_per_microbatch": 64, **BACKENDS[backend]}
+    whole, metrics = await digest_after_whole(trainer, groups, **changes)
+    await trainer.open(**changes)
+    await trainer.publish()
+    answer = await send(trainer, messages_of(header_of(trainer, groups=groups), trainer.batch()))
+    assert (answer.version, answer.replayed) == (1, False)
+    assert await trainer.publish() == whole
+    assert without_times(answer.metrics) == metrics
+    # The same update without blocks differs by rounding only: float32 sums of about a hundred terms in another order.
+    await trainer.open(**changes)
+    await trainer.publish()
+    at_once = without_times((await trainer.train(trainer.batch())).metrics)
+    assert metrics == pytest.approx(at_once, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer: Deployment, backend: str) -> None:
+    whole, _ = await digest_after_whole(trainer, 0, **BACKENDS[backend])
+    await trainer.open(**BACKENDS[backend])
+    before = await trainer.publish()
+    messages = messages_of(header_of(trainer, groups=2), trainer.batch())
+    for length in range(len(messages)):
+        # It ends in order, but too early; then it is cut by the caller while the trainer waits for more.
+        with pytest.raises((InvalidInput, DataLoss)):
+            await send(trainer, messages[:length])
+        taken = asyncio.Event()
+
+        async def stuck(length: int = length, taken: asyncio.Event = taken) -> AsyncIterator[pb.TrainBlocksRequest]:
+            for message in messages[:length]:
+                yield message
+            taken.set()
+            await asyncio.Event().wait()
+
+        call = asyncio.create_task(trainer.call(TrainerService.TrainBlocks, stuck()))
+        await taken.wait()
+        call.cancel()
+        await asyncio.wait({call})
+        assert await trainer.held() == before
+    assert await trainer.publish() == before
+    # Without blocks nothing else discards gradients before the update.
+    await trainer.train(trainer.batch(), batch_id="streamed")
+    assert await trainer.publish() == whole
+
+
+async def test_a_batch_is_applied_once_however_it_is_sent(trainer: Deployment) -> None:
+    batch, header = trainer.batch(), header_of(trainer)
+    first = await send(trainer, messages_of(header, batch))
+    again = await trainer.train(batch, batch_id="streamed", stamp=header.expected_stamp, groups_per_block=1)
+    assert (again.replayed, again.version, dict(again.metrics)) == (True, 1, dict(first.metrics))
+    streamed_again = await send(trainer, messages_of(header, batch))
+    assert (streamed_again.replayed, dict(streamed_again.metrics)) == (True, dict(first.metrics))
+
+
+async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> None:
+    batch = trainer.batch()
+    good = messages_of(header_of(trainer), batch)
+    assert (await refused(trainer, good[1:])).metadata["field"] == "header"
+    assert (await refused(trainer, messages_of(header_of(trainer, groups=1, batch_id=""), batch))).metadata[
+        "field"
+    ] == "batch_id"
+    # One sample of the last block was drawn by other weights.
+    late = with_row(batch, "policy_digest", 11, "f" * 32)
+    error = await refused(trainer, messages_of(header_of(trainer), late))
+    assert (type(error), error.reason) == (PreconditionFailed, Reason.DIGEST_MISMATCH)
+    # A block is missing, doubled, or larger than the header says.
+    blocks = blocks_of(batch, 1)
+    for sent, kind in (
+        (blocks[:3], DataLoss),
+        ([*blocks[:2], *blocks[1:]], InvalidInput),
+        ([blocks[1], blocks[0], *blocks[2:]], InvalidInput),
+        (blocks_of(batch, 2), InvalidInput),
+    ):
+        assert type(await refused(trainer, messages_of(header_of(trainer), batch, sent))) is kind
+    # The record has other values than the blocks that were sent.
+    other = messages_of(header_of(trainer), changed(batch, "reward", [0.5] * batch.num_rows))
+    error = await refused(trainer, [*good[:-1], other[-1]])
+    assert (type(error), error.reason) == (DataLoss, Reason.CORRUPT_TRANSFER)
+    wrong_block = pb.TrainBlocksRequest(block=pb.TrainBlock(sha256=b"x"))
+    is_block = [message.WhichOneof("part") == "block" for message in good]
+    flipped = [wrong_block if at == is_block.index(True) else message for at, message in enumerate(good)]
+    assert (await refused(trainer, flipped)).reason is Reason.CORRUPT_TRANSFER
+    assert (await send(trainer, good)).version == 1
+
+
+async def test_a_gap_is_found_before_anything_is_applied(trainer: Deployment) -> None:
+    await trainer.open(max_logprob_gap=2.0)
+    await trainer.publish()
+    batch = trainer.batch()
+    off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
+    error = await refused(trainer, messages_of(header_of(trainer), off))
+    assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_GAP)
+    assert (await send(trainer, messages_of(header_of(trainer), batch))).version == 1
+
+
+async def _save(trainer: Deployment, directory: Path) -> None:
+    await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(directory / "checkpoint")))
+
+
+async def _stream_again(trainer: Deployment, directory: Path) -> None:
+    with pytest.raises(DataLoss):
+        await send(trainer, messages_of(header_of(trainer, "other"), trainer.batch())[:-1])
+
+
+@pytest.mark.parametrize("other", [_save, _stream_again])
+async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
+    trainer: Deployment, tmp_path: Path, other: Callable[[Deployment, Path], Any]
+) -> None:
+    whole, _ = await digest_after_whole(trainer, 1)
+    await trainer.open()
+    await trainer.publish()
+    messages, goes_on = messages_of(header_of(trainer), trainer.batch()), asyncio.Event()
+    reached = asyncio.Event()
+
+    async def interrupted() -> AsyncIterator[pb.TrainBlocksRequest]:
+        for message in messages[:-1]:
+            yield message
+        reached.set()
+        await goes_on.wait()
+        yield messages[-1]
+
+    call = asyncio.create_task(trainer.call(TrainerService.TrainBlocks, interrupted()))
+    await reached.wait()
+    # The messages were sent; a Forward is answered after the blocks that the ranks have got.
+    await trainer.forward(trainer.batch())
+    await other(trainer, tmp_path)
+    goes_on.set()
+    with pytest.raises(Aborted) as caught:
+        await call
+    assert caught.value.reason is Reason.STREAM_ENDED
+    await trainer.train(trainer.batch(), batch_id="streamed", groups_per_block=1)
+    assert await trainer.publish() == whole
