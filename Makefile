@@ -5,9 +5,13 @@ SHELL := bash
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+GPU_PYTHON ?= python3.12
+GPU_VENV ?= .venv-gpu
+GPU_BIN := $(GPU_VENV)/bin
+GPUS ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
-.PHONY: setup run test test-fast test-runs test-faults test-parts lint protos bench clean
+.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-faults test-parts lint protos bench clean
 
 setup: $(VENV)/.installed
 
@@ -18,6 +22,21 @@ $(VENV)/.installed: requirements/cpu.txt pyproject.toml deploy/setup.sh
 run: setup
 	$(BIN)/lockstep data arithmetic --out data/arithmetic
 	$(BIN)/lockstep run deploy/runs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
+
+setup-gpu: $(GPU_VENV)/.installed
+
+$(GPU_VENV)/.installed: requirements/gpu.txt pyproject.toml deploy/setup_gpu.sh
+	@PYTHON=$(GPU_PYTHON) VENV=$(GPU_VENV) bash deploy/setup_gpu.sh
+	@touch $@
+
+data/larger/model.safetensors: | setup-gpu
+	$(GPU_BIN)/python -m deploy.quickstart.make_model data/larger --hidden-size 512 --num-layers 8 trainer.optim.lr=5e-4
+
+# On GPUS GPUs of this host, by default all, each of which has a trainer rank and an engine.
+run-gpu: setup-gpu data/larger/model.safetensors
+	$(GPU_BIN)/lockstep data arithmetic --out data/arithmetic
+	$(GPU_BIN)/lockstep run deploy/runs/gpu.yaml trainer.num_ranks=$(GPUS) rollout.num_replicas=$(GPUS) \
+	  name=gpu-$$(date +%Y%m%d-%H%M%S)
 
 # Services that wait for one another to start leave time for the tests of the other parts; sed keeps lines whole.
 test: setup lint

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 _GRACE_S = 60.0
-_WITH_MODEL = ("sync", "step", "rollout")
+_WITH_MODEL = ("sync", "step", "rollout", "colocated")
 _BF16 = "trainer.strategy=megatron trainer.compute_dtype=bfloat16"
 _SYNC = "rollout.engine.gpu_memory_utilization=0.5 rollout.engine.enforce_eager=true"
 _STEP = "rollout.engine.gpu_memory_utilization=0.8 rollout.engine.additional_config.shorter_by=4"
@@ -44,6 +44,7 @@ def commands() -> Iterator[tuple[int, str]]:
             yield world, f"train train-experts-{world} --only '*a3b*{world} GPUs*'"
     yield from _publications()
     yield from _rollouts()
+    yield from _colocated()
     for each in (1, 2, 4):
         both = f"trainer.num_ranks={each} rollout.num_replicas={each} rollout.sampling.max_tokens=1024 num_steps=8"
         yield 2 * each, f"step step-qwen3-0.6b-{each}to{each} qwen3-0.6b {_BF16} {_STEP} {both}"
@@ -67,6 +68,16 @@ def _publications() -> Iterator[tuple[int, str]]:
         both = f"{_BF16} {_SYNC} trainer.num_ranks={each} rollout.num_replicas={each}"
         tp = f"trainer.megatron.tensor_model_parallel_size={each} trainer.megatron.sequence_parallel=true"
         yield 2 * each, f"sync sync-qwen3-8b-{each}to{each}-tp{each} qwen3-8b {both} {tp}"
+
+
+def _colocated() -> Iterator[tuple[int, str]]:
+    short = "rollout.sampling.max_tokens=1024"
+    for strategy in ("fsdp", "megatron"):
+        both = f"trainer.strategy={strategy} trainer.compute_dtype=bfloat16 {short}"
+        yield 1, f"colocated colocated-qwen3-0.6b-{strategy} qwen3-0.6b {both}"
+    lora = "trainer.lora.rank=32 trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=8192"
+    yield 1, f"colocated colocated-qwen3-8b-lora qwen3-8b {_BF16} {short} {lora}"
+    yield 1, f"colocated colocated-qwen3-8b-full qwen3-8b {_BF16} {short} {_FITS}"
 
 
 def _rollouts() -> Iterator[tuple[int, str]]:

@@ -22,7 +22,7 @@ from services.coordinator.services.launch import Addresses
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WARM_UP = 3
-_KEPT = {
+KEPT = {
     "time/step_s": "step [s]",
     "time/generating_s": "generate and score [s]",
     "time/training_s": "train [s]",
@@ -57,7 +57,7 @@ def run(overrides: list[str], directory: Path) -> tuple[Path, dict[str, list[flo
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line]
     warm = steps[min(_WARM_UP, len(steps) - 1) :]  # at least one step, if the run was interrupted
-    samples = {label: [step[key] for step in warm] for key, label in _KEPT.items()}
+    samples = {label: [step[key] for step in warm] for key, label in KEPT.items()}
     samples["training reward"] = [step["reward/mean"] for step in steps]
     for evaluation in outcome.evaluations:
         samples[f"held-out reward after {evaluation['version']} steps"] = [evaluation["eval/held-out/reward"]]

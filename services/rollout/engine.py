@@ -5,14 +5,15 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args
 
 import torch
-from lockstep.types.v1.types_pb2 import Completion, FinishReason, ModelCard, SamplingParams
+from lockstep.types.v1.types_pb2 import Completion, DeviceMemory, FinishReason, ModelCard, SamplingParams
 from vllm import SamplingParams as EngineSampling
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -24,15 +25,19 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
-from services.common.errors import InvalidInput, PreconditionFailed, Reason, Unavailable
+from services.common.device_memory import DeviceState, changed, gib
+from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
 from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
+from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.failures import log_size, see_log, start_failure
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
+from services.rollout.weights.sleeping import Fit
 
 if TYPE_CHECKING:
     from vllm.inputs import TokensInput
@@ -42,8 +47,21 @@ Answer = TypeVar("Answer")
 
 _FINISH = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
 
+# How long vLLM may take to abort samples. It takes milliseconds.
+_ABORT_S = 60.0
 
-def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_rank: int = 0) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Needs:
+    """Says what the engine must be able to do in a run."""
+
+    adapter_rank: int = 0
+    """LoRA rank of adapters that are published beside a base; 0 if whole weights are published."""
+    can_sleep: bool = False
+    """Whether the engine must be able to free its memory."""
+
+
+def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: Needs = Needs()) -> dict[str, Any]:
     """Returns the vLLM engine arguments; `config.engine` overrides all others."""
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -65,6 +83,9 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
     if torch.cuda.is_available():
         # vLLM's default for LLM, with which whole batches of prompts start in few steps. AsyncLLM's is for low latency.
         arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
+        if needs.can_sleep:
+            # vLLM takes this share of the GPU. The rest is for what stays of the trainer, such as its CUDA context.
+            arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": SHARED_UTILIZATION}
     else:
         arguments |= {
             "dtype": config.dtype if config.dtype != "auto" else "float32",
@@ -76,10 +97,10 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, adapter_
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
         }
-    if adapter_rank:
+    if needs.adapter_rank:
         arguments |= {
             "enable_lora": True,
-            "max_lora_rank": next(rank for rank in get_args(MaxLoRARanks) if rank >= adapter_rank),
+            "max_lora_rank": next(rank for rank in get_args(MaxLoRARanks) if rank >= needs.adapter_rank),
             "max_loras": 1,
             "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         }
@@ -118,12 +139,16 @@ class Engine:
         for sentinel in self._sentinels:
             self._loop.add_reader(sentinel, self._note_death)
         self.samples_in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.asleep: frozenset[str] = frozenset()
+        """The parts of the engine, WEIGHTS and KV_CACHE, whose memory is freed."""
 
     @classmethod
     async def start(
-        cls, config: RolloutConfig, card: ModelCard, seed: int, on_death: Callable[[], None], adapter_rank: int = 0
+        cls, config: RolloutConfig, card: ModelCard, seed: int, on_death: Callable[[], None], needs: Needs = Needs()
     ) -> "Engine":
-        """Starts vLLM with dummy weights; with `adapter_rank`, for a base and an adapter of that rank.
+        """Starts vLLM with dummy weights.
 
         Raises:
             InvalidInput: The model card or an engine argument is invalid.
@@ -134,8 +159,8 @@ class Engine:
         write_model_card(card, Path(directory.name))
         os.environ["VLLM_RPC_BASE_PATH"] = directory.name  # vLLM never removes the sockets that it makes there
         try:
-            arguments = AsyncEngineArgs(**engine_arguments(config, directory.name, seed, adapter_rank))
-            if adapter_rank:
+            arguments = AsyncEngineArgs(**engine_arguments(config, directory.name, seed, needs))
+            if needs.adapter_rank:
                 _check_adapters_run(arguments)
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except (TypeError, ValueError) as error:  # vLLM raises these for unknown or invalid arguments
@@ -143,7 +168,7 @@ class Engine:
             raise InvalidInput(f"rollout: vLLM refuses its arguments: {message}", field="rollout.engine") from error
         except RuntimeError as error:
             raise start_failure(error, begin) from error
-        return cls(llm, directory, on_death, adapter_request(directory.name) if adapter_rank else None)
+        return cls(llm, directory, on_death, adapter_request(directory.name) if needs.adapter_rank else None)
 
     @property
     def num_workers(self) -> int:
@@ -178,6 +203,7 @@ class Engine:
             await self._load_tokenizer()
         output: RequestOutput | None = None
         self.samples_in_flight += 1
+        self._idle.clear()
         try:
             outputs = self._llm.generate(
                 prompt, _engine_sampling(sampling, seed), uuid.uuid4().hex, lora_request=self._adapter
@@ -190,6 +216,8 @@ class Engine:
             raise InvalidInput(f"sampling: {error}", field="sampling") from error
         finally:
             self.samples_in_flight -= 1
+            if not self.samples_in_flight:
+                self._idle.set()
         assert output is not None, "vLLM ends every request with an output"
         result = output.outputs[0]
         if result.finish_reason not in _FINISH:
@@ -216,12 +244,44 @@ class Engine:
             Unavailable: The engine died.
         """
         name = method.__name__
-        call = asyncio.ensure_future(self._llm.collective_rpc(name, args=args))
-        await asyncio.wait({call, self._died}, return_when=asyncio.FIRST_COMPLETED)
-        if not call.done() or isinstance(call.exception(), EngineDeadError):
-            call.cancel()
-            raise Unavailable(f"the engine died during {name}", reason=Reason.ENGINE_DEAD)
-        return call.result()
+        return await self._until_death(self._llm.collective_rpc(name, args=args), name)
+
+    async def sleep(self) -> list[DeviceMemory]:
+        """Frees weights and KV cache, and returns the memory of each worker. The caller has no samples here.
+
+        vLLM before 0.32 cannot sleep while only a part is awake, so the KV cache is woken first then.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, there is no memory for the KV cache, which has to be woken first.
+            Unavailable: The engine died.
+        """
+        begin = time.perf_counter()
+        if self.asleep == {KV_CACHE}:
+            await self.wake(KV_CACHE)
+        before = await self.call_workers(WeightReceiver.lockstep_memory)
+        if not self.asleep:
+            await self._until_idle()
+            await self.call_workers(WeightReceiver.lockstep_before_sleep)
+            await self._until_death(self._llm.sleep(level=2), "sleep")
+            await self.call_workers(WeightReceiver.lockstep_after_sleep)
+            self.asleep = frozenset((WEIGHTS, KV_CACHE))
+        return await self._changed_memory(before, begin)
+
+    async def wake(self, part: str) -> list[DeviceMemory]:
+        """Takes memory for WEIGHTS or KV_CACHE, with unspecified content, and returns the memory of each worker.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, the device of a worker has too little. Nothing was taken on any.
+            Unavailable: The engine died.
+        """
+        begin = time.perf_counter()
+        before = await self.call_workers(WeightReceiver.lockstep_memory)
+        if part in self.asleep:
+            _require_fit(part, await self.call_workers(WeightReceiver.lockstep_fit, part))
+            await self._until_death(self._llm.wake_up(tags=[part]), f"wake_up of {part}")
+            await self.call_workers(WeightReceiver.lockstep_after_wake, part)
+            self.asleep -= {part}
+        return await self._changed_memory(before, begin)
 
     async def pause(self) -> None:
         """Aborts all samples and pauses sampling."""
@@ -255,6 +315,28 @@ class Engine:
                 raise InvalidInput(message, field="sampling.stop") from error
             self._has_tokenizer = True
 
+    async def _until_death(self, request: Awaitable[Answer], name: str) -> Answer:
+        call = asyncio.ensure_future(request)
+        await asyncio.wait({call, self._died}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done() or isinstance(call.exception(), EngineDeadError):
+            call.cancel()
+            raise Unavailable(f"the engine died during {name}", reason=Reason.ENGINE_DEAD)
+        return call.result()
+
+    async def _until_idle(self) -> None:
+        """Waits until samples whose caller is gone have ended."""
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                await self._idle.wait()
+        except TimeoutError as error:
+            message = f"{self.samples_in_flight} canceled samples have not ended within {_ABORT_S:g} s"
+            raise PreconditionFailed(message) from error
+
+    async def _changed_memory(self, before: Sequence[DeviceState], begin: float) -> list[DeviceMemory]:
+        after = await self.call_workers(WeightReceiver.lockstep_memory)
+        duration_s = time.perf_counter() - begin
+        return [changed(*states, duration_s) for states in zip(before, after, strict=True)]
+
     def _note_death(self) -> None:
         self._forget_processes()
         if not self._died.done():
@@ -266,6 +348,17 @@ class Engine:
             with contextlib.suppress(ValueError):
                 self._loop.remove_reader(sentinel)
         self._sentinels = []
+
+
+def _require_fit(part: str, fits: Sequence[Fit]) -> None:
+    for index, fit in enumerate(fits):
+        if fit["needed_bytes"] > fit["free_bytes"]:
+            raise Overloaded(
+                f"worker {index} needs {gib(fit['needed_bytes'])} for its {part}, but {fit['device_uuid']} has only "
+                f"{gib(fit['free_bytes'])} free",
+                reason=Reason.OUT_OF_MEMORY,
+                **fit,
+            )
 
 
 def _check_adapters_run(arguments: AsyncEngineArgs) -> None:

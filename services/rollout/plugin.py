@@ -5,8 +5,16 @@ import os
 import select
 import threading
 
+from services.rollout.compat.vllm.compiled import ignore_model_path
+
 
 def install() -> None:
+    """Installs what every engine process needs."""
+    ignore_model_path()
+    _exit_with_parent()
+
+
+def _exit_with_parent() -> None:
     """Ends an engine process when the process that started it ends; vLLM would leave it running (vllm#55510)."""
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _THREAD for thread in threading.enumerate()):

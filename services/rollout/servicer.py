@@ -20,13 +20,19 @@ from services.common.token_hash import tokens_sha256
 from services.common.transfer import seal
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
-from services.rollout.engine import Engine, Sample
+from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
+from services.rollout.engine import Engine, Needs, Sample
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
 from services.rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
 NAME = "lockstep.rollout.v1.RolloutService"
+
+_PARTS: Mapping[int, str] = {
+    rollout_pb2.ENGINE_PART_WEIGHTS: WEIGHTS,
+    rollout_pb2.ENGINE_PART_KV_CACHE: KV_CACHE,
+}
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -37,7 +43,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._fail, self._metrics, self._counts = fail, RolloutMetrics(registry, self._state), counts
         self._engine: Engine | None = None
         self._run, self._fence = NO_RUN, Fence()
-        self._adapter_rank = 0
+        self._needs = Needs()
+        self._num_generating = 0
         self._max_samples = 0
         self._stamp: PolicyStamp | None = None
         self._received: PolicyStamp | None = None
@@ -47,6 +54,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def GetInfo(self, request: rollout_pb2.GetInfoRequest, context: Context) -> rollout_pb2.GetInfoResponse:
         state = "serving" if self._stamp else "open" if self._engine else "idle"
+        if self._engine and self._engine.asleep:
+            state = "asleep"
         info = service_info("rollout", state, run=self._run, libraries=("torch", "transformers"))
         info.libraries.update(accelerator_libraries())
         return rollout_pb2.GetInfoResponse(
@@ -63,16 +72,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if self._counts:
             config = with_statistics(config)
         run = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
+        needs = Needs(adapter_rank=request.adapter_rank, can_sleep=request.can_sleep)
         async with self._changing:
             self._fence.take_over(request.run_id)
-            if self._engine and (self._run, self._adapter_rank) != (run, request.adapter_rank):
+            if self._engine and (self._run, self._needs) != (run, needs):
                 await self._close()
             if self._engine is None:
                 on_death = lambda: self._fail("the engine died")  # noqa: E731
-                self._engine = await Engine.start(
-                    config, request.model_card, request.seed, on_death, request.adapter_rank
-                )
-                self._run, self._adapter_rank, self._max_samples = run, request.adapter_rank, config.max_samples
+                self._engine = await Engine.start(config, request.model_card, request.seed, on_death, needs)
+                self._run, self._needs, self._max_samples = run, needs, config.max_samples
         return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
 
     @shielded
@@ -99,11 +107,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             [asyncio.create_task(engine.sample(prompt.tokens, seed, request.sampling)) for seed in prompt.seeds]
             for prompt in request.prompts
         ]
+        self._num_generating += 1
         try:
             with self._fence.guarding():  # another run would close the engine
                 for finished in asyncio.as_completed(list(map(answer, request.prompts, tasks))):
                     yield await finished
         finally:
+            self._num_generating -= 1
             for task in itertools.chain(*tasks):  # if the caller is gone or a group failed, abort the rest
                 task.cancel()
 
@@ -116,9 +126,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             raise PreconditionFailed(
                 f"epoch {epoch} is not above {self._epoch}, which this replica has seen", reason=Reason.OLD_EPOCH
             )
-        if bool(request.plan.adapter_config_json) != bool(self._adapter_rank):
+        if bool(request.plan.adapter_config_json) != bool(self._needs.adapter_rank):
             raise InvalidInput(
-                f"plan: the engine was opened with adapter_rank {self._adapter_rank}, the plan has "
+                f"plan: the engine was opened with adapter_rank {self._needs.adapter_rank}, the plan has "
                 f"{'an' if request.plan.adapter_config_json else 'no'} adapter; open both with the same config",
                 field="plan",
             )
@@ -141,6 +151,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             engine = self._open_engine()
             if not self._joined or request.epoch != self._epoch:
                 raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
+            if WEIGHTS in engine.asleep:
+                raise PreconditionFailed("the engine has no memory for weights; call Wake", reason=Reason.ASLEEP)
             self._stamp = self._received = None
             await engine.pause()
             answers = await engine.call_workers(WeightReceiver.lockstep_receive, request.version)
@@ -178,9 +190,35 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     f"asked to serve {show(request.stamp)} but received {held}",
                     reason=Reason.DIGEST_MISMATCH,
                 )
+            if engine.asleep:
+                raise PreconditionFailed("the engine has no KV cache; call Wake", reason=Reason.ASLEEP)
             await engine.resume()
             self._stamp, self._received = self._received, None
         return rollout_pb2.CommitWeightsResponse()
+
+    @shielded
+    async def Sleep(self, request: rollout_pb2.SleepRequest, context: Context) -> rollout_pb2.SleepResponse:
+        async with self._changing:
+            engine = self._open_engine()
+            if not self._needs.can_sleep:
+                raise PreconditionFailed("the run was opened without can_sleep, so its engine cannot free its memory")
+            if self._num_generating:
+                raise PreconditionFailed(
+                    f"{self._num_generating} calls of Generate are in progress; wait for them, or cancel them"
+                )
+            self._stamp = self._received = None  # the weights are dropped: others must be received and committed
+            return rollout_pb2.SleepResponse(workers=await engine.sleep())
+
+    @shielded
+    async def Wake(self, request: rollout_pb2.WakeRequest, context: Context) -> rollout_pb2.WakeResponse:
+        part = _PARTS.get(request.part)
+        if part is None:
+            raise InvalidInput("part: must be weights or kv_cache", field="part")
+        async with self._changing:
+            engine = self._open_engine()
+            if part == KV_CACHE and WEIGHTS in engine.asleep:
+                raise PreconditionFailed("the weights must be woken before the KV cache", reason=Reason.ASLEEP)
+            return rollout_pb2.WakeResponse(workers=await engine.wake(part))
 
     async def ReceiveTestBroadcast(
         self, request: rollout_pb2.ReceiveTestBroadcastRequest, context: Context
@@ -216,6 +254,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return self._engine
 
     def _served(self, expected: PolicyStamp) -> PolicyStamp:
+        if self._engine and self._engine.asleep:
+            raise PreconditionFailed("the engine sleeps, and its weights were dropped", reason=Reason.ASLEEP)
         if self._stamp is None:
             raise PreconditionFailed("this replica serves no committed weights", reason=Reason.NOT_SERVING)
         require_stamp(expected, self._stamp, who="this replica")

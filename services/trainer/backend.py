@@ -3,7 +3,7 @@
 The loop over mini-batches, the losses and the on-policy contract are implemented elsewhere.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -142,6 +142,40 @@ class Adapters(Protocol):
 
     def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
         """Returns the names of `adapter`, in the same order, with meta tensors."""
+        ...
+
+
+class Part(StrEnum):
+    """Names what of a model can leave the device."""
+
+    OPTIMIZER = "optimizer"
+    """Optimizer state, float32 weights beside bfloat16 ones, and buffers for gradients, which are dropped."""
+    PARAMETERS = "parameters"
+    """The weights that forward and backward compute with."""
+
+
+@runtime_checkable
+class Offloads(Protocol):
+    """A backend that can keep parts of its model in host memory. These methods are no collectives."""
+
+    def release(self, parts: Collection[Part]) -> None:
+        """Moves parts to host memory. No method that uses them may be called until they are acquired."""
+        ...
+
+    def acquire(self, parts: Collection[Part]) -> None:
+        """Moves parts back to the device, bit for bit. Parts that are there stay as they are."""
+        ...
+
+    def needed_bytes(self, parts: Collection[Part]) -> int:
+        """Returns the bytes of the device that `acquire` would take."""
+        ...
+
+    def device_bytes(self) -> int:
+        """Returns the bytes of the device that both parts take now."""
+        ...
+
+    def host_bytes(self) -> int:
+        """Returns the bytes of host memory that are kept for the parts."""
         ...
 
 

@@ -27,7 +27,7 @@ from services.common.transfer import from_messages, to_messages
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
-from services.trainer.backend import Role
+from services.trainer.backend import Part, Role
 from services.trainer.blocks import BlockReader, BlockTraining, OpenStream
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
@@ -35,8 +35,10 @@ from services.trainer.contract import OpenRole, check_contract, check_header, ch
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.network import published_host
+from services.trainer.ranks.publish import highest_cost
 from services.trainer.ranks.shards import check_samples, forward_parts, train_parts, vocab_size_of
 from services.trainer.ranks.worker import CONFIGS, Worker
+from services.trainer.released import Released
 
 NAME = "lockstep.trainer.v1.TrainerService"
 
@@ -51,6 +53,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._store = store  # where the members of weight groups meet
         self._run_id, self._fence = "", Fence()
         self._roles: dict[Role, OpenRole] = {}
+        self._released = Released(ranks)
         self._epoch, self._epoch_timeout_s = -1, 0.0
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
         self._last_export = ("", -1, pb.ExportHuggingFaceResponse())  # its path and version, with its answer
@@ -100,6 +103,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidInput("role: must be policy, reference or critic", field="role")
         role = role_of(header.role)
         held = self._require_open(self._stand_in(role))
+        self._released.require_here(self._stand_in(role), Part.PARAMETERS)
         check_temperature(header.temperature)
         check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
         data_ranks = held.data_ranks
@@ -125,6 +129,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if header.batch_id and header.batch_id == held.state.last_batch_id:
                 return replay(header, held, sha256.hex())
             check_contract(header, samples, role, held)
+            self._released.require_here(role, *Part)
             await self._stream.end()
             if header.groups_per_block and role is Role.POLICY:
                 training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
@@ -156,6 +161,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if header.batch_id and header.batch_id == held.state.last_batch_id:
                 return _as_blocks(replay(header, held, ""))
             check_header(header)
+            self._released.require_here(Role.POLICY, *Part)
             training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
             await self._stream.begin(training)
         try:
@@ -203,6 +209,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     f"cannot send version {request.version}: the trainer holds version {policy.state.version}",
                     reason=Reason.STALE_STAMP,
                 )
+            self._released.require_here(Role.POLICY, Part.PARAMETERS)
             skips_base = False
             if policy.opened.plan.adapter_config_json:
                 agreed = await self._killing_epoch_on_cancel(Worker.agree)
@@ -215,7 +222,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             stamp=policy.stamp,
             num_bytes=sent["num_bytes"],
             duration_s=sent["duration_s"],
-            cost=_most([answer.body["cost"] for answer in answers if answer.body]),
+            cost=highest_cost([answer.body["cost"] for answer in answers if answer.body]),
         )
 
     @shielded
@@ -231,6 +238,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                         f"cannot save version {request.version}: the trainer holds version {held.state.version}",
                         reason=Reason.STALE_STAMP,
                     )
+                self._released.require_here(role, *Part)
                 await self._stream.end()  # FSDP does not save while there are gradients
                 stack.enter_context(checkpoint.staged(Path(request.path)))
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(held.state), role=role)
@@ -247,10 +255,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             asked = request.path, self._require_open().state.version
             if asked == self._last_export[:2] and Path(request.path).exists():
                 return self._last_export[2]  # the caller did not get this answer
+            self._released.require_here(Role.POLICY, Part.PARAMETERS)
             with checkpoint.staged(Path(request.path)):
                 answers = await self._ranks.call(Worker.export, path=request.path)
             self._last_export = (*asked, pb.ExportHuggingFaceResponse(**answers[0].body))
         return self._last_export[2]
+
+    @shielded
+    async def ReleaseMemory(self, request: pb.ReleaseMemoryRequest, context: Context) -> pb.ReleaseMemoryResponse:
+        async with self._changing:
+            self._require_any_open()
+            await self._stream.end()  # its gradients are dropped with the optimizer's memory
+            return pb.ReleaseMemoryResponse(ranks=await self._released.release(request, self._roles))
+
+    @shielded
+    async def AcquireMemory(self, request: pb.AcquireMemoryRequest, context: Context) -> pb.AcquireMemoryResponse:
+        async with self._changing:
+            self._require_any_open()
+            return pb.AcquireMemoryResponse(ranks=await self._released.acquire(request, self._roles))
 
     async def SendTestBroadcast(
         self, request: pb.SendTestBroadcastRequest, context: Context
@@ -280,6 +302,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):
             await self._close()
         self._roles.pop(role, None)
+        self._released.forget(role)
         answers = await self._ranks.call(
             Worker.open,
             role=role,
@@ -306,6 +329,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
+        self._released.forget()
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())
         self._last_export = ("", -1, pb.ExportHuggingFaceResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one
@@ -328,10 +352,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._kill_epoch()  # the caller gave up on a member, so the others should not wait for it either
             raise
 
-    def _require_open(self, role: Role = Role.POLICY) -> OpenRole:
+    def _require_any_open(self) -> None:
         self._fence.require()
         if not self._roles:
             raise PreconditionFailed("no run is open on this trainer; call OpenRun", reason=Reason.RUN_NOT_OPEN)
+
+    def _require_open(self, role: Role = Role.POLICY) -> OpenRole:
+        self._require_any_open()
         if role not in self._roles:
             raise InvalidInput(f"role: no {role} is open on this trainer", field="role")
         return self._roles[role]
@@ -345,11 +372,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 def _as_blocks(answer: pb.TrainResponse) -> pb.TrainBlocksResponse:
     return pb.TrainBlocksResponse(version=answer.version, metrics=answer.metrics, replayed=answer.replayed)
-
-
-def _most(costs: list[dict[str, Any]]) -> types_pb2.PublicationCost:
-    """Returns the largest of each cost over the senders, which work at the same time."""
-    return types_pb2.PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
 
 
 async def receive(requests: AsyncIterator[Any]) -> tuple[Any, pa.Table]:

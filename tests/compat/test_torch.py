@@ -11,7 +11,7 @@ from torch import nn
 
 from services.common.compat.torch import allreduce, broadcast, copy_all, gloo_group
 from services.rollout.compat.torch import OperatorWatch, writes_input
-from services.trainer.compat.torch import CallableParameters, is_persistent, storage_id
+from services.trainer.compat.torch import CallableParameters, HostMemory, is_persistent, storage_id
 
 TIMEOUT = timedelta(seconds=7)
 
@@ -117,3 +117,9 @@ def test_parameters_can_be_called_and_run_hooks() -> None:
     parameters.register_forward_pre_hook(lambda *_: calls.append("hook"))
     assert list(parameters()) == ["a"] and calls == ["hook"]
     assert list(parameters.state_dict()) == ["a"]
+
+
+def test_host_memory_is_page_locked_for_gpus_only() -> None:
+    memory = HostMemory(1000, torch.device("cpu"))
+    assert (memory.flat.numel(), memory.flat.dtype, memory.flat.is_pinned()) == (1000, torch.uint8, False)
+    assert callable(torch.cuda.cudart) and callable(torch.cuda.check_error)  # it uses them with a GPU

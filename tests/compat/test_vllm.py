@@ -2,11 +2,13 @@
 
 import asyncio
 import inspect
+import json
 import multiprocessing
 from array import array
 from dataclasses import fields
 from importlib.util import find_spec
 from multiprocessing import forkserver
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +18,10 @@ import pytest
 import torch
 import vllm.envs
 from torch import nn
-from vllm.config import ParallelConfig
+from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.device_allocator import AllocationData, cumem
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention import Attention
@@ -38,13 +42,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.executor.abstract import SLEEP_TAGS
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
-from services.rollout.compat.vllm import engine_fork, reload
+from services.rollout.compat.vllm import engine_fork, memory, reload
 from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.scheduler import kind_of
 from services.rollout.compat.vllm.worker import rank_of
@@ -107,6 +112,25 @@ async def test_what_reads_an_engine_is_ended_before_it_and_tells_who_waits() -> 
     assert source.index("engine_core.shutdown(") < source.index("cancel_task_threadsafe(handler)")
 
 
+# ---- compiled
+
+
+def test_compiled_models_are_looked_up_by_the_model_card_and_not_by_its_path(tmp_path: Path) -> None:
+    models = {}
+    for name, hidden_size in (("first", 32), ("same", 32), ("wider", 64)):
+        card = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden_size}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(card | {"head_dim": 16, "num_hidden_layers": 2}))
+        arguments = AsyncEngineArgs(str(tmp_path / name), skip_tokenizer_init=True)  # loads the plugin
+        models[name] = arguments.create_model_config()
+    hashes = {name: model.compute_hash() for name, model in models.items()}
+    assert hashes["first"] == hashes["same"] != hashes["wider"]
+    assert models["same"].model == str(tmp_path / "same")
+    original: Any = ModelConfig.compute_hash
+    with_path = original.__wrapped__
+    assert with_path(models["first"]) != with_path(models["same"])  # else compiled.py is not needed
+
+
 # ---- scheduler
 
 
@@ -155,6 +179,36 @@ def test_the_extension_collides_with_no_attribute_of_a_worker() -> None:
 def test_a_workers_rank_counts_data_parallelism() -> None:
     parallel = SimpleNamespace(world_size=4, data_parallel_index=2)
     assert rank_of(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel), rank=3)) == 11
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("knows_sleep", [True, False])  # before is_asleep, an allocation sleeps with its tag
+def test_allocations_of_sleep_mode_say_their_size_and_part(monkeypatch: pytest.MonkeyPatch, knows_sleep: bool) -> None:
+    assert {"handle", "tag"} <= {field.name for field in fields(AllocationData)}
+    allocator = cumem.CuMemAllocator()
+    monkeypatch.setattr(cumem, "cumem_available", True)
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+    kind = AllocationData if knows_sleep else lambda handle, tag, **_: SimpleNamespace(handle=handle, tag=tag)
+    sizes = {memory.WEIGHTS: [10, 20], memory.KV_CACHE: [300], "cudagraph": [4000]}
+    for tag, parts in sizes.items():
+        for size in parts:
+            handle = (0, size, len(allocator.pointer_to_data), 0)
+            allocator.pointer_to_data[handle[2]] = kind(handle, tag, is_asleep=True)
+    both = (memory.WEIGHTS, memory.KV_CACHE)
+    assert memory.asleep_bytes(()) == 0
+    assert memory.asleep_bytes(both) == (4330 if knows_sleep else 330)
+    assert memory.wake_bytes(memory.WEIGHTS, both) == (4030 if knows_sleep else 30)
+    assert memory.wake_bytes(memory.KV_CACHE, both) == (4300 if knows_sleep else 300)
+
+
+def test_vllm_sleeps_and_wakes_by_parts() -> None:
+    assert names(AsyncLLM.sleep)[:2] == ["self", "level"]
+    assert names(AsyncLLM.wake_up) == ["self", "tags"]
+    assert {memory.WEIGHTS, memory.KV_CACHE} <= set(SLEEP_TAGS)
+    # On CPU it does nothing, so that the workers overwrite the weights themselves. Else remove that.
+    assert "not supported on CPU" in inspect.getsource(CPUWorker.sleep)
 
 
 # ---- reload

@@ -36,6 +36,14 @@ def test_locks_are_those_of_the_whole_lock(locks: Any) -> None:
         assert (ROOT / "requirements" / f"{name}.txt").read_text() == locks.split(name), "run requirements/split.py"
 
 
+def test_the_lock_of_a_gpu_host_has_every_service(locks: Any) -> None:
+    text = (ROOT / "requirements" / "gpu.txt").read_text()
+    assert text == locks.joined(), "run requirements/split.py"
+    entries = re.findall(r"^([\w.-]+)==\S+ \\\n    --hash=", text, re.MULTILINE)
+    assert {"torch", "vllm", "accelerate", "math-verify", "grpcio"} <= set(entries)
+    assert len(entries) == len(set(entries)) == len(re.findall("==", text))
+
+
 @pytest.mark.parametrize("service", ["coordinator", "reward"])
 def test_coordinator_and_reward_are_without_torch(locks: Any, service: str) -> None:
     names = set(re.findall(r"^([\w.-]+)==", (ROOT / "requirements" / f"{service}-cpu.txt").read_text(), re.MULTILINE))

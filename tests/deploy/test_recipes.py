@@ -31,6 +31,13 @@ QWEN_3B = {
     "tie_word_embeddings": True,
 }
 """The shape of Qwen2.5-3B-Instruct."""
+SMALL = {"num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
+MIDDLE = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12}
+LARGE = {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+LARGE |= {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+EXPERTS |= {"num_hidden_layers": 48, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
+EXPERTS |= {"head_dim": 128, "tie_word_embeddings": False}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
@@ -47,6 +54,30 @@ def test_search_r1_has_the_plan_that_its_file_promises(tmp_path: Path):
     promised = "weights 2.87 GiB, gradients 11.50, optimizer 5.75, reference 2.87, peak 22.99"
     assert promised in text and "2.87 11.50 5.75 2.87 22.99" in " ".join(result.output.split())
     assert "1280 samples per mini-batch, 320 on each of 4" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "gpus"),
+    [
+        ("gsm8k", SMALL, "1x79"),
+        ("gsm8k", MIDDLE, "1x79"),
+        ("gsm8k-7b", LARGE, "8x79"),
+        ("gsm8k-30b-a3b", EXPERTS, "8x79"),
+    ],
+    ids=["0.5B", "1.5B", "7B", "30B-A3B"],
+)
+def test_a_colocated_run_has_the_plan_that_its_file_promises(tmp_path: Path, name: str, shape: dict, gpus: str):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3B | shape))
+    path = ROOT / "deploy" / "runs" / f"{name}.yaml"
+    args = ["plan", str(path), f"model={tmp_path}"]
+    result = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    both = {cells[0]: cells[-1] for line in result.output.splitlines() if len(cells := line.split()) == 4}
+    pinned = result.output.partition("Pinned host memory: ")[2].split()[0]
+    promised = f"training {both['train']} GiB, publishing {both['publish']} GiB, pinned host memory {pinned} GiB"
+    assert promised in " ".join(path.read_text().replace("#", "").split())
+    fits = CliRunner().invoke(app, [*args, "--gpus", gpus], env={"COLUMNS": "200"})
+    assert "placement=colocated" in fits.output, fits.output
 
 
 def test_the_pupil_looks_up_badly_and_the_model_can_say_all_of_it(tmp_path: Path):

@@ -56,9 +56,13 @@ class Replica:
     pid: int
     page: str = ""
 
-    async def open(self, model: Path, run_id: str, *, adapter_rank: int = 0, **config: object) -> pb.OpenRunResponse:
+    async def open(
+        self, model: Path, run_id: str, *, adapter_rank: int = 0, can_sleep: bool = False, **config: object
+    ) -> pb.OpenRunResponse:
         config_json, card = json.dumps({"max_model_len": MAX_MODEL_LEN} | config), read_model_card(model)
-        request = pb.OpenRunRequest(run_id=run_id, config_json=config_json, model_card=card, adapter_rank=adapter_rank)
+        request = pb.OpenRunRequest(
+            run_id=run_id, config_json=config_json, model_card=card, adapter_rank=adapter_rank, can_sleep=can_sleep
+        )
         return await self.client.call(RolloutService.OpenRun, request, timeout_s=1200, wait_for_ready=True)
 
     async def info(self) -> pb.GetInfoResponse:
@@ -74,6 +78,12 @@ class Replica:
 
     async def commit(self, stamp: PolicyStamp) -> None:
         await self.client.call(RolloutService.CommitWeights, pb.CommitWeightsRequest(stamp=stamp), timeout_s=PATIENCE_S)
+
+    async def sleep(self) -> pb.SleepResponse:
+        return await self.client.call(RolloutService.Sleep, pb.SleepRequest(), timeout_s=PATIENCE_S)
+
+    async def wake(self, part: pb.EnginePart) -> pb.WakeResponse:
+        return await self.client.call(RolloutService.Wake, pb.WakeRequest(part=part), timeout_s=PATIENCE_S)
 
     async def generate(
         self,

@@ -4,7 +4,7 @@ The layers, and how their weights are loaded, are like vLLM's; the layerwise rel
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from services.common.weights.digest import Sums
-from services.common.weights.plan import NamedTensors, Plan, pack
+from services.common.weights.plan import Bucket, NamedTensors, Plan, pack
 from services.rollout.weights.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
@@ -177,28 +177,49 @@ class Broken(Exception):
 
 
 class Wire:
-    """In the group's place: a bucket arrives, unseen by torch's dispatcher as from a network, when it is waited for."""
+    """In the group's place: a bucket arrives, unseen by torch's dispatcher as from a network, when it is asked for.
 
-    def __init__(self, flats: Iterable[torch.Tensor], breaks_after: int | None, agrees: bool = False):
+    Buckets that are read in place arrive in `buffers`, the same three in all publications.
+    """
+
+    def __init__(
+        self,
+        flats: Iterable[torch.Tensor],
+        breaks_after: int | None,
+        buffers: list[torch.Tensor],
+        agrees: bool = False,
+    ):
         self._flats, self._left, self._agrees = iter(flats), breaks_after, agrees
+        self._buffers = buffers
+        self._is_reading = False
         self.acknowledged: list[str] = []
 
     def agrees(self, values: Sums) -> bool:
         return self._agrees
 
-    def broadcast(self, flat: torch.Tensor, sender: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return flat, next(self._flats)
+    def receive(self, buckets: Sequence[Bucket], *, in_place: bool) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        for index, bucket in enumerate(buckets):
+            if self._left is not None:
+                self._left -= 1
+                if self._left < 0:
+                    raise Broken
+            sent = next(self._flats)
+            assert sent.numel() == bucket.num_bytes
+            if in_place and not (self._buffers and self._buffers[0].numel() >= bucket.num_bytes):
+                most = max(bucket.num_bytes for bucket in buckets)
+                self._buffers[:] = [torch.empty(most, dtype=torch.uint8) for _ in range(3)]
+            flat = self._buffers[index % 3] if in_place else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            ctypes.memmove(flat.data_ptr(), sent.data_ptr(), sent.numel())
+            self._is_reading = True
+            yield bucket, flat[: bucket.num_bytes]
+            self._is_reading = False
 
-    def wait(self, work: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if self._left is not None:
-            self._left -= 1
-            if self._left < 0:
-                raise Broken
-        flat, sent = work
-        assert flat.numel() == sent.numel()
-        ctypes.memmove(flat.data_ptr(), sent.data_ptr(), sent.numel())
+    def free_buffers(self) -> bool:
+        self._buffers.clear()
+        return True
 
     def acknowledge(self, version: int, digest: str) -> None:
+        assert not self._is_reading, "a pair tells the sender that a bucket was read when the next is asked for"
         self.acknowledged.append(digest)
 
     def kill(self) -> None: ...
@@ -216,6 +237,7 @@ class Worker(WeightReceiver):
         self.set_bucket_bytes(bucket_bytes)
 
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
+        self.buffers: list[torch.Tensor] = []
         self._lockstep_set_plan(Plan.of(checkpoint(0), bucket_bytes=bucket_bytes).message.SerializeToString())
 
     @property
@@ -227,6 +249,7 @@ class Worker(WeightReceiver):
         return len(self._lockstep_plan.buckets)
 
     def set_adapter_plan(self, bucket_bytes: int) -> None:
+        self.buffers = []
         plan = Plan.with_adapter(
             checkpoint(0), adapter(0), adapter_config_json=ADAPTER_CONFIG, bucket_bytes=bucket_bytes
         )
@@ -251,11 +274,11 @@ class Worker(WeightReceiver):
         skips_base = sender_sums == self.base_sums != (0, 0)
         weights = [*([] if skips_base else checkpoint(base_seed)), *adapter(adapter_seed)]
         flats = (flat for _, flat in pack(self._lockstep_plan, weights, CPU, skips_base=skips_base))
-        self._lockstep_group = Wire(flats, breaks_after, sender_sums == self.base_sums)
+        self._lockstep_group = Wire(flats, breaks_after, self.buffers, sender_sums == self.base_sums)
         return self.lockstep_receive(adapter_seed)
 
     def publish(self, seed: int, *, breaks_after: int | None = None) -> dict[str, Any]:
         """Receives `checkpoint(seed)`, or only its first buckets."""
         flats = (flat for _, flat in pack(self._lockstep_plan, checkpoint(seed), CPU))
-        self._lockstep_group = Wire(flats, breaks_after)
+        self._lockstep_group = Wire(flats, breaks_after, self.buffers)
         return self.lockstep_receive(seed)

@@ -245,7 +245,8 @@ class MegatronHarness:
     def published(self) -> list[tuple[int, str, str]]:
         """Rank, name and content of what every rank has to send."""
         if not self.backend.sender_slots(_SLOT_BYTES):
-            return [(0, name, content(tensor)) for name, tensor in self.backend.weights()]
+            sent = [(0, name, content(tensor)) for name, tensor in self.backend.weights()]
+            return sent if self.rank == 0 else []
         rounds = self.backend.sent_weights(_SLOT_BYTES)
         own = [(name, content(tensor)) for tensors in rounds for name, tensor in tensors]
         gathered: list[Any] = [None] * self.world

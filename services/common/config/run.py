@@ -12,6 +12,7 @@ from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_evaluation
 from services.common.config.observability import ObservabilityConfig
+from services.common.config.placement import Placement, check_placement
 from services.common.config.reward.section import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.selection import SelectionConfig, check_selection
@@ -65,6 +66,8 @@ class TimeoutsConfig(Strict):
     """Deadline in seconds for one Forward or Train call, which processes one batch."""
     publish_s: float = Field(default=300.0, gt=0)
     """Deadline in seconds for each call of a publication: joining the weight group, sending, receiving, committing."""
+    memory_s: float = Field(default=300.0, gt=0)
+    """Deadline in seconds for each call that frees or takes GPU memory: Sleep, Wake, ReleaseMemory, AcquireMemory."""
     checkpoint_s: float = Field(default=1800.0, gt=0)
     """Deadline in seconds for saving, loading or exporting a checkpoint."""
 
@@ -87,6 +90,10 @@ class Config(Strict):
     never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
     back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
     back to the same one again, resume with auto in between."""
+    placement: Placement = "disaggregated"
+    """Which GPUs trainer and engines use. disaggregated: each has its own; colocated: every trainer rank shares its GPU
+    with one engine worker, and only one of them keeps its memory there at a time. Needs as many engine workers as
+    trainer ranks, all on one host."""
     trace: bool = False
     """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
     that this command started."""
@@ -183,6 +190,13 @@ class Config(Strict):
                 tokens = model.max_tokens_per_microbatch
                 key, section = f"{name}.megatron", name if self._is_own(name) else "trainer"
                 check_layout(model.megatron, model.num_ranks, max_tokens=tokens, key=key, section=section)
+        return self
+
+    @model_validator(mode="after")
+    def _placement_is_possible(self) -> Self:
+        if self.placement == "colocated":
+            names = [name for name in self.models if name != "trainer"]
+            check_placement(self.trainer, self.rollout, {name: getattr(self, name).deployment for name in names})
         return self
 
     @model_validator(mode="after")

@@ -31,8 +31,13 @@ def groups_per_block(config: Config) -> int:
 
 
 def streams(config: Config) -> bool:
-    """Returns whether blocks are sent as they are complete; with a lag, the batch is complete before its update."""
-    return config.trainer.streaming == "auto" and not config.trainer.lag.versions and groups_per_block(config) > 0
+    """Returns whether blocks are sent as they are complete.
+
+    With a lag, the batch is complete before its update; on shared GPUs, the trainer has no memory until it is.
+    """
+    if config.trainer.lag.versions or config.placement == "colocated":
+        return False
+    return config.trainer.streaming == "auto" and groups_per_block(config) > 0
 
 
 def _packs_per_rank(trainer: TrainerConfig) -> int:

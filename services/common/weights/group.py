@@ -1,9 +1,7 @@
 """Implements the weight group: trainer and engine workers in one broadcast group that is recreated for every epoch.
 
 gloo and NCCL share one code path; only the backend object differs. The group does not touch the global state of
-torch.distributed, so it can exist next to Megatron in a trainer rank and inside a vLLM worker. A member that fails or
-waits too long sets the epoch's kill key and aborts. The other members check the key while they wait, so none of them
-waits for a dead member.
+torch.distributed, so it can exist next to Megatron in a trainer rank and inside a vLLM worker.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -11,10 +9,9 @@ waits for a dead member.
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,31 +20,19 @@ from lockstep.types.v1 import types_pb2
 from services.common.compat.torch import allreduce, broadcast, gloo_group, nccl_group
 from services.common.errors import Aborted, InvalidInput
 from services.common.rpc.network import route_to
-from services.common.weights.store import StoreAddress, StoreClient
+from services.common.weights.epoch import Epoch
+from services.common.weights.plan import Bucket
 
-# Limits of the polling interval. torch offers no event for the end of a collective or for a key in the store.
-_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
+# Buckets in memory at the same time: two being received and one being loaded.
+_NUM_BUFFERS = 3
+_DEPTH = _NUM_BUFFERS - 1
 # Buckets are sent in parts of this size, so that a member that only relays a bucket needs memory for one part.
 _PART_BYTES = 256 << 20
-_KILL_CHECK_S = 0.2
-# Its value lists the members that were waited for in vain, if the one that gave up knows them.
-_KILL_KEY = "killed"
 # Our own deadline comes first, with a message that says what was waited for; the backend's is the last resort.
 _GLOO_MARGIN_S = 10.0
 # gloo's destructor holds the GIL and waits for operations that its abort() does not end. Broken groups are therefore
 # kept, with the time when their operations must have timed out.
 _graveyard: list[tuple[float, dist.ProcessGroup]] = []
-
-
-@dataclass
-class _Pace:
-    """Polls at intervals of a tenth of the time already waited, within the limits above."""
-
-    begin: float = field(default_factory=time.monotonic)
-
-    def wait(self) -> None:
-        waited_s = time.monotonic() - self.begin
-        time.sleep(min(max(waited_s / 10, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
 
 
 @dataclass(frozen=True)
@@ -57,53 +42,25 @@ class Transfer:
     parts: list[tuple[torch.Tensor, dist.Work]]
 
 
-class WeightGroup:
-    """Takes part in one epoch as one member.
+class WeightGroup(Epoch):
+    """Broadcasts weights between the members of one epoch, of which the first are the senders."""
 
-    Raises:
-        Aborted: Not all members joined within the timeout, or one of them gave up. The metadata key `absent` has the
-            ranks that did not come, separated by commas; it is empty if they are not known.
-    """
+    _pg: dist.ProcessGroup | None = None
+    _scratch: torch.Tensor | None = None  # buffer for buckets that this member only relays
+    _buffers: Sequence[torch.Tensor] = ()  # buffers for buckets that are loaded from where they arrive
+    _backend = ""
 
-    def __init__(self, group: types_pb2.WeightGroup, *, rank: int, device: torch.device):
-        self.epoch, self.rank, self.world_size = group.epoch, rank, group.world_size
-        self.device = device
-        self._timeout_s, self._backend = group.timeout_s, group.backend
-        self._pg: dist.ProcessGroup | None = None
-        self._scratch: torch.Tensor | None = None  # buffer for buckets that this member only relays
-        timeout = timedelta(seconds=group.timeout_s)
-        client: StoreClient | None = None
-        try:
-            # Every epoch has its own client, because one that was blocked in a failed wait must not be used again.
-            address = StoreAddress(group.store_host, group.store_port, group.store_secret)
-            self._client = client = StoreClient(address, group.timeout_s)
-            self._store = dist.PrefixStore(f"{group.run_id}/{group.epoch}", client)
-            self._store.set(f"member/{rank}", "1")
-        except (OSError, RuntimeError) as error:
-            if client is not None:
-                client.leave()
-            store = f"{group.store_host}:{group.store_port}"
-            message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {error}"
-            raise Aborted(message, epoch=group.epoch, absent=rank) from error
-        try:
-            self._meet(group, timeout)
-        except BaseException:
-            self.kill()
-            self.abort()
-            raise
+    @property
+    def sender(self) -> int:
+        """Returns this member's number among the plan's senders."""
+        return self.rank
 
-    def _meet(self, group: types_pb2.WeightGroup, timeout: timedelta) -> None:
-        members = [f"member/{r}" for r in range(group.world_size)]
-        self._wait_until(lambda: self._store.check(members), "all members to join", members)
-        try:
-            self._pg = pg = self._make_backend(group.store_host, timeout)
-        except RuntimeError as error:  # a member died after it had joined
-            self._give_up(f"the members could not connect: {error}", cause=error)
-        # Proves that every member is connected before any weight is sent.
-        count = torch.ones(1, device=self.device)
-        self._wait(pg.allreduce([count]))
-        if int(count.item()) != self.world_size:
-            self._give_up(f"{int(count.item())} of {self.world_size} members answered")
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """Prepares for sending these buckets."""
+
+    def buffer(self, num_bytes: int) -> torch.Tensor | None:
+        """Returns the memory to pack the next bucket into, or None if any will do."""
+        return None
 
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Starts the broadcast of `flat` from member `sender`; `wait` finishes it.
@@ -139,41 +96,61 @@ class WeightGroup:
         least, not_most = smallest.chunk(2)
         return torch.equal(least, ~not_most)
 
-    def acknowledge(self, version: int, digest: str) -> None:
-        """Tells rank 0 that this member has finished `version`, with the digest of its content or of its part.
+    def receive(self, buckets: Sequence[Bucket], *, in_place: bool) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Receives `buckets` and yields each with its bytes.
+
+        With `in_place`, they may be overwritten as soon as the next bucket is asked for.
 
         Raises:
-            Aborted: The trainer's store is gone.
+            Aborted: A broadcast failed or timed out, or another member gave up.
         """
+        most = max(bucket.num_bytes for bucket in buckets)
+        if in_place and not (self._buffers and self._buffers[0].numel() >= most):
+            self._buffers = [torch.empty(most, dtype=torch.uint8, device=self.device) for _ in range(_NUM_BUFFERS)]
+
+        def post(index: int) -> tuple[torch.Tensor, Transfer]:
+            size, sender = buckets[index].num_bytes, buckets[index].sender
+            flat = (
+                self._buffers[index % _NUM_BUFFERS][:size]
+                if in_place
+                else torch.empty(size, dtype=torch.uint8, device=self.device)
+            )
+            return flat, self.broadcast(flat, sender)
+
+        posted = [post(index) for index in range(len(buckets))[:_DEPTH]]
+        for index, bucket in enumerate(buckets):
+            flat, transfer = posted.pop(0)
+            self.wait(transfer)
+            if index + _DEPTH < len(buckets):
+                posted.append(post(index + _DEPTH))
+            yield bucket, flat
+
+    def free_buffers(self) -> bool:
+        """Frees the memory that is kept for receiving, and returns that it did; the next publication takes it again."""
+        self._buffers = ()
+        return True
+
+    def acknowledge(self, version: int, digest: str) -> None:
         self._scratch = None
-        with self._store_at_hand():
-            self._store.set(f"ack/{version}/{self.rank}", digest)
+        super().acknowledge(version, digest)
 
     def acknowledged(self, version: int) -> list[str]:
-        """Returns the digest that each member after rank 0 acknowledged.
-
-        They come through the store, because vLLM returns answers of its first engine only.
-
-        Raises:
-            Aborted: A member did not acknowledge in time. The metadata key `absent` has the ranks of those.
-        """
         self._scratch = None
-        keys = [f"ack/{version}/{rank}" for rank in range(1, self.world_size)]
-        self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge", keys)
-        with self._store_at_hand():
-            digests = [digest.decode() for digest in self._store.multi_get(keys)] if keys else []
-            for key in keys:  # the same version may be published again
-                self._store.delete_key(key)
-        return digests
+        return super().acknowledged(version)
 
-    def kill(self, absent: str = "") -> None:
-        """Makes every member of the epoch give up. Any thread of any member may call this."""
-        with contextlib.suppress(RuntimeError):  # the store is gone; its other clients notice by themselves
-            self._store.compare_set(_KILL_KEY, "", absent)  # names are not replaced
+    def _connect(self, group: types_pb2.WeightGroup) -> None:
+        self._backend = group.backend
+        try:
+            self._pg = pg = self._make_backend(group.store_host, timedelta(seconds=group.timeout_s))
+        except RuntimeError as error:  # a member died after it had joined
+            self._give_up(f"the members could not connect: {error}", cause=error)
+        # Proves that every member is connected before any weight is sent.
+        count = torch.ones(1, device=self.device)
+        self._wait(pg.allreduce([count]))
+        if int(count.item()) != self.world_size:
+            self._give_up(f"{int(count.item())} of {self.world_size} members answered")
 
-    def abort(self) -> None:
-        """Leaves the epoch at once, even while broadcasts are in progress."""
-        self._client.leave()
+    def _disconnect(self) -> None:
         pg, self._pg = self._pg, None
         if pg is None:
             return
@@ -216,40 +193,6 @@ class WeightGroup:
             work.wait()  # gloo raises if a peer died; NCCL makes the current stream wait for the broadcast
         except RuntimeError as error:
             self._give_up(f"a broadcast failed: {error}", cause=error)
-
-    def _wait_until(self, done: Callable[[], bool], what: str, keys: Sequence[str] = ()) -> None:
-        """Waits until `done`. If it waits for `keys`, one of each member, it can say whose did not come in time."""
-        deadline, next_check, pace = time.monotonic() + self._timeout_s, time.monotonic() + _KILL_CHECK_S, _Pace()
-        with self._store_at_hand():
-            while not done():
-                now = time.monotonic()
-                if now > deadline:
-                    absent = ",".join(key.rpartition("/")[2] for key in keys if not self._store.check([key]))
-                    self._give_up(f"waited {self._timeout_s:g} s for {what}", absent)
-                if now > next_check:
-                    next_check = now + _KILL_CHECK_S
-                    self._give_up_with_another(what)
-                pace.wait()
-
-    def _give_up_with_another(self, what: str) -> None:
-        """Gives up if another member has."""
-        if self._store.check([_KILL_KEY]):
-            absent = self._store.get(_KILL_KEY).decode()
-            self._give_up(f"another member gave up while this one waited for {what}", absent)
-
-    @contextlib.contextmanager
-    def _store_at_hand(self) -> Generator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            self._give_up(f"the trainer's store is gone ({error})", cause=error)
-
-    def _give_up(self, why: str, absent: str = "", cause: BaseException | None = None) -> NoReturn:
-        self.kill(absent)
-        self.abort()
-        if absent:
-            why = f"{why}; missing: {absent}"
-        raise Aborted(f"epoch {self.epoch}, member {self.rank}: {why}", epoch=self.epoch, absent=absent) from cause
 
 
 def _part_sizes(num_bytes: int) -> list[int]:

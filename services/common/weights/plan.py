@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -23,6 +23,12 @@ _COPY_BYTES = 64 << 20
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _NOTHING = ("nothing", torch.empty(0))
+# Returns memory for a bucket of so many bytes, or None if any will do.
+Buffer = Callable[[int], torch.Tensor | None]
+
+
+def _any_memory(num_bytes: int) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -131,20 +137,35 @@ def take_together(slots: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
 
 
 def pack(
-    plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False
+    plan: Plan, tensors: NamedTensors, device: torch.device, *, skips_base: bool = False, buffer: Buffer = _any_memory
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Yields each bucket with a new buffer (uint8 [num_bytes]), filled from `tensors`, which must be in plan order.
+    """Yields each bucket with its bytes (uint8 [num_bytes]), filled from `tensors`, which must be in plan order.
 
-    A tensor that is alone in its bucket is not copied if its bytes can be sent as they are. With `skips_base`,
-    `tensors` and the buckets are those of the adapter only.
+    They are packed into what `buffer` returns for their number, or into new memory if it returns None. A tensor that is
+    alone in its bucket is not copied if its bytes can be sent as they are. With `skips_base`, `tensors` and the buckets
+    are those of the adapter only.
 
     Raises:
         InternalError: A tensor differs from the plan's tensor at its place, or comes after the end of the plan.
     """
     source = iter(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
-        yield bucket, _filled(bucket, source, device)
+        yield bucket, _filled(bucket, source, device, buffer)
     _end(source)
+
+
+def follow(plan: Plan, tensors: NamedTensors, *, skips_base: bool = False) -> Iterator[tuple[Bucket, None]]:
+    """Takes from `tensors` what `pack` takes on the sender, at the same times, and packs nothing.
+
+    The ranks' collectives, which run as `tensors` are taken, then stand in one order with those of the caller.
+    """
+    source = iter(tensors)
+    for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
+        for _ in bucket.places:
+            next(source, None)
+        yield bucket, None
+    for _ in source:
+        pass
 
 
 def pack_rounds(
@@ -177,13 +198,18 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield place.name, typed[place.dtype].as_strided(place.shape, place.stride, start)
 
 
-def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+def _filled(
+    bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: torch.device, buffer: Buffer = _any_memory
+) -> torch.Tensor:
     if len(bucket.places) == 1:
         tensor = _checked(bucket.places[0], *next(source, _NOTHING))
         if tensor.device == device and _is_flat(tensor):
             return tensor.detach().view(-1).view(torch.uint8)
         source = iter([(bucket.places[0].name, tensor)])
-    flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
+    flat = buffer(bucket.num_bytes)
+    if flat is None:
+        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+    _clear_gaps(bucket, flat)
     views: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
     num_bytes = 0
@@ -196,6 +222,14 @@ def _filled(bucket: Bucket, source: Iterator[tuple[str, torch.Tensor]], device: 
                 copy_all(views, tensors)
             views, tensors, num_bytes = [], [], 0
     return flat
+
+
+def _clear_gaps(bucket: Bucket, flat: torch.Tensor) -> None:
+    """Sets the bytes between tensors to 0, because they are hashed too."""
+    for place in bucket.places:
+        end = place.offset + place.num_bytes
+        if gap := -end % ALIGN_BYTES:
+            flat[end : end + gap].zero_()
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:

@@ -122,11 +122,12 @@ def _num_bytes(options: Mapping[str, object], name: str) -> int:
     return _BYTES[dtype]
 
 
-def rank_memory(config: AnyConfig, model: Architecture, pp: int = 0, *, is_gpu: bool) -> Memory:
-    """Returns the memory of a rank of the policy's trainer, with strategy megatron of one in pipeline stage `pp`."""
-    if config.trainer.strategy == "megatron":
-        return stage_memory(config, model, pp, is_gpu=is_gpu)
-    return fsdp_memory(config, model, is_gpu=is_gpu)
+def rank_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> dict[str, Memory]:
+    """Returns the memory of each kind of rank by its name: of each pipeline stage, or with strategy fsdp of all."""
+    if config.trainer.strategy == "fsdp":
+        return {"all": fsdp_memory(config, model, is_gpu=is_gpu)}
+    layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
+    return {f"pp {pp}": stage_memory(config, model, pp, is_gpu=is_gpu) for pp in range(layout.pp)}
 
 
 def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: bool) -> Memory:

@@ -1,6 +1,6 @@
 """`lockstep plan`: shows the trainer's layout and memory, computed only from the config and the model's config.json."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -17,6 +17,7 @@ from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
 from services.coordinator.checks.activations import microbatch_tokens, weight_bytes
 from services.coordinator.checks.memory import Memory, StateBytes, publication, rank_memory
+from services.coordinator.checks.memory_colocated import colocated_phases, host_bytes, utilization
 from services.coordinator.checks.plan_environment import environment_plan
 
 _GPUS_PER_HOST = 8
@@ -53,23 +54,20 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         if model.num_experts:
             lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
     _print_lines(console, lines)
-    names, stages = ["all"], 1
     if config.trainer.strategy == "megatron":
-        layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
-        console.print(_rank_table(layout, model))
-        names, stages = [f"pp {pp}" for pp in range(layout.pp)], layout.pp
-    memories = [rank_memory(config, model, pp, is_gpu=is_gpu) for pp in range(stages)]
-    console.print(_parts_table(names, memories))
-    console.print(_phases_table(names, memories))
+        console.print(_rank_table(Layout.of(config.trainer.megatron, config.trainer.num_ranks), model))
+    memories = rank_memory(config, model, is_gpu=is_gpu)
+    console.print(_parts_table(memories))
+    console.print(_phases_table(memories))
     lines = [_offloaded(config)]
     if not is_gpu:
-        total = sum(memory.peak for memory in memories) * config.trainer.num_ranks // len(memories)
+        total = sum(memory.peak for memory in memories.values()) * config.trainer.num_ranks // len(memories)
         lines.insert(0, f"all {config.trainer.num_ranks} ranks together, at their peaks: {total / 2**30:.2f} GiB")
     if isinstance(config, SftConfig):
         lines += [_batch(config)]
     else:
         lines += [_publication(config, model, is_gpu=is_gpu), _batch(config), *_blocks(config), *_lag(config)]
-        lines += environment_plan(config)
+        lines += [*_shared(config, model, list(memories.values()), console), *environment_plan(config)]
     _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
 
 
@@ -102,16 +100,16 @@ def _holds(layout: Layout, model: Architecture, at: Coordinates) -> tuple[str, s
     return layers, _range(layout.experts(model.num_experts, at.ep)) if model.num_experts else "-"
 
 
-def _parts_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
+def _parts_table(memories: Mapping[str, Memory]) -> Table:
     """Returns what is in memory: `working` is the largest intermediate results, usually logits and their gradients, and
     on CPU the holes that they leave in the heap.
     """
-    unit, size = _unit(max(memory.peak for memory in memories))
-    has_reference, has_base = any(m.reference for m in memories), any(m.base for m in memories)
+    unit, size = _unit(max(memory.peak for memory in memories.values()))
+    has_reference, has_base = any(m.reference for m in memories.values()), any(m.base for m in memories.values())
     columns = ["ranks", "params", "weights", "grads", "optimizer", "activations", "working"]
     columns += ["ref"] * has_reference + ["process"] * has_base
     table = _table(*columns, title=f"Memory per rank in {unit}")
-    for name, memory in zip(names, memories, strict=True):
+    for name, memory in memories.items():
         cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
         cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")
         cells.append(f"{(memory.gathered + memory.micro.backward + memory.micro.holes) / size:.2f}")
@@ -120,12 +118,32 @@ def _parts_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
     return table
 
 
-def _phases_table(names: Sequence[str], memories: Sequence[Memory]) -> Table:
-    unit, size = _unit(max(memory.peak for memory in memories))
-    table = _table("ranks", *memories[0].phases, "peak", "idle", title=f"Peak of each phase per rank in {unit}")
-    for name, memory in zip(names, memories, strict=True):
+def _phases_table(memories: Mapping[str, Memory]) -> Table:
+    unit, size = _unit(max(memory.peak for memory in memories.values()))
+    names = next(iter(memories.values())).phases
+    table = _table("ranks", *names, "peak", "idle", title=f"Peak of each phase per rank in {unit}")
+    for name, memory in memories.items():
         table.add_row(name, *(f"{one / size:.2f}" for one in (*memory.phases.values(), memory.peak, memory.idle)))
     return table
+
+
+def _shared(config: Config, model: Architecture, ranks: Sequence[Memory], console: Console) -> Iterator[str]:
+    """Prints the memory of a GPU that trainer and engine share, in each phase, and yields what it means."""
+    if config.placement != "colocated":
+        return
+    phases = colocated_phases(config, model, ranks)
+    unit, size = _unit(max(phase.total for phase in phases))
+    table = _table("phase", "trainer", "engine", "both", title=f"Memory of a shared GPU in {unit}")
+    for phase in phases:
+        table.add_row(phase.name, *(f"{part / size:.2f}" for part in (phase.trainer, phase.engine, phase.total)))
+    console.print(table)
+    pinned_bytes = host_bytes(ranks)
+    unit, size = _unit(pinned_bytes)
+    yield (
+        f"generate: the KV cache takes the engine to {utilization(config):.0%} of the GPU. publish: two buffers are "
+        f"counted with the trainer. Pinned host memory: {pinned_bytes / size:.2f} {unit} for each of "
+        f"{config.trainer.num_ranks} ranks. Not counted: contexts and CUDA graphs of both processes."
+    )
 
 
 def _offloaded(config: AnyConfig) -> str:

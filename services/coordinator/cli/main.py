@@ -222,12 +222,21 @@ def plan(
     device: Annotated[
         Literal["auto", "cpu", "gpu"], typer.Option(help="Where the ranks compute; auto is as on this host.")
     ] = "auto",
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="List the placements that fit the GPUs, and suggest one.")
+    ] = False,
+    gpus: Annotated[str, typer.Option(help="Suggest for other GPUs than this host's, such as 8x79 (GiB).")] = "",
 ) -> None:
     """Show each trainer rank's layers and memory and the size of a publication. Starts nothing."""
     from services.common.config.any import load_any
+    from services.coordinator.checks.nvidia import read_gpus
     from services.coordinator.checks.plan import show_plan
+    from services.coordinator.checks.suggest import parse_gpus, show_suggestion
     from services.coordinator.services.devices import visible_gpus
 
+    if suggest or gpus:
+        show_suggestion(config, parse_gpus(gpus) if gpus else [gpu.total_bytes for gpu in read_gpus()], _console)
+        return
     is_gpu = device == "gpu" or (device == "auto" and bool(visible_gpus()))
     show_plan(load_any(config), _console, is_gpu=is_gpu)
 

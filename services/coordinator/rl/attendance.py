@@ -24,10 +24,10 @@ class Attendance:
         self._absent: Sequence[Replica] = ()  # in the last phase, if it failed
         self._misses: Counter[Replica] = Counter()
 
-    def seat(self, replicas: Sequence[Replica], num_senders: int) -> Mapping[Replica, range]:
-        """Returns the ranks of each replica's workers in a weight group, which follow those of the senders."""
+    def seat(self, replicas: Sequence[Replica], first: int) -> Mapping[Replica, range]:
+        """Returns the ranks of each replica's workers in a weight group; `first` is the rank of the first worker."""
         ranks: dict[Replica, range] = {}
-        begin = num_senders
+        begin = first
         for replica in replicas:
             ranks[replica] = range(begin, begin + replica.num_workers)
             begin += replica.num_workers

@@ -16,9 +16,9 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.early import load_early, load_late
 from services.coordinator.data.prompts import Prompts, load_eval
+from services.coordinator.rl.colocated import make_publisher
 from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.evaluation import evaluate
-from services.coordinator.rl.publication import Publisher
 from services.coordinator.runs.resume import CHECKPOINTS, LEDGER
 from services.coordinator.runs.run import Run
 from services.coordinator.services.launch import Addresses
@@ -121,11 +121,11 @@ def _load(config: Config, tokenizer: Tokenizer) -> _Dataset:
 
 
 async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluated: str) -> Evaluation:
-    config, trainer, rollout = run.config, services.trainer, services.rollout
+    config, trainer = run.config, services.trainer
     version = trainer.opened.version
     tokenizer, eval_data = data or load_late(config, trainer.opened.model_card, _load)
     run.begin(version, ())
-    stamp = await Publisher(trainer, rollout, run).publish(version)
+    stamp = await make_publisher(services, run).publish(version)
     metrics = await evaluate(run, make_collector(services, tokenizer, config), eval_data, stamp)
     result = {"checkpoint": evaluated, "version": version, "digest": stamp.digest, "metrics": metrics}
     (config.run_dir / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -32,6 +32,8 @@ class Forwards:
         settings = [config.models.get(model.name, config.trainer) for model in models]
         self._models = {model: samples_at_once(own) for model, own in zip(models, settings, strict=True)}
         self._turns = {model: asyncio.Lock() for model in models}
+        # Engines that share GPUs with these models must have generated all groups first.
+        self.starts_at_end = config.placement == "colocated"
         self._num_wanted = config.data.prompts_per_step
         at_once = -(-max(self._models.values(), default=1) // config.rollout.completions_per_prompt)
         self._block_size = groups_per_block(config) or max(at_once, -(-self._num_wanted // _BLOCKS_PER_STEP))
@@ -78,6 +80,9 @@ class BatchForwards:
         self._num_wanted, self._block_size = num_wanted, block_size
         self._decided: dict[int, ScoredGroup | None] = {}
         self._num_passed = self._num_useful = 0
+        self._may_start = asyncio.Event()
+        if not forwards.starts_at_end:
+            self._may_start.set()
         self._block: list[ScoredGroup] = []
         self._running: list[asyncio.Task[list[ScoredGroup]]] = []
 
@@ -96,6 +101,7 @@ class BatchForwards:
     async def complete(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns `groups`, which were all decided, with the columns of every model."""
         self._start()
+        self._may_start.set()
         found = {group.index: group for block in self._running for group in await block}
         return [found[group.index] for group in groups]
 
@@ -108,6 +114,7 @@ class BatchForwards:
     async def _run(
         self, block: Sequence[ScoredGroup], before: asyncio.Task[list[ScoredGroup]] | None
     ) -> list[ScoredGroup]:
+        await self._may_start.wait()
         columns = await self._forwards.columns(block)
         if before is not None:
             await before

@@ -21,16 +21,18 @@ _MAX_ATTEMPTS = 3
 
 def weight_group(run: Run, opened: OpenRunResponse, epoch: int, num_workers: int) -> WeightGroup:
     """Returns the weight group of the senders of the trainer that returned `opened`, and of `num_workers` engine
-    workers.
+    workers. If they share GPUs, all ranks are members.
     """
+    num_ranks = opened.num_ranks if run.config.placement == "colocated" else 0
     return WeightGroup(
         run_id=run.run_id,
         epoch=epoch,
         store_host=opened.store_host,
         store_port=opened.store_port,
         store_secret=opened.store_secret,
-        world_size=opened.plan.num_senders + num_workers,
-        backend=opened.weight_backend,
+        world_size=(num_ranks or opened.plan.num_senders) + num_workers,
+        backend="pairs" if num_ranks else opened.weight_backend,
+        num_trainer_ranks=num_ranks,
         timeout_s=run.config.weights.timeout_s,
     )
 
@@ -62,6 +64,7 @@ class Publisher:
             if not living:
                 raise Unavailable("no rollout replica is left to publish weights to", reason=Reason.NO_REPLICA)
             try:
+                await self._prepare(living)
                 if list(self._members) != [(replica, replica.num_opens) for replica in living]:
                     await self._form_group(living)
                 stamp, received = await self._send(version)
@@ -90,8 +93,9 @@ class Publisher:
     async def _form_group(self, replicas: Sequence[Replica]) -> None:
         opened = self._trainer.opened
         self._epoch = self._run.record.next_epoch(len(replicas))
-        group = weight_group(self._run, opened, self._epoch, sum(replica.num_workers for replica in replicas))
-        ranks = self._attendance.seat(replicas, opened.plan.num_senders)
+        num_workers = sum(replica.num_workers for replica in replicas)
+        group = weight_group(self._run, opened, self._epoch, num_workers)
+        ranks = self._attendance.seat(replicas, group.world_size - num_workers)
         joins = [replica.join(group, ranks[replica].start, opened.plan) for replica in replicas]
         plans = await self._attendance.gather(replicas, joins, self._trainer.join(group))
         if len(set(plans)) != 1:
@@ -108,5 +112,12 @@ class Publisher:
         digests = [received_stamp.digest for received_stamp in received]
         if set(digests) != {stamp.digest}:
             raise PreconditionFailed(f"sent {stamp.digest}, received {digests}", reason=Reason.DIGEST_MISMATCH)
-        await self._attendance.gather(replicas, [replica.commit(stamp) for replica in replicas])
+        await self._commit(replicas, stamp)
         return stamp, {replica.address: digest for replica, digest in zip(replicas, digests, strict=True)}
+
+    async def _prepare(self, replicas: Sequence[Replica]) -> None:
+        """Prepares an attempt. Nothing is needed if trainer and replicas have memory of their own."""
+
+    async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
+        """Makes the replicas serve what they have received."""
+        await self._attendance.gather(replicas, [replica.commit(stamp) for replica in replicas])

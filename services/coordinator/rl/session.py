@@ -14,11 +14,11 @@ from services.coordinator.observe.frontend import Frontend
 from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.rl.advantages.python import require_importable
+from services.coordinator.rl.colocated import make_publisher
 from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.lagged import train_lagged
 from services.coordinator.rl.loop import train
-from services.coordinator.rl.publication import Publisher
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Model
@@ -112,7 +112,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
         eval_data=data.eval,
         collector=make_collector(services, data.tokenizer, config),
         trainer=trainer,
-        publisher=Publisher(trainer, services.rollout, run),
+        publisher=make_publisher(services, run),
         forwards=Forwards(list(services.auxiliary.values()), config),
         critic=critic,
     )

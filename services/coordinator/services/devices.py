@@ -1,4 +1,7 @@
-"""Assigns this host's GPUs to the services started here: first to the trainers' ranks, then to each replica."""
+"""Assigns this host's GPUs to the services started here: first to the trainers' ranks, then to each replica.
+
+If the run is colocated, each replica gets those of some of the trainer's ranks.
+"""
 
 import os
 from collections.abc import Sequence
@@ -48,6 +51,8 @@ def split_gpus(
     """
     if not available:
         return {}
+    if isinstance(config, Config) and config.placement == "colocated" and start_rollout:
+        return _shared_gpus(config, available)
     wanted = dict(ranks)
     if start_rollout and isinstance(config, Config):
         replica = config.rollout.tensor_parallel_size
@@ -61,3 +66,17 @@ def split_gpus(
         )
     devices = iter(available)
     return {name: ",".join(next(devices) for _ in range(count)) for name, count in wanted.items()}
+
+
+def _shared_gpus(config: Config, available: Sequence[str]) -> dict[str, str]:
+    """Returns the same GPUs for the trainer's ranks and, in their order, for the workers of the replicas."""
+    num_ranks, num_replicas = config.trainer.num_ranks, config.rollout.num_replicas
+    if num_ranks > len(available):
+        raise InvalidInput(
+            f"this host has {len(available)} usable GPUs, but trainer.num_ranks, which colocated engines share, is "
+            f"{num_ranks}; lower it",
+            field="trainer.num_ranks",
+        )
+    size = num_ranks // num_replicas
+    shares = {f"rollout-{index}": available[index * size : (index + 1) * size] for index in range(num_replicas)}
+    return {name: ",".join(gpus) for name, gpus in {"trainer": available[:num_ranks], **shares}.items()}

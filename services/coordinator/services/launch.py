@@ -15,6 +15,7 @@ from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.memory import killed_hint
+from services.common.rpc.address import parse_address
 from services.common.rpc.ports import hold_free_port
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
@@ -71,6 +72,19 @@ class Addresses:
             is_own = name in config.models and _has_own_ranks(config, name)
             if self.trainers[name] and not is_own:
                 raise InvalidInput(f"--{name}: set {name}.deployment=own, or omit the option", field=f"--{name}")
+
+    def require_placement(self, config: Config) -> None:
+        """Raises InvalidInput if `config` is colocated but trainer and rollout are not on one host."""
+        if config.placement != "colocated":
+            return
+        hosts = {parse_address(address, field="placement")[0] for address in (self.trainer, *self.rollout) if address}
+        if bool(self.trainer) != bool(self.rollout) or len(hosts) > 1:
+            there = ", ".join(f"--{name} {address}" for name, address in self.named if name in ("trainer", "rollout"))
+            raise InvalidInput(
+                f"placement colocated: trainer and rollout must be on one host and share its GPUs, but {there} is "
+                "given; start both here or both on one other host, or set placement disaggregated",
+                field="placement",
+            )
 
 
 @dataclass
@@ -172,6 +186,8 @@ async def launch(
     Only kinds in `services` are started, and with `on_cpu` they use no GPU. If `sharing` is given, each rank gets as
     many CPU threads as in a run of that config, because sums depend on the number of threads.
     """
+    if isinstance(config, Config) and "rollout" in services:
+        given.require_placement(config)
     num_replicas = 0
     if isinstance(config, Config) and "rollout" in services and not given.rollout:
         num_replicas = config.rollout.num_replicas

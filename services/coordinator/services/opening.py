@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
+
 from services.common.tasks import gather
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.environment import Environments, open_environments
@@ -11,6 +13,7 @@ from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Model, Trainer
 from services.coordinator.services.closing import close_run
+from services.coordinator.services.gpus import OwnGpus, gpus_of
 from services.coordinator.services.launch import Addresses
 
 
@@ -25,6 +28,8 @@ class Services:
     """The environments of the reward services, if the run has one."""
     auxiliary: Mapping[str, Model]
     """The reference and the critic by name, if the run has them."""
+    gpus: OwnGpus
+    """Who holds the GPUs."""
 
 
 @asynccontextmanager
@@ -37,10 +42,10 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     Raises:
         LockstepError: The error of the first service that failed to open.
     """
-    config, transport = run.config, addresses.transport
-    trainer, reward = Trainer(addresses.trainer, config, transport), Rewards(addresses.reward, config, transport)
-    auxiliary = {name: Model(name, addresses.of(name), config, transport) for name in config.auxiliary_roles}
-    rollout = Rollout(addresses.rollout, config, transport)
+    config, transport, gpus = run.config, addresses.transport, gpus_of(run.config)
+    trainer, reward = Trainer(addresses.trainer, config, transport, gpus), Rewards(addresses.reward, config, transport)
+    auxiliary = {name: Model(name, addresses.of(name), config, transport, gpus) for name in config.auxiliary_roles}
+    rollout = Rollout(addresses.rollout, config, transport, gpus)
     for watcher in run.watchers:
         watcher.watch(rollout)
     try:
@@ -52,9 +57,13 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
             for name, model in auxiliary.items()
             if name in config.models
         ]
+        if config.placement == "colocated":  # engines need the memory that models have while they are opened
+            await gather(opens)
+            await trainer.release_memory(MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER)
+            opens = []
         await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
         async with open_environments(reward, config, transport) as environments:
-            yield Services(trainer, rollout, reward, environments, auxiliary)
+            yield Services(trainer, rollout, reward, environments, auxiliary, gpus)
     finally:
         await gather(
             [trainer.close(), reward.close(), rollout.close(), *(model.close() for model in auxiliary.values())]

@@ -155,27 +155,42 @@ def _place(tensor: torch.Tensor) -> Place:
 
 
 class DirectMap:
-    """Holds all copies of a publication, ready to run. Bucket i is received in buffer i % len(buffers)."""
+    """Holds all copies of a publication, ready to run."""
 
-    def __init__(self, copies: Sequence[Copy], num_buckets: int, buffers: Sequence[torch.Tensor]):
-        self.buffers = buffers
+    def __init__(self, copies: Sequence[Copy], num_buckets: int):
+        self._pieces: list[list[Piece]] = [[] for _ in range(num_buckets)]
         self._targets: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
-        self._sources: list[list[torch.Tensor]] = [[] for _ in range(num_buckets)]
+        # Of each bucket: the address of its bytes when it was loaded last, and the views of them that are copied from.
+        # They are kept because a large mixture of experts has 20,000, and buckets arrive in the same few buffers.
+        self._sources: dict[int, tuple[int, list[torch.Tensor]]] = {}
         for copy in copies:
-            piece, place = copy.piece, copy.piece.place
-            buffer = buffers[piece.bucket % len(buffers)].view(piece.dtype)
-            self._sources[piece.bucket].append(buffer.as_strided(place.size, place.stride, place.offset))
-            self._targets[piece.bucket].append(copy.target())
+            self._pieces[copy.piece.bucket].append(copy.piece)
+            self._targets[copy.piece.bucket].append(copy.target())
 
-    def load(self, index: int) -> None:
-        """Copies bucket `index` from its buffer into the engine."""
-        if self._targets[index]:
-            copy_all(self._targets[index], self._sources[index], non_blocking=True)
+    def load(self, index: int, flat: torch.Tensor) -> None:
+        """Copies bucket `index` from its bytes (uint8 [num_bytes]) into the engine."""
+        if not self._targets[index]:
+            return
+        address, sources = self._sources.get(index, (0, []))
+        if address != flat.data_ptr():
+            sources = self._views(index, flat)
+            self._sources[index] = flat.data_ptr(), sources
+        copy_all(self._targets[index], sources, non_blocking=True)
+
+    def forget_buffers(self) -> None:
+        """Drops the views of the memory that buckets arrived in."""
+        self._sources.clear()
 
     def digest_received(self, digest: WeightDigest, index: int, flat: torch.Tensor, start: int) -> None:
         """Adds the parts of a received bucket that the map would copy."""
-        self.buffers[index % len(self.buffers)][: flat.numel()].copy_(flat)
-        _add(digest, self._sources[index], start)
+        _add(digest, self._views(index, flat), start)
+
+    def _views(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        begin, views = int(flat.storage_offset()), []
+        for piece in self._pieces[index]:
+            offset = begin // piece.dtype.itemsize + piece.place.offset
+            views.append(flat.view(piece.dtype).as_strided(piece.place.size, piece.place.stride, offset))
+        return views
 
     def digest_loaded(self, digest: WeightDigest, index: int, start: int) -> None:
         """Adds the contents of the engine's memory that the map would copy a bucket to."""

@@ -1,7 +1,7 @@
 """Loads received buckets into the engine: first by a recorded reload, then by a checked one, then by direct copies."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from services.rollout.compat.vllm.reload import abort_reload, not_plain, reload_
 from services.rollout.weights.direct import DirectMap, Recorder
 
 log = logging.getLogger(__name__)
-
-# Buckets in memory at the same time: two being received and one being loaded.
-NUM_BUFFERS = 3
 
 # (index of the bucket, bucket, its bytes), in the order of arrival.
 Arrivals = Iterator[tuple[int, Bucket, torch.Tensor]]
@@ -32,15 +29,20 @@ class Loading:
         self._problem = not_plain(model)
 
     @property
-    def buffers(self) -> Sequence[torch.Tensor] | None:
-        """Returns the buffers to receive into (bucket i into buffer i % n), or None if each bucket needs new memory."""
-        return self._map.buffers if self._map and self._is_checked else None
+    def reads_in_place(self) -> bool:
+        """Returns whether a bucket is read at once. Otherwise each needs new memory, of which vLLM keeps parts."""
+        return self._map is not None and self._is_checked
+
+    def forget_buffers(self) -> None:
+        """Keeps nothing of the memory that buckets arrived in."""
+        if self._map:
+            self._map.forget_buffers()
 
     def load(self, arrivals: Arrivals) -> None:
         """Loads one publication and waits for the device."""
         if self._map and self._is_checked:
-            for index, _, _ in arrivals:
-                self._map.load(index)
+            for index, _, flat in arrivals:
+                self._map.load(index, flat)
         elif self._map:
             self._reload_and_check(self._map, arrivals)
         elif self._problem:
@@ -72,9 +74,7 @@ class Loading:
         if recorder.copies is None:
             self._give_up(recorder.problem)
             return
-        size = max(bucket.num_bytes for bucket in self._plan.buckets)
-        buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
-        self._map = DirectMap(recorder.copies, len(self._plan.buckets), buffers)
+        self._map = DirectMap(recorder.copies, len(self._plan.buckets))
 
     def _reload_and_check(self, direct: DirectMap, arrivals: Arrivals) -> None:
         received = WeightDigest("", self._device)

@@ -8,20 +8,19 @@ import itertools
 import time
 from typing import TypedDict
 
-import torch
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import InternalError, LockstepError
 from services.common.weights.cost import Cost
 from services.common.weights.digest import WeightDigest
-from services.common.weights.group import Transfer, WeightGroup
+from services.common.weights.group import WeightGroup
+from services.common.weights.pairs.members import BACKEND as PAIRS
+from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.plan import Plan, unpack
-from services.rollout.compat.vllm.worker import WorkerExtension, model_of, rank_of, weight_loading
+from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loading
 from services.rollout.weights.adapter import load_adapter
-from services.rollout.weights.loading import NUM_BUFFERS, Arrivals, Loading
-
-# Number of broadcasts in progress while a bucket is being loaded.
-_DEPTH = NUM_BUFFERS - 1
+from services.rollout.weights.loading import Arrivals, Loading
+from services.rollout.weights.sleeping import ReceivingMember, SleepingWorker
 
 
 class Failed(TypedDict):
@@ -48,23 +47,17 @@ class Received(TypedDict):
     extra_bytes: int
 
 
-class WeightReceiver(WorkerExtension):
+class WeightReceiver(SleepingWorker):
     """Joins an epoch, and receives, loads and hashes weights."""
-
-    _lockstep_group: WeightGroup | None = None
-    _lockstep_plan_message = b""
-    _lockstep_plan: Plan
-    _lockstep_loading: Loading
-    _lockstep_base_sums: tuple[int, int]
 
     def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
         """Joins the epoch; returns the plan's digest as computed here, or the error."""
         self.lockstep_leave()
         try:
             self._lockstep_set_plan(plan)
-            self._lockstep_group = WeightGroup(
-                types_pb2.WeightGroup.FromString(group), rank=base_rank + rank_of(self), device=self.device
-            )
+            message = types_pb2.WeightGroup.FromString(group)
+            member = PairReceiver if message.backend == PAIRS else WeightGroup
+            self._lockstep_group = member(message, rank=base_rank + rank_of(self), device=self.device)
         except LockstepError as error:
             return {"error": error.message, "absent": error.metadata.get("absent", "")}
         return {"plan_digest": self._lockstep_plan.digest}
@@ -86,6 +79,8 @@ class WeightReceiver(WorkerExtension):
             if plan.has_adapter:
                 self._lockstep_base_sums = digest.sums()
                 self._lockstep_load_adapter(arrivals)
+            if next(arrivals, None) is not None:  # the end of the last bucket is told when the next is asked for
+                raise InternalError("more buckets arrived than the plan has")
             content = digest.hexdigest()
             group.acknowledge(version, content)
         except Exception as error:  # noqa: BLE001 the engine must stay reloadable after any error
@@ -108,6 +103,7 @@ class WeightReceiver(WorkerExtension):
         """Leaves the epoch, if one was joined."""
         group, self._lockstep_group = self._lockstep_group, None
         if group is not None:
+            self._lockstep_loading.forget_buffers()
             group.abort()
 
     def _lockstep_set_plan(self, message: bytes) -> None:
@@ -117,7 +113,7 @@ class WeightReceiver(WorkerExtension):
             self._lockstep_loading = Loading(model_of(self), self.model_config, self._lockstep_plan, self.device)
             self._lockstep_plan_message, self._lockstep_base_sums = message, (0, 0)
 
-    def _lockstep_joined_group(self) -> WeightGroup:
+    def _lockstep_joined_group(self) -> ReceivingMember:
         assert self._lockstep_group is not None, "the servicer has workers receive what they have joined"
         return self._lockstep_group
 
@@ -143,27 +139,15 @@ class WeightReceiver(WorkerExtension):
         load_adapter(self.add_lora, self._lockstep_plan.message.adapter_config_json, tensors)
 
     def _lockstep_arrivals(self, first: int, digest: WeightDigest, timing: dict[str, float], cost: Cost) -> Arrivals:
-        group, plan, buffers = self._lockstep_joined_group(), self._lockstep_plan, self._lockstep_loading.buffers
-        buckets = plan.buckets
-
-        def post(index: int) -> tuple[torch.Tensor, Transfer]:
-            size, sender = buckets[index].num_bytes, buckets[index].sender
-            # Without fixed buffers, allocate a new one each time: vLLM keeps views of it until the layer is complete.
-            flat = (
-                buffers[index % NUM_BUFFERS][:size]
-                if buffers
-                else torch.empty(size, dtype=torch.uint8, device=self.device)
-            )
-            return flat, group.broadcast(flat, sender)
-
-        posted = [post(index) for index in range(first, len(buckets))[:_DEPTH]]
-        for index, bucket in enumerate(buckets[first:], first):
-            flat, transfer = posted.pop(0)
+        buckets = self._lockstep_plan.buckets[first:]
+        arriving = self._lockstep_joined_group().receive(buckets, in_place=self._lockstep_loading.reads_in_place)
+        for index in itertools.count(first):
             begin = time.perf_counter()
-            group.wait(transfer)
+            arrived = next(arriving, None)
             timing["wait_s"] += time.perf_counter() - begin
-            if index + _DEPTH < len(buckets):
-                posted.append(post(index + _DEPTH))
+            if arrived is None:
+                return
+            bucket, flat = arrived
             with cost.hashing():
                 digest.update(flat, start=bucket.start)
             yield index, bucket, flat

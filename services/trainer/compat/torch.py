@@ -1,5 +1,6 @@
 """Wraps private functions of torch that the trainer needs. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU)."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,3 +58,19 @@ class CallableParameters(nn.ParameterDict):
     def forward(self) -> dict[str, torch.Tensor]:
         """Returns the parameters."""
         return dict(self.items())
+
+
+class HostMemory:
+    """Holds bytes of host memory; for a CUDA device they are page-locked, so that copies do not wait for the CPU.
+
+    Reason: torch rounds page-locked tensors up to a power of two, which could double what an optimizer takes, so the
+    memory is locked with the runtime library that torch exposes without types.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        self.flat = torch.empty(num_bytes, dtype=torch.uint8)
+        if device.type == "cuda" and num_bytes:
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(self.flat.data_ptr(), num_bytes, 0))
+            # Before the tensor is freed. At exit the process's end is enough.
+            weakref.finalize(self, runtime.cudaHostUnregister, self.flat.data_ptr()).atexit = False

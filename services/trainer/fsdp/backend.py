@@ -1,6 +1,6 @@
 """Implements the FSDP2 backend: every rank holds a shard of every weight and trains on its own samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
-from services.trainer.backend import AddsBlocks, Backend, LossFunction, Role, compute_dtype
+from services.trainer.backend import AddsBlocks, Backend, LossFunction, Offloads, Part, Role, compute_dtype
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
-from services.trainer.fsdp.weights import WeightStream
+from services.trainer.fsdp.weights import WeightStream, local_shard
+from services.trainer.offload import OPTIMIZER, PARAMS, OffloadedParts, Offloader
 from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Pack
 
 
-class FsdpBackend(Backend, AddsBlocks):
+class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
     """Implements a role on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -33,10 +34,13 @@ class FsdpBackend(Backend, AddsBlocks):
         kind = ValueModel if role is Role.CRITIC else LogprobModel
         kept = dtype if role is Role.REFERENCE else torch.float32
         self._model = build(kind, model_path, config, self._mesh, weight_dtype=kept, compute_dtype=dtype)
+        groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: self._parameter_tensors}
         if role is Role.REFERENCE:
             self._model.requires_grad_(False)
         else:
+            groups[OPTIMIZER] = self._state_tensors
             self._optimizer = make_adamw(config.optim, self._model.named_parameters())
+        self._offloader = Offloader(groups, frozenset(), device)
         if role is Role.POLICY:
             self._stream = WeightStream(self._model.causal_lm, dtype, device)
 
@@ -114,8 +118,21 @@ class FsdpBackend(Backend, AddsBlocks):
         for group in self._optimizer.param_groups:  # loading also set the values of the saved config
             group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
 
+    def release(self, parts: Collection[Part]) -> None:
+        if Part.OPTIMIZER in parts and self._role is not Role.REFERENCE:
+            self.discard_gradients()
+        reshard(self._model)
+        super().release(parts)
+
     def close(self) -> None:
         pass
+
+    def _parameter_tensors(self) -> Iterator[torch.Tensor]:
+        return map(local_shard, self._model.parameters())
+
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
+        for state in self._optimizer.state.values():
+            yield from (local_shard(value) for value in state.values() if torch.is_tensor(value))
 
     def _require_tensors_of(self, model: dict[str, Any], optimizer: dict[str, Any], directory: Path) -> None:
         """Raises PreconditionFailed unless the checkpoint has exactly these tensors: without one, torch crashes."""

@@ -78,8 +78,8 @@ def _buffer_owners(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Module, str]]
                 yield f"{path}.{name}", module, name
 
 
-def local_shard(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns this rank's shard of a parameter, without gradient."""
+def local_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of a parameter or of its optimizer state, without gradient."""
     # to_local first: each operation on the DTensor itself costs tens of microseconds.
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 

@@ -17,6 +17,7 @@ from services.trainer.backend import (
     Backend,
     BackgroundSaves,
     LossFunction,
+    Offloads,
     Role,
     SeveralSenders,
     compute_dtype,
@@ -33,7 +34,6 @@ from services.trainer.megatron.model import (
     wrap_chunks,
 )
 from services.trainer.megatron.optim.adam import make_optimizer, set_rates, state_tensors
-from services.trainer.megatron.optim.offload import Offloader
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
 from services.trainer.megatron.transformer import model_architecture, read_config
@@ -46,12 +46,13 @@ from services.trainer.megatron.weights.stream import (
     local_parameters,
 )
 from services.trainer.megatron.weights.weight_map import WeightMap
+from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, OffloadedParts, Offloader
 from services.trainer.updates.packing import Pack
 
 T = TypeVar("T")
 
 
-class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundSaves):
+class MegatronBackend(OffloadedParts, Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundSaves, Offloads):
     """Implements a role on Megatron-Core."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -76,14 +77,14 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
         config = self._config
         self._model = self._build()
         self._closing.callback(self._model.close)
-        groups = {"params": self._parameter_tensors}
+        groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: self._parameter_tensors}
         if self._role is not Role.REFERENCE:
             self._optimizer = make_optimizer(self._model.ddp_chunks(), config, self._dtype)
             self._model.config.grad_scale_func = self._optimizer.scale_loss
             own = SavedUnder.of(config, self._role, self._hf.model_type, self.device)
             self._checkpointer = Checkpointer(self._model, self._optimizer, config, own)
-            groups |= {"grads": self._gradient_tensors, "optimizer": self._state_tensors}
-        self._offloader = Offloader(groups, config.megatron.offloads)
+            groups |= {GRADS: self._gradient_tensors, OPTIMIZER: self._state_tensors}
+        self._offloader = Offloader(groups, config.megatron.offloads, self.device)
         if self._role is Role.POLICY:
             self._make_streams()
         self._offloader.release(*groups)
@@ -93,9 +94,9 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
         return self._model.parallelism.data_rank
 
     def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        self._offloader.load("params")
+        self._offloader.load(PARAMS)
         values = self._model.forward(packs, temperature)
-        self._offloader.release("params")
+        self._offloader.release(PARAMS)
         return values
 
     def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
@@ -116,13 +117,13 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         if not self._has_blocks:
             self._zero_gradients()
-        self._offloader.load("params")  # a forward since the last block has released them
+        self._offloader.load(PARAMS)  # a forward since the last block has released them
         self._has_blocks = True
         kept = self._model.accumulate_block(self._model.cut(packs), temperature, self._collect(loss, 1))
         return self._gathered(kept, packs)
 
     def complete_blocks(self, factor: float) -> None:
-        self._offloader.load("params")  # which the step needs too
+        self._offloader.load(PARAMS)  # which the step needs too
         self._model.complete_blocks(factor)
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -133,16 +134,16 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
         if self._config.megatron.empty_cuda_cache and self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._model.parallelism.activate()
-        self._offloader.load("optimizer")
+        self._offloader.load(OPTIMIZER)
         set_rates(self._optimizer, lr, weight_decay)
         _, norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  the abstract method has no annotation
-        self._offloader.release("optimizer")
+        self._offloader.release(OPTIMIZER)
         self.discard_gradients()
         return float(norm)
 
     def discard_gradients(self) -> None:
         self._has_blocks = False
-        self._offloader.release("grads", "params")
+        self._offloader.release(GRADS, PARAMS)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._stream.to_first())
@@ -179,9 +180,9 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
             return self._checkpointer.begin_save(directory)
 
     def load(self, directory: Path) -> None:
-        self._offloader.load("params", "optimizer")
+        self._offloader.load(PARAMS, OPTIMIZER)
         self._checkpointer.load(directory)
-        self._offloader.release("params", "optimizer")
+        self._offloader.release(PARAMS, OPTIMIZER)
 
     def close(self) -> None:
         self._closing.close()
@@ -223,12 +224,12 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        self._offloader.load("params", "optimizer")
+        self._offloader.load(PARAMS, OPTIMIZER)
         self._finish_update()
         try:
             yield
         finally:
-            self._offloader.release("params", "optimizer")
+            self._offloader.release(PARAMS, OPTIMIZER)
 
     def _finish_update(self) -> None:
         for chunk in self._model.ddp_chunks():
@@ -236,10 +237,10 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
                 chunk.start_param_sync(force_sync=True)
 
     def _streamed(self, stream: Iterator[T]) -> Iterator[T]:
-        self._offloader.load("params")
+        self._offloader.load(PARAMS)
         self._finish_update()
         yield from stream
-        self._offloader.release("params")
+        self._offloader.release(PARAMS)
 
     def _make_streams(self) -> None:
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""
@@ -252,7 +253,7 @@ class MegatronBackend(Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundS
             self._adapter = WeightStream(adapters, AdapterMap(self._map), parallelism, self.device)
 
     def _zero_gradients(self) -> None:
-        self._offloader.load("params", "grads")
+        self._offloader.load(PARAMS, GRADS)
         for chunk in self._model.ddp_chunks():
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -25,7 +25,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from services.common.errors import ERROR_CLASSES, InternalError, LockstepError, Reason
-from services.trainer.ranks.memory import memory_advice
+from services.trainer.ranks.advice import memory_advice
 from services.trainer.ranks.sockets import RanksAddress, connect, listen
 
 log = logging.getLogger(__name__)

@@ -1,18 +1,94 @@
-"""Names the config keys to lower when a rank runs out of memory."""
+"""Moves parts of a rank's models between its device and host memory, for an engine that shares the device."""
+
+import time
+from collections.abc import Sequence
 
 import torch
 
-# torch raises a plain RuntimeError if the CPU's allocator fails (c10/core/impl/alloc_cpu.cpp).
-_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+from services.common.device_memory import DeviceState, changed, device_state, gib
+from services.common.errors import Overloaded, Reason
+from services.trainer.backend import Backend, Offloads, Part, Role
+from services.trainer.ranks.calls import Message, rank_command
 
 
-def memory_advice(error: BaseException, role: str) -> str:
-    """Returns what to change after an out-of-memory error in a command of `role`; "" after any other error."""
-    is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error)
-    if not is_memory:
-        return ""
-    section = "trainer" if role == "policy" else role
-    return (
-        f"; out of memory: lower {section}.max_tokens_per_microbatch, set trainer.gradient_checkpointing=true, or use "
-        "more ranks; `lockstep plan` shows what each phase needs"
-    )
+class MemoryCommands:
+    """Implements the commands on a worker. The answer has this rank's types.v1.DeviceMemory, serialized."""
+
+    _device: torch.device
+    _backends: dict[Role, Backend]
+
+    @rank_command
+    def release_memory(self, *, model_parts: Sequence[str], roles: Sequence[str]) -> Message:
+        """Moves parts of roles to host memory."""
+        begin, before = time.perf_counter(), self._device_state()
+        self._synchronize()  # no kernel or collective in the background may use what leaves
+        for backend in self._offloading(roles):
+            backend.release([Part(part) for part in model_parts])
+        return self._answer(before, begin)
+
+    @rank_command
+    def acquire_memory(self, *, model_parts: Sequence[str], roles: Sequence[str]) -> Message:
+        """Moves parts of roles back to the device.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, the device has too little. Nothing was moved.
+        """
+        begin, before = time.perf_counter(), self._device_state()
+        wanted, backends = [Part(part) for part in model_parts], self._offloading(roles)
+        needed = sum(backend.needed_bytes(wanted) for backend in backends)
+        if self._device.type == "cuda" and needed > before["device_free_bytes"]:
+            raise Overloaded(
+                f"the trainer needs {gib(needed)} for {' and '.join(model_parts)} of {', '.join(roles)}, but "
+                f"{before['device_uuid']} has only {gib(before['device_free_bytes'])} free",
+                reason=Reason.OUT_OF_MEMORY,
+                device_uuid=before["device_uuid"],
+                needed_bytes=needed,
+                free_bytes=before["device_free_bytes"],
+            )
+        for backend in backends:
+            backend.acquire(wanted)
+        return self._answer(before, begin)
+
+    def _offloading(self, roles: Sequence[str]) -> list[Offloads]:
+        backends = [self._backends[Role(role)] for role in roles]
+        return [backend for backend in backends if isinstance(backend, Offloads)]
+
+    def _answer(self, before: DeviceState, begin: float) -> Message:
+        self._synchronize()
+        after = self._device_state()
+        return Message({}, [changed(before, after, time.perf_counter() - begin).SerializeToString()])
+
+    def _device_state(self) -> DeviceState:
+        backends = self._offloading(list(self._backends))
+        return_free_memory(self._device)  # or it would not be free for others
+        if self._device.type == "cuda":
+            resident = torch.cuda.memory_reserved(self._device)
+        else:
+            resident = sum(backend.device_bytes() for backend in backends)
+        host = sum(backend.host_bytes() for backend in backends)
+        return device_state(self._device, resident_bytes=resident, host_bytes=host)
+
+    def _synchronize(self) -> None:
+        """Waits for all kernels and their errors."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def reserve_workspaces(device: torch.device) -> None:
+    """Lets cuBLAS take its workspaces for forward and backward, as long as torch has no free memory of models.
+
+    Otherwise torch would cut them from the memory of a large tensor that was freed, such as an embedding while a model
+    is built, and could not give the rest of it back to the GPU for as long as the process runs.
+    """
+    if device.type != "cuda":
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        weight_KN = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
+        bias_N = torch.zeros(16, device=device, dtype=dtype, requires_grad=True)
+        torch.addmm(bias_N, weight_KN, weight_KN).sum().backward()
+
+
+def return_free_memory(device: torch.device) -> None:
+    """Gives memory that torch keeps, but that holds nothing, back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -6,15 +6,21 @@ the others are in flight. The broadcasts run one after the other, because each t
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
+
+import torch
+from lockstep.types.v1.types_pb2 import PublicationCost
 
 from services.common.errors import PreconditionFailed, Reason
 from services.common.weights.cost import Cost
 from services.common.weights.digest import Sums, WeightDigest
 from services.common.weights.group import Transfer, WeightGroup
-from services.common.weights.plan import NamedTensors, Plan, pack, pack_rounds
+from services.common.weights.pairs.sender import PairSender
+from services.common.weights.plan import Bucket, NamedTensors, Plan, follow, pack, pack_rounds
+
+SendingMember = WeightGroup | PairSender
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Publication:
 
 
 def send(
-    group: WeightGroup,
+    group: SendingMember,
     plan: Plan,
     weights: NamedTensors | Iterable[NamedTensors],
     *,
@@ -59,11 +65,8 @@ def send(
     digest = WeightDigest(plan.digest, group.device, base_sums or (0, 0))
     most = 2 * plan.num_senders  # in flight at once: two rounds
     in_flight: deque[tuple[Transfer, bool]] = deque()  # each with whether it is this sender's own
-    packed = (
-        pack_rounds(plan, cast(Iterable[NamedTensors], weights), group.device, sender=group.rank)
-        if plan.num_senders > 1
-        else pack(plan, cast(NamedTensors, weights), group.device, skips_base=skips_base)
-    )
+    group.begin(plan.buckets[plan.first_bucket(skips_base=skips_base) :])
+    packed = _packed(group, plan, weights, skips_base=skips_base)
     for bucket, flat in packed:
         if plan.has_adapter and bucket is plan.buckets[plan.num_base_buckets]:
             base_sums = digest.sums()
@@ -83,7 +86,25 @@ def send(
     return Publication(content, num_bytes, time.perf_counter() - begin, base_sums, cost.measured())
 
 
-def _conclude(group: WeightGroup, plan: Plan, digest: WeightDigest, version: int) -> str:
+def highest_cost(costs: Sequence[dict[str, Any]]) -> PublicationCost:
+    """Returns the largest of each cost over the senders, which work at the same time."""
+    return PublicationCost(**{name: max(cost[name] for cost in costs) for name in costs[0]})
+
+
+def _packed(
+    group: SendingMember, plan: Plan, weights: NamedTensors | Iterable[NamedTensors], *, skips_base: bool
+) -> Iterator[tuple[Bucket, torch.Tensor | None]]:
+    """Yields every bucket, with its bytes if this member sends it."""
+    if plan.num_senders > 1:
+        rounds = cast(Iterable[NamedTensors], weights)
+        return pack_rounds(plan, rounds, group.device, sender=group.sender)
+    tensors = cast(NamedTensors, weights)
+    if group.sender != 0:
+        return follow(plan, tensors, skips_base=skips_base)
+    return pack(plan, tensors, group.device, skips_base=skips_base, buffer=group.buffer)
+
+
+def _conclude(group: SendingMember, plan: Plan, digest: WeightDigest, version: int) -> str:
     """Exchanges the senders' digests. Returns the digest of all parts on the first sender, and "" on the others.
 
     Raises:
@@ -93,7 +114,8 @@ def _conclude(group: WeightGroup, plan: Plan, digest: WeightDigest, version: int
         group.acknowledge(version, " ".join(map(str, digest.sums())))
         return ""
     answers = group.acknowledged(version)
-    parts, received = answers[: plan.num_senders - 1], answers[plan.num_senders - 1 :]
+    num_others = (group.num_trainer_ranks or plan.num_senders) - 1
+    parts, received = answers[:num_others], answers[num_others:]
     for part in parts:
         first, second = map(int, part.split())
         digest.add((first, second))

@@ -24,7 +24,6 @@ from services.common.errors import PreconditionFailed, Reason
 from services.common.model_card import read_model_card
 from services.common.storage import storage_error, writing
 from services.common.weights.digest import Sums
-from services.common.weights.group import WeightGroup
 from services.common.weights.plan import NamedTensors, Plan
 from services.trainer.backend import Adapters, Backend, BackgroundSaves, Role, SeveralSenders
 from services.trainer.checkpoint import manifest as checkpoint
@@ -33,7 +32,9 @@ from services.trainer.checkpoint.export import adapter_config, export_adapter, e
 from services.trainer.losses import Totals
 from services.trainer.losses.python import require_importable
 from services.trainer.ranks.calls import Message, rank_command
-from services.trainer.ranks.publish import send
+from services.trainer.ranks.membership import join_epoch
+from services.trainer.ranks.memory import MemoryCommands, reserve_workspaces, return_free_memory
+from services.trainer.ranks.publish import SendingMember, send
 from services.trainer.ranks.strategies import make_backend
 from services.trainer.updates.blocks import BlockUpdate
 from services.trainer.updates.critic import update_critic
@@ -49,7 +50,7 @@ CONFIGS: dict[Role, type[TrainerConfig]] = {
 }
 
 
-class Worker:
+class Worker(MemoryCommands):
     """Holds one rank's backend of each role and, if the rank sends weights, its membership in the weight group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, device: torch.device):
@@ -61,7 +62,7 @@ class Worker:
         self._plan: Plan | None = None
         self._members = [0]  # the ranks that send weights, in the order of their ranks in the weight group
         self._base_sums: Sums | None = None  # hash sums of the frozen base, once it was sent
-        self._group: WeightGroup | None = None
+        self._group: SendingMember | None = None
         self._model_path = ""
         self._profiler: Profiler | None = None
         self._saving: futures.Future[dict[str, Any]] | None = None
@@ -87,6 +88,7 @@ class Worker:
         self._close_role(role)
         if not dist.is_initialized():
             self._start_process_group(timedelta(seconds=config.collective_timeout_s))
+        reserve_workspaces(self._device)
         torch.manual_seed(seed)
         self._configs[role] = config
         backend = self._backends[role] = make_backend(role, config, model_path, self._device)
@@ -97,6 +99,7 @@ class Worker:
                 del backend
                 self._close_role(role)
                 raise
+        return_free_memory(self._device)  # of loading; what a step takes first would stay in the middle of it
         frames = []
         if role is Role.POLICY:
             self._model_path = model_path
@@ -201,11 +204,10 @@ class Worker:
 
     @rank_command
     def join(self, *, group: str) -> Message:
-        """Joins the epoch if this rank sends weights. The senders, with rank 0, are the group's first members."""
+        """Joins the epoch if this rank is a member. The senders, with rank 0, are the group's first members."""
         self.leave()
-        if self._rank in self._members:
-            message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
-            self._group = WeightGroup(message, rank=self._members.index(self._rank), device=self._device)
+        message = types_pb2.WeightGroup.FromString(bytes.fromhex(group))
+        self._group = join_epoch(message, rank=self._rank, senders=self._members, device=self._device)
         return Message({"plan_digest": self._open_plan().digest})
 
     @rank_command
@@ -228,7 +230,7 @@ class Worker:
         weights = self._published(plan, skips_base=skips_base)
         with torch.no_grad():
             try:
-                if self._rank not in self._members:
+                if self._group is None and self._rank not in self._members:
                     return Message({})
                 if self._group is None:
                     raise PreconditionFailed("the epoch was not joined", reason=Reason.NOT_JOINED)
@@ -367,15 +369,9 @@ class Worker:
             self._backends.pop(role).close()
             self._free()
 
-    def _synchronize(self) -> None:
-        """Waits for the optimizer's kernels, which belong to the update: their time and their errors."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
-
     def _free(self) -> None:
         gc.collect()  # models are in reference cycles with their hooks
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        return_free_memory(self._device)
 
     def _start_process_group(self, timeout: timedelta) -> None:
         self._num_groups += 1

@@ -7,7 +7,40 @@ from services.common.config.run import Config
 from tests.common.config.smallest import refused
 
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
+KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
+LAG = ["trainer.lag.versions=1", "trainer.loss.kind=grpo", "trainer.loss.old_logprobs=engine"]
+GRAPHS = ["trainer.strategy=megatron", "trainer.num_ranks=1"]
 CROSS_FIELD = {
+    "colocated ranks and workers are pairs": (
+        ["placement=colocated", "trainer.num_ranks=2", "rollout.tensor_parallel_size=4"],
+        ["trainer.num_ranks is 2 and there are 4 workers (rollout.num_replicas 1 x tensor_parallel_size 4)"],
+        ["placement=colocated", "trainer.num_ranks=4", "rollout.tensor_parallel_size=2", "rollout.num_replicas=2"],
+    ),
+    "colocated ranks and workers are pairs, data parallel engines": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={data_parallel_size: 2}"],
+        ["2 workers", "engine.data_parallel_size 2"],
+        ["placement=colocated", "trainer.num_ranks=2", "rollout.engine={data_parallel_size: 2}"],
+    ),
+    "colocated models share the trainer's ranks": (
+        ["placement=colocated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
+        ["reference.deployment own needs GPUs of its own"],
+        ["placement=disaggregated", "trainer.num_ranks=1", *KL_ON_OWN_RANKS],
+    ),
+    "a lag needs two sets of GPUs": (
+        ["placement=colocated", "trainer.num_ranks=1", *LAG],
+        ["trainer.lag.versions 1", "at the same time"],
+        ["placement=disaggregated", "trainer.num_ranks=1", *LAG],
+    ),
+    "a colocated trainer's weights move": (
+        ["placement=colocated", *GRAPHS, "trainer.megatron.transformer_config_kwargs={cuda_graph_impl: local}"],
+        ["transformer_config_kwargs.cuda_graph_impl", "leave it out"],
+        ["placement=colocated", *GRAPHS, "trainer.megatron.transformer_config_kwargs={cuda_graph_impl: none}"],
+    ),
+    "a colocated engine sleeps": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: false}"],
+        ["rollout.engine.enable_sleep_mode false"],
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: true}"],
+    ),
     "a group of scores ends before its call": (
         ["reward.scorers=[{kind: math}]", "reward.group_timeout_s=300"],
         ["reward.group_timeout_s 300 must be below timeouts.score_s 300"],

@@ -34,6 +34,11 @@ def test_blocks_do_not_depend_on_whether_they_are_streamed() -> None:
     assert (groups_per_block(off), streams(off)) == (groups_per_block(config()), False)
 
 
+def test_a_trainer_that_shares_its_gpus_gets_whole_batches() -> None:
+    shared = config(placement="colocated", rollout={"num_replicas": 2})
+    assert (groups_per_block(shared), streams(shared)) == (groups_per_block(config()), False)
+
+
 def test_off_needs_no_quotes_in_yaml() -> None:
     assert yaml.safe_load("streaming: off") == {"streaming": False}
     assert config(trainer={"streaming": False}).trainer.streaming == "off"

@@ -2,7 +2,7 @@
 
 `python -m tests.common.weights.group_harness` says `{}` when it has imported what it needs. Then it obeys one JSON
 object per line of its standard input and answers each with a line: `{"epoch", "rank", "world_size", "port", "secret",
-"timeout_s", "receive"}` joins and receives a publication.
+"timeout_s", "receive"}` joins and receives a publication; with `"pairs"`, as the engine worker of a pair.
 """
 
 import json
@@ -17,10 +17,12 @@ from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 from services.common.errors import LockstepError
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
+from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.plan import Plan, pack, unpack
 from services.common.weights.store import StoreAddress
 
 CPU = torch.device("cpu")
+_kept: list[PairReceiver] = []
 NamedTensor = tuple[str, torch.Tensor]
 
 
@@ -62,6 +64,18 @@ def receive(group: WeightGroup, plan: Plan, version: int) -> tuple[str, list[Nam
     return digest.hexdigest(), weights
 
 
+def receive_pair(
+    group: PairReceiver, plan: Plan, version: int, *, in_place: bool = False
+) -> tuple[str, list[NamedTensor]]:
+    """Receives and acknowledges a publication as an engine worker of a pair does."""
+    digest, weights = WeightDigest(plan.digest, CPU), []
+    for bucket, flat in group.receive(plan.buckets, in_place=in_place):
+        digest.update(flat, start=bucket.start)
+        weights += unpack(bucket, flat.clone() if in_place else flat)
+    group.acknowledge(version, digest.hexdigest())
+    return digest.hexdigest(), weights
+
+
 def digest_of(plan: Plan, weights: Sequence[NamedTensor]) -> str:
     digest = WeightDigest(plan.digest, CPU)
     for bucket, flat in pack(plan, weights, CPU):
@@ -76,6 +90,10 @@ def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
         store = StoreAddress("127.0.0.1", order["port"], bytes.fromhex(order["secret"]))
         asked = message(store, epoch=order["epoch"], world_size=order["world_size"], timeout_s=order["timeout_s"])
         try:
+            if num_trainer_ranks := order.get("pairs"):
+                asked.backend, asked.num_trainer_ranks = "pairs", num_trainer_ranks
+                yield from _obey_pair(asked, order)
+                continue
             group = WeightGroup(asked, rank=order["rank"], device=CPU)
             yield {"joined": order["epoch"]}
             if not order["receive"]:
@@ -84,6 +102,16 @@ def _obey(commands: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield {"digest": receive(group, plan, version=order["epoch"])[0]}
         except LockstepError as error:
             yield {"error": error.reason.value, "message": error.message}
+
+
+def _obey_pair(asked: GroupMessage, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    group = PairReceiver(asked, rank=order["rank"], device=CPU)
+    _kept.append(group)  # its end of the pair closes when it is forgotten
+    yield {"joined": order["epoch"]}
+    if order["receive"]:
+        plan = Plan.of(some_weights(**order["receive"]), bucket_bytes=1 << 20)
+        yield {"digest": receive_pair(group, plan, version=order["epoch"])[0]}
+        group.abort()
 
 
 if __name__ == "__main__":

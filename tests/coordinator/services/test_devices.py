@@ -49,3 +49,14 @@ def test_split() -> None:
     assert split_gpus({"trainer": 2}, config, available=[], start_rollout=True) == {}
     with pytest.raises(InvalidInput, match=r"3 usable GPUs, .* need 4"):
         split_gpus({"trainer": 2}, config, available=["0", "1", "2"], start_rollout=True)
+
+
+def test_colocated_engines_get_the_trainers_gpus() -> None:
+    shared = {"trainer": {"num_ranks": 4}, "placement": "colocated"}
+    config = make_config(**shared, rollout={"num_replicas": 2, "tensor_parallel_size": 2})
+    expected = {"trainer": "4,5,6,7", "rollout-0": "4,5", "rollout-1": "6,7"}
+    available = ["4", "5", "6", "7", "8"]
+    assert split_gpus({"trainer": 4}, config, available=available, start_rollout=True) == expected
+    assert split_gpus({"trainer": 4}, config, available=[], start_rollout=True) == {}
+    with pytest.raises(InvalidInput, match=r"3 usable GPUs, but trainer.num_ranks, .* share, is 4"):
+        split_gpus({"trainer": 4}, config, available=available[:3], start_rollout=True)

@@ -42,10 +42,10 @@ def test_a_reload_is_watched_then_checked_then_replaced(bucket_bytes: int, monke
     assert not worker.loading._problem
     digests = {worker.publish(1)["digest"]}
     assert worker.loading._map is not None, worker.loading._problem
-    assert worker.loading.buffers is None
+    assert not worker.loading.reads_in_place
     assert_exact(worker.model, 1)
     digests.add(worker.publish(2)["digest"])
-    assert worker.loading.buffers is not None, worker.loading._problem
+    assert worker.loading.reads_in_place, worker.loading._problem
     assert_exact(worker.model, 2)
     monkeypatch.setattr(loading, "reload_weights", None)
     for seed in (3, 4, 5):
@@ -61,13 +61,13 @@ def test_a_new_plan_starts_anew():
     for seed in (1, 2, 3):
         worker.publish(seed)
     worker.set_bucket_bytes(700)
-    assert worker.loading.buffers is not None  # the same plan: nothing new
+    assert worker.loading.reads_in_place  # the same plan: nothing new
     worker.set_bucket_bytes(1)
-    assert worker.loading.buffers is None
+    assert not worker.loading.reads_in_place
     for seed in (4, 5, 6):
         worker.publish(seed)
         assert_exact(worker.model, seed)
-    assert worker.loading.buffers is not None
+    assert worker.loading.reads_in_place
 
 
 # After the stage's publication breaks off, the next one is whole, whatever stage it is in.
@@ -77,14 +77,14 @@ def test_a_publication_that_breaks_off_is_made_good_by_the_next(num_before: int,
     worker = Worker(Toy(), bucket_bytes)
     for seed in range(num_before):
         worker.publish(seed)
-    is_direct = worker.loading.buffers is not None
+    is_direct = worker.loading.reads_in_place
     for breaks_after in range(0, worker.num_buckets, 3 if bucket_bytes == 1 else 1):
         assert "Broken" in worker.publish(10, breaks_after=breaks_after)["error"]
-        assert (worker.loading.buffers is not None) == is_direct
+        assert worker.loading.reads_in_place == is_direct
     for seed in (20, 21, 22):
         assert "error" not in worker.publish(seed)
         assert_exact(worker.model, seed)
-    assert worker.loading.buffers is not None
+    assert worker.loading.reads_in_place
     assert "Broken" in worker.publish(30, breaks_after=1)["error"]
     worker.publish(31)
     assert_exact(worker.model, 31)
@@ -160,7 +160,7 @@ def test_a_layer_that_does_more_than_copy_keeps_the_reload(odd: Callable[[], Lay
     worker = Worker(Toy(odd()), 700)
     for seed in (1, 2, 3, 4):
         assert "error" not in worker.publish(seed)
-        assert worker.loading.buffers is None
+        assert not worker.loading.reads_in_place
         assert problem in worker.loading._problem
         assert_exact(worker.model, seed, odd)
 
@@ -174,7 +174,7 @@ def test_a_transposed_view_is_a_copy_too():
     for seed in (1, 2, 3):
         worker.publish(seed)
         assert_exact(worker.model, seed, odd)
-    assert worker.loading.buffers is not None
+    assert worker.loading.reads_in_place
 
 
 @pytest.mark.parametrize("end", ["source", "target"])
@@ -201,7 +201,7 @@ def test_a_wrong_map_is_found_out(end: str, number: int, monkeypatch: pytest.Mon
     assert worker.loading._map is not None
     for seed in (2, 3, 4):
         worker.publish(seed)
-        assert worker.loading.buffers is None
+        assert not worker.loading.reads_in_place
         assert "wrote other bytes than the recorded copies would" in worker.loading._problem
         assert_exact(worker.model, seed)
 
@@ -216,7 +216,7 @@ def test_a_map_with_the_same_bytes_in_two_places_is_checked_in_both():
             between = torch.empty(4)
             between.copy_(flat.view(torch.float32))
             target.copy_(between)
-    direct = DirectMap(recorder.copies, 1, [torch.zeros(16, dtype=torch.uint8)])
+    direct = DirectMap(recorder.copies, 1)
 
     def digests() -> tuple[str, str]:
         received, loaded = (WeightDigest("", CPU) for _ in range(2))
@@ -288,4 +288,4 @@ def test_a_base_counts_as_held_only_while_it_is_whole(bucket_bytes: int):
             assert worker.base_sums == sums
             assert_holds(seed, 11)
         assert worker.publish_adapter(-1, 10, sender_sums=sums)["digest"] == whole["digest"]
-    assert worker.loading.buffers is not None, worker.loading._problem
+    assert worker.loading.reads_in_place, worker.loading._problem

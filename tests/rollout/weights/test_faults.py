@@ -23,6 +23,7 @@ class Wire:
 
     def __init__(self, group: WeightGroup):
         self._group, self.device, self.rank = group, group.device, group.rank
+        self.sender, self.num_trainer_ranks, self.begin, self.buffer = group.sender, 0, group.begin, group.buffer
         self.num_broadcasts = 0
 
     def broadcast(self, flat: torch.Tensor, sender: int) -> torch.distributed.Work:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import services.trainer.megatron  # noqa: F401  (before megatron itself)
 from services.common.errors import InvalidInput
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs, zigzag
-from services.trainer.megatron.optim.offload import Offloader
 from services.trainer.megatron.passthrough import make
 from services.trainer.megatron.transformer import model_settings, read_config, transformer_settings
+from services.trainer.offload import Offloader
 from services.trainer.updates.packing import Pack
 
 quick = settings(max_examples=60, deadline=None)
@@ -290,7 +290,7 @@ class Groups:
             "grads": lambda: [self.grads],
             "optimizer": lambda: [self.master, self.moments],
         }
-        return Offloader(groups, frozenset(leaving))
+        return Offloader(groups, frozenset(leaving), torch.device("cpu"))
 
     def sizes(self) -> tuple[int, int, int]:
         return tuple(tensor.untyped_storage().nbytes() for tensor in (self.flat, self.grads, self.moments))

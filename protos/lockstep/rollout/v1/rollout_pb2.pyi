@@ -1,11 +1,21 @@
 from lockstep.types.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class EnginePart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_PART_UNSPECIFIED: _ClassVar[EnginePart]
+    ENGINE_PART_WEIGHTS: _ClassVar[EnginePart]
+    ENGINE_PART_KV_CACHE: _ClassVar[EnginePart]
+ENGINE_PART_UNSPECIFIED: EnginePart
+ENGINE_PART_WEIGHTS: EnginePart
+ENGINE_PART_KV_CACHE: EnginePart
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
@@ -26,18 +36,20 @@ class GetInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., samples_in_flight: _Optional[int] = ..., num_workers: _Optional[int] = ..., max_samples: _Optional[int] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("run_id", "config_json", "model_card", "seed", "adapter_rank")
+    __slots__ = ("run_id", "config_json", "model_card", "seed", "adapter_rank", "can_sleep")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_CARD_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
+    CAN_SLEEP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     config_json: str
     model_card: _types_pb2.ModelCard
     seed: int
     adapter_rank: int
-    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., seed: _Optional[int] = ..., adapter_rank: _Optional[int] = ...) -> None: ...
+    can_sleep: bool
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., model_card: _Optional[_Union[_types_pb2.ModelCard, _Mapping]] = ..., seed: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., can_sleep: bool = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
     __slots__ = ("num_workers", "max_samples")
@@ -142,6 +154,28 @@ class CommitWeightsRequest(_message.Message):
 class CommitWeightsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_types_pb2.DeviceMemory]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_types_pb2.DeviceMemory, _Mapping]]] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ("part",)
+    PART_FIELD_NUMBER: _ClassVar[int]
+    part: EnginePart
+    def __init__(self, part: _Optional[_Union[EnginePart, str]] = ...) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_types_pb2.DeviceMemory]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_types_pb2.DeviceMemory, _Mapping]]] = ...) -> None: ...
 
 class ReceiveTestBroadcastRequest(_message.Message):
     __slots__ = ("group", "rank")

@@ -70,6 +70,16 @@ class RolloutServiceStub(object):
                 request_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
                 response_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/lockstep.rollout.v1.RolloutService/Sleep',
+                request_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/lockstep.rollout.v1.RolloutService/Wake',
+                request_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+                response_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.ReceiveTestBroadcast = channel.unary_unary(
                 '/lockstep.rollout.v1.RolloutService/ReceiveTestBroadcast',
                 request_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.ReceiveTestBroadcastRequest.SerializeToString,
@@ -131,6 +141,22 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until others were
+        received and committed. Refused while it has samples. Repeating the call changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Takes memory for one part of a sleeping engine, the weights first. Refused if the device has too little memory.
+        Repeating the call changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReceiveTestBroadcast(self, request, context):
         """Receives a trainer's test broadcast; refused while a run is open.
         """
@@ -175,6 +201,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.CommitWeights,
                     request_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsRequest.FromString,
                     response_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.FromString,
+                    response_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.WakeRequest.FromString,
+                    response_serializer=lockstep_dot_rollout_dot_v1_dot_rollout__pb2.WakeResponse.SerializeToString,
             ),
             'ReceiveTestBroadcast': grpc.unary_unary_rpc_method_handler(
                     servicer.ReceiveTestBroadcast,
@@ -372,6 +408,60 @@ class RolloutService(object):
             '/lockstep.rollout.v1.RolloutService/CommitWeights',
             lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
             lockstep_dot_rollout_dot_v1_dot_rollout__pb2.CommitWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.rollout.v1.RolloutService/Sleep',
+            lockstep_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+            lockstep_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.rollout.v1.RolloutService/Wake',
+            lockstep_dot_rollout_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+            lockstep_dot_rollout_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

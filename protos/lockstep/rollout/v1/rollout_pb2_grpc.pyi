@@ -49,6 +49,14 @@ class RolloutServiceStub:
     """Receives, loads and hashes the weights of one publication. The replica serves nothing until they are committed."""
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]
     """Starts serving the received weights if their stamp is the given one."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
+    """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until others were
+    received and committed. Refused while it has samples. Repeating the call changes nothing.
+    """
+    Wake: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]
+    """Takes memory for one part of a sleeping engine, the weights first. Refused if the device has too little memory.
+    Repeating the call changes nothing.
+    """
     ReceiveTestBroadcast: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveTestBroadcastRequest, _rollout_pb2.ReceiveTestBroadcastResponse]
     """Receives a trainer's test broadcast; refused while a run is open."""
 
@@ -73,6 +81,14 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Receives, loads and hashes the weights of one publication. The replica serves nothing until they are committed."""
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CommitWeightsRequest, _rollout_pb2.CommitWeightsResponse]  # type: ignore[assignment]
     """Starts serving the received weights if their stamp is the given one."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]  # type: ignore[assignment]
+    """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until others were
+    received and committed. Refused while it has samples. Repeating the call changes nothing.
+    """
+    Wake: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]  # type: ignore[assignment]
+    """Takes memory for one part of a sleeping engine, the weights first. Refused if the device has too little memory.
+    Repeating the call changes nothing.
+    """
     ReceiveTestBroadcast: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveTestBroadcastRequest, _rollout_pb2.ReceiveTestBroadcastResponse]  # type: ignore[assignment]
     """Receives a trainer's test broadcast; refused while a run is open."""
 
@@ -136,6 +152,26 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.CommitWeightsResponse, _abc.Awaitable[_rollout_pb2.CommitWeightsResponse]]:
         """Starts serving the received weights if their stamp is the given one."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _rollout_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.SleepResponse, _abc.Awaitable[_rollout_pb2.SleepResponse]]:
+        """Frees the engine's weights and KV cache. The weights are dropped, so the replica serves nothing until others were
+        received and committed. Refused while it has samples. Repeating the call changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _rollout_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.WakeResponse, _abc.Awaitable[_rollout_pb2.WakeResponse]]:
+        """Takes memory for one part of a sleeping engine, the weights first. Refused if the device has too little memory.
+        Repeating the call changes nothing.
+        """
 
     @_abc_1.abstractmethod
     def ReceiveTestBroadcast(

@@ -3,7 +3,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -14,10 +14,19 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_POLICY: _ClassVar[Role]
     ROLE_REFERENCE: _ClassVar[Role]
     ROLE_CRITIC: _ClassVar[Role]
+
+class ModelPart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODEL_PART_UNSPECIFIED: _ClassVar[ModelPart]
+    MODEL_PART_OPTIMIZER: _ClassVar[ModelPart]
+    MODEL_PART_PARAMETERS: _ClassVar[ModelPart]
 ROLE_UNSPECIFIED: Role
 ROLE_POLICY: Role
 ROLE_REFERENCE: Role
 ROLE_CRITIC: Role
+MODEL_PART_UNSPECIFIED: ModelPart
+MODEL_PART_OPTIMIZER: ModelPart
+MODEL_PART_PARAMETERS: ModelPart
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
@@ -260,6 +269,34 @@ class ExportHuggingFaceResponse(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
+
+class ReleaseMemoryRequest(_message.Message):
+    __slots__ = ("parts", "roles")
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedScalarFieldContainer[ModelPart]
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    def __init__(self, parts: _Optional[_Iterable[_Union[ModelPart, str]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ...) -> None: ...
+
+class ReleaseMemoryResponse(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[_types_pb2.DeviceMemory]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[_types_pb2.DeviceMemory, _Mapping]]] = ...) -> None: ...
+
+class AcquireMemoryRequest(_message.Message):
+    __slots__ = ("parts", "roles")
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedScalarFieldContainer[ModelPart]
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    def __init__(self, parts: _Optional[_Iterable[_Union[ModelPart, str]]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ...) -> None: ...
+
+class AcquireMemoryResponse(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[_types_pb2.DeviceMemory]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[_types_pb2.DeviceMemory, _Mapping]]] = ...) -> None: ...
 
 class SendTestBroadcastRequest(_message.Message):
     __slots__ = ("num_receivers", "host", "timeout_s")

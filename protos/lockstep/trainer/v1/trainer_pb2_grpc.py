@@ -85,6 +85,16 @@ class TrainerServiceStub(object):
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.SerializeToString,
                 response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.FromString,
                 _registered_method=True)
+        self.ReleaseMemory = channel.unary_unary(
+                '/lockstep.trainer.v1.TrainerService/ReleaseMemory',
+                request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ReleaseMemoryRequest.SerializeToString,
+                response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ReleaseMemoryResponse.FromString,
+                _registered_method=True)
+        self.AcquireMemory = channel.unary_unary(
+                '/lockstep.trainer.v1.TrainerService/AcquireMemory',
+                request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.AcquireMemoryRequest.SerializeToString,
+                response_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.AcquireMemoryResponse.FromString,
+                _registered_method=True)
         self.SendTestBroadcast = channel.unary_stream(
                 '/lockstep.trainer.v1.TrainerService/SendTestBroadcast',
                 request_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.SendTestBroadcastRequest.SerializeToString,
@@ -170,6 +180,23 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseMemory(self, request, context):
+        """Moves parts of models to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
+        and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
+        nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcquireMemory(self, request, context):
+        """Moves released parts of models back to the devices. Refused if a device has too little memory. Repeating the call
+        changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SendTestBroadcast(self, request, context):
         """Broadcasts test bytes to replicas the way a publication does, to test the network before a run; refused while a run
         is open. Returns first the group to give to the replicas, then the result.
@@ -230,6 +257,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ExportHuggingFace,
                     request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.FromString,
                     response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.SerializeToString,
+            ),
+            'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMemory,
+                    request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ReleaseMemoryRequest.FromString,
+                    response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ReleaseMemoryResponse.SerializeToString,
+            ),
+            'AcquireMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcquireMemory,
+                    request_deserializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.AcquireMemoryRequest.FromString,
+                    response_serializer=lockstep_dot_trainer_dot_v1_dot_trainer__pb2.AcquireMemoryResponse.SerializeToString,
             ),
             'SendTestBroadcast': grpc.unary_stream_rpc_method_handler(
                     servicer.SendTestBroadcast,
@@ -508,6 +545,60 @@ class TrainerService(object):
             '/lockstep.trainer.v1.TrainerService/ExportHuggingFace',
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceRequest.SerializeToString,
             lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ExportHuggingFaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.trainer.v1.TrainerService/ReleaseMemory',
+            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ReleaseMemoryRequest.SerializeToString,
+            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.ReleaseMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcquireMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.trainer.v1.TrainerService/AcquireMemory',
+            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.AcquireMemoryRequest.SerializeToString,
+            lockstep_dot_trainer_dot_v1_dot_trainer__pb2.AcquireMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

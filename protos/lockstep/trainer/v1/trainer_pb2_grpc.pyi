@@ -60,6 +60,15 @@ class TrainerServiceStub:
     """Writes a checkpoint atomically: it exists only once it is complete and verified."""
     ExportHuggingFace: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]
     """Writes the policy as a Hugging Face model directory."""
+    ReleaseMemory: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseMemoryRequest, _trainer_pb2.ReleaseMemoryResponse]
+    """Moves parts of models to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
+    and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
+    nothing.
+    """
+    AcquireMemory: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.AcquireMemoryRequest, _trainer_pb2.AcquireMemoryResponse]
+    """Moves released parts of models back to the devices. Refused if a device has too little memory. Repeating the call
+    changes nothing.
+    """
     SendTestBroadcast: _grpc.UnaryStreamMultiCallable[_trainer_pb2.SendTestBroadcastRequest, _trainer_pb2.SendTestBroadcastResponse]
     """Broadcasts test bytes to replicas the way a publication does, to test the network before a run; refused while a run
     is open. Returns first the group to give to the replicas, then the result.
@@ -97,6 +106,15 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Writes a checkpoint atomically: it exists only once it is complete and verified."""
     ExportHuggingFace: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportHuggingFaceRequest, _trainer_pb2.ExportHuggingFaceResponse]  # type: ignore[assignment]
     """Writes the policy as a Hugging Face model directory."""
+    ReleaseMemory: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseMemoryRequest, _trainer_pb2.ReleaseMemoryResponse]  # type: ignore[assignment]
+    """Moves parts of models to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
+    and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
+    nothing.
+    """
+    AcquireMemory: _aio.UnaryUnaryMultiCallable[_trainer_pb2.AcquireMemoryRequest, _trainer_pb2.AcquireMemoryResponse]  # type: ignore[assignment]
+    """Moves released parts of models back to the devices. Refused if a device has too little memory. Repeating the call
+    changes nothing.
+    """
     SendTestBroadcast: _aio.UnaryStreamMultiCallable[_trainer_pb2.SendTestBroadcastRequest, _trainer_pb2.SendTestBroadcastResponse]  # type: ignore[assignment]
     """Broadcasts test bytes to replicas the way a publication does, to test the network before a run; refused while a run
     is open. Returns first the group to give to the replicas, then the result.
@@ -191,6 +209,27 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ExportHuggingFaceResponse, _abc.Awaitable[_trainer_pb2.ExportHuggingFaceResponse]]:
         """Writes the policy as a Hugging Face model directory."""
+
+    @_abc_1.abstractmethod
+    def ReleaseMemory(
+        self,
+        request: _trainer_pb2.ReleaseMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.ReleaseMemoryResponse, _abc.Awaitable[_trainer_pb2.ReleaseMemoryResponse]]:
+        """Moves parts of models to host memory. Calls that need a part are refused until it is acquired: Forward, SendWeights
+        and ExportHuggingFace need the model's parameters, Train and SaveCheckpoint both parts. Repeating the call changes
+        nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def AcquireMemory(
+        self,
+        request: _trainer_pb2.AcquireMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.AcquireMemoryResponse, _abc.Awaitable[_trainer_pb2.AcquireMemoryResponse]]:
+        """Moves released parts of models back to the devices. Refused if a device has too little memory. Repeating the call
+        changes nothing.
+        """
 
     @_abc_1.abstractmethod
     def SendTestBroadcast(

@@ -70,7 +70,7 @@ class Completion(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class WeightGroup(_message.Message):
-    __slots__ = ("run_id", "epoch", "store_host", "store_port", "world_size", "backend", "timeout_s", "store_secret")
+    __slots__ = ("run_id", "epoch", "store_host", "store_port", "world_size", "backend", "timeout_s", "store_secret", "num_trainer_ranks")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class WeightGroup(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     STORE_SECRET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINER_RANKS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     store_host: str
@@ -87,7 +88,8 @@ class WeightGroup(_message.Message):
     backend: str
     timeout_s: float
     store_secret: bytes
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_s: _Optional[float] = ..., store_secret: _Optional[bytes] = ...) -> None: ...
+    num_trainer_ranks: int
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout_s: _Optional[float] = ..., store_secret: _Optional[bytes] = ..., num_trainer_ranks: _Optional[int] = ...) -> None: ...
 
 class TestBroadcast(_message.Message):
     __slots__ = ("digest", "num_bytes", "duration_s", "route")
@@ -126,6 +128,26 @@ class PublicationCost(_message.Message):
     digest_s: float
     extra_bytes: int
     def __init__(self, digest_s: _Optional[float] = ..., extra_bytes: _Optional[int] = ...) -> None: ...
+
+class DeviceMemory(_message.Message):
+    __slots__ = ("device_uuid", "freed_bytes", "taken_bytes", "resident_bytes", "device_total_bytes", "device_free_bytes", "host_bytes", "duration_s")
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    device_uuid: str
+    freed_bytes: int
+    taken_bytes: int
+    resident_bytes: int
+    device_total_bytes: int
+    device_free_bytes: int
+    host_bytes: int
+    duration_s: float
+    def __init__(self, device_uuid: _Optional[str] = ..., freed_bytes: _Optional[int] = ..., taken_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ..., device_free_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class WeightPlan(_message.Message):
     __slots__ = ("tensors", "bucket_bytes", "num_base_tensors", "adapter_config_json", "num_senders", "slots")

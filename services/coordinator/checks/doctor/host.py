@@ -19,6 +19,7 @@ from services.common.errors import LockstepError
 from services.common.families.architecture import read_architecture
 from services.common.rpc.ports import PORTS, hold_free_port
 from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.doctor.gpu import examine_gpus
 from services.coordinator.services.devices import split_gpus, visible_gpus
 from services.coordinator.services.launch import Addresses, started_ranks
 
@@ -43,6 +44,7 @@ def examine_host(config: AnyConfig | None, given: Addresses) -> Iterator[Finding
         yield check_packages(sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt")))
         yield check_torch(len(gpus))
         yield check_gpus(config, given, gpus)
+        yield from examine_gpus(config if isinstance(config, Config) else None, given, _driver(), _cuda())
     yield check_shared_memory(Path("/dev/shm"))
     yield check_ports(16, _LOCAL_PORTS)
     yield check_disk(config)
@@ -204,6 +206,15 @@ def _bytes_needed(config: AnyConfig | None) -> int:
     settings = config.checkpoint
     kept = settings.max_ckpts_to_keep + 1 if settings.save_freq else 0
     return parameters * (kept * _CHECKPOINT_BYTES + settings.export_at_end * _EXPORT_BYTES)
+
+
+def _cuda() -> str | None:
+    """Returns the version of CUDA that torch was built for; None without torch, or for a CPU build."""
+    if find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.version.cuda
 
 
 def _driver() -> str:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from services.common.config.any import AnyConfig
 from services.common.config.run import Config
+from services.coordinator.checks.doctor.colocated import examine_colocated
 from services.coordinator.checks.doctor.environment import examine_environment
 from services.coordinator.checks.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.checks.doctor.host import examine_host
@@ -40,6 +41,7 @@ def _of_run(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
     yield from examine_inputs(config, given)
     yield from examine_settings(config, given)
     if isinstance(config, Config):
+        yield from examine_colocated(config, given)
         yield from examine_environment(config, given)
 
 

@@ -13,7 +13,6 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError
 from services.common.families.architecture import read_architecture, read_content
-from services.common.megatron.layout import Layout
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.memory import rank_memory
 from services.coordinator.services.devices import visible_gpus
@@ -81,9 +80,8 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
     except LockstepError:  # reported by the checks of GPUs and of the model
         return
     trainer = config.trainer
-    stages = Layout.of(trainer.megatron, trainer.num_ranks).pp if trainer.strategy == "megatron" else 1
-    peaks = [rank_memory(config, model, pp, is_gpu=False).peak for pp in range(stages)]
-    needed = sum(peaks) * trainer.num_ranks / stages / _GIB
+    peaks = [memory.peak for memory in rank_memory(config, model, is_gpu=False).values()]
+    needed = sum(peaks) * trainer.num_ranks / len(peaks) / _GIB
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     total, free = (int(lines[name].split()[0]) * 1024 / _GIB for name in ("MemTotal", "MemAvailable"))
     found = f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f}, of which {free:.1f} are available"

@@ -1,17 +1,18 @@
 """Client of one rollout replica, with its state."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
-from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, WeightPlan
+from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import LockstepError
 from services.common.rpc.client import Client
+from services.common.rpc.retry import MAX_RETRY_S
 from services.common.rpc.tls import LOCAL, Transport
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Replica:
             model_card=card,
             seed=config.seed,
             adapter_rank=config.trainer.lora.published_rank,
+            can_sleep=config.placement == "colocated",
         )
         answer = await self._client.call(
             RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
@@ -93,6 +95,26 @@ class Replica:
         request = pb.ReceiveWeightsRequest(epoch=epoch, version=version)
         answer = await self._client.call(RolloutService.ReceiveWeights, request, timeout_s=self._timeouts.publish_s)
         return PolicyStamp(version=version, digest=answer.digest)
+
+    async def sleep(self) -> Sequence[DeviceMemory]:
+        """Frees the engine's memory and returns the memory of each worker. The replica is STALE, without weights."""
+        self.state = ReplicaState.STALE
+        answer = await self._client.call(
+            RolloutService.Sleep, pb.SleepRequest(), timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
+        )
+        return answer.workers
+
+    async def wake(self, part: pb.EnginePart) -> Sequence[DeviceMemory]:
+        """Takes memory for one part of the engine and returns the memory of each worker.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken.
+        """
+        request = pb.WakeRequest(part=part)
+        answer = await self._client.call(
+            RolloutService.Wake, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
+        )
+        return answer.workers
 
     async def commit(self, stamp: PolicyStamp) -> None:
         """Makes the replica serve the received weights."""

@@ -29,6 +29,7 @@ from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.replica import Replica, ReplicaState
+from services.coordinator.services.gpus import OwnGpus, Side
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,11 @@ class Affinity:
 class Rollout:
     """Dispatches each group to the serving replica with the fewest tokens in flight, or to its affinity's."""
 
-    def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
+    def __init__(
+        self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL, gpus: OwnGpus | None = None
+    ):
+        """Creates clients of the replicas. Generating holds `gpus` for the engines."""
+        self._gpus = gpus or OwnGpus()
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
         self.num_redispatched, self.busy = 0, Busy()
         self._config = config
@@ -93,7 +98,8 @@ class Rollout:
         request = pb.GenerateRequest(expected_stamp=stamp, prompts=[wanted], sampling=sampling)
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
-            async with self._reserved(len(seeds), cost, affinity or Affinity()) as replica:
+            reserved = self._reserved(len(seeds), cost, affinity or Affinity())
+            async with self._gpus.held_by(Side.ENGINES), reserved as replica:
                 if (answers := await self._answers(replica, request)) is not None:
                     return _group(index, prompt, len(seeds), answers)
             self.num_redispatched += 1
@@ -149,7 +155,8 @@ class Rollout:
             try:
                 if restart:
                     await replica.end_engine(self._run_id)
-                await replica.open(self._run_id, self._config, self._card)
+                async with self._gpus.opening_engine():
+                    await replica.open(self._run_id, self._config, self._card)
                 break
             except LockstepError as error:
                 if error.reason is Reason.RUN_REPLACED:

@@ -1,12 +1,12 @@
 """Clients of the trainers: the policy's, and those of the reference and the critic."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
-from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
+from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp, WeightGroup
 
 from services.common import batch as batches
 from services.common.config.any import AnyConfig, role_section
@@ -19,6 +19,7 @@ from services.common.rpc.tls import LOCAL, Transport
 from services.common.transfer import from_messages, to_messages
 from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.blocks import BlockStream
+from services.coordinator.services.gpus import OwnGpus, Side
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
 _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
@@ -31,8 +32,12 @@ _ROLES: Mapping[str, tuple[pb.Role, str, str]] = {
 class Model:
     """One model of a run, named like its config section. It may share its ranks with other models."""
 
-    def __init__(self, name: str, address: str, config: AnyConfig, transport: Transport = LOCAL):
+    def __init__(
+        self, name: str, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None
+    ):
+        """Creates a client. Calls that compute or save hold `gpus` for the trainer."""
         self.name = name
+        self._gpus = gpus or OwnGpus()
         self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub, transport)
         self._config, self._timeouts = config, config.timeouts
         self._role, self._answer, self.column = _ROLES[name]
@@ -67,7 +72,8 @@ class Model:
             answers = self._client.stream(TrainerService.Forward, requests, timeout_s=timeout_s)
             return (await from_messages(answers, has_header=False))[1]
 
-        return batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))[self._answer]
+        async with self._gpus.held_by(Side.TRAINER):
+            return batches.decode(await repeated(forward, timeout_s=self._timeouts.train_s))[self._answer]
 
     async def train(
         self,
@@ -83,22 +89,44 @@ class Model:
         answers it again with the same metrics.
         """
         header = self._header(batch_id, stamp, critic_version, drawn)
-        with self.busy.working():
-            answer = await self._client.call(
-                TrainerService.Train,
-                lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
-                timeout_s=self._timeouts.train_s,
-                max_retry_s=MAX_RETRY_S,
-            )
+        async with self._gpus.held_by(Side.TRAINER):
+            with self.busy.working():
+                answer = await self._client.call(
+                    TrainerService.Train,
+                    lambda: to_messages(pb.TrainRequest, batches.encode(batch), header),
+                    timeout_s=self._timeouts.train_s,
+                    max_retry_s=MAX_RETRY_S,
+                )
         return answer.version, dict(answer.metrics)
 
     async def save(self, path: str, version: int) -> str:
         """Writes a checkpoint of `version`, which the ranks must hold. Returns the SHA-256 of its manifest."""
         request = pb.SaveCheckpointRequest(path=path, version=version, role=self._role)
-        answer = await self._client.call(
-            TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
-        )
+        async with self._gpus.held_by(Side.TRAINER):
+            answer = await self._client.call(
+                TrainerService.SaveCheckpoint, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
+            )
         return answer.manifest_digest
+
+    async def release_memory(self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = ()) -> Sequence[DeviceMemory]:
+        """Moves parts of models to host memory and returns the memory of each rank; no role is every role there."""
+        request = pb.ReleaseMemoryRequest(parts=parts, roles=roles)
+        answer = await self._client.call(
+            TrainerService.ReleaseMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
+        )
+        return answer.ranks
+
+    async def acquire_memory(self, *parts: pb.ModelPart, roles: Sequence[pb.Role] = ()) -> Sequence[DeviceMemory]:
+        """Moves parts of models back to the devices and returns the memory of each rank; no role is every role there.
+
+        Raises:
+            Overloaded: OUT_OF_MEMORY, a device has too little; nothing was taken on that device.
+        """
+        request = pb.AcquireMemoryRequest(parts=parts, roles=roles)
+        answer = await self._client.call(
+            TrainerService.AcquireMemory, request, timeout_s=self._timeouts.memory_s, max_retry_s=MAX_RETRY_S
+        )
+        return answer.ranks
 
     async def close(self) -> None:
         """Closes the channel."""
@@ -126,8 +154,8 @@ class Model:
 class Trainer(Model):
     """Client of the policy's trainer, which also publishes and exports weights."""
 
-    def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL):
-        super().__init__("trainer", address, config, transport)
+    def __init__(self, address: str, config: AnyConfig, transport: Transport = LOCAL, gpus: OwnGpus | None = None):
+        super().__init__("trainer", address, config, transport, gpus)
 
     async def go_back(self, run_id: str, checkpoint: str) -> int:
         """Closes the run and opens it again at `checkpoint`, or at the model it began with. Returns the version."""
@@ -161,6 +189,10 @@ class Trainer(Model):
     async def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face model directory."""
         request = pb.ExportHuggingFaceRequest(path=path)
-        await self._client.call(
-            TrainerService.ExportHuggingFace, request, timeout_s=self._timeouts.checkpoint_s, max_retry_s=MAX_RETRY_S
-        )
+        async with self._gpus.held_by(Side.TRAINER):
+            await self._client.call(
+                TrainerService.ExportHuggingFace,
+                request,
+                timeout_s=self._timeouts.checkpoint_s,
+                max_retry_s=MAX_RETRY_S,
+            )

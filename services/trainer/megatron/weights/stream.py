@@ -35,6 +35,7 @@ _SMALL = 256
 HEAD = "output_layer.weight"
 """Names the head of a language model and of a critic. The checkpoint that a critic starts from has no critic head."""
 
+_EMPTY = torch.empty(0)
 
 Streamed = Iterator[tuple[str, torch.Tensor]]
 Slot = tuple[int, Sequence[int]]
@@ -181,8 +182,11 @@ class WeightStream:
                 pass
 
     def to_first(self) -> Streamed:
-        """Yields all whole tensors on rank 0, and nothing on other ranks."""
-        return self._gather([(0, range(len(self._runs)))])
+        """Yields all whole tensors on rank 0, and as many empty ones, at the same times, on other ranks."""
+        for index in range(len(self._runs)):
+            yield from self._gather([(0, [index])])
+            if self._rank != 0:
+                yield from ((name, _EMPTY) for name in self._names[index])
 
     def _slots(self, bucket_bytes: int) -> Iterator[Slot]:
         return _deal(self._runs, [len(names) for names in self._names], bucket_bytes)

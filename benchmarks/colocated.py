@@ -1,0 +1,101 @@
+"""Measures the phases of a colocated run, in which trainer and engine share one GPU: seconds and bytes of each.
+
+Run `python -m benchmarks.colocated NAME SHAPE [key=value ...]`, where SHAPE is one of
+benchmarks.megatron_layouts.MODELS. Weights are random, and the config is that of the step benchmark with one trainer
+rank and one engine, changed by the overrides, such as trainer.strategy=megatron or trainer.lora.rank=32. The first
+publication (with joining and vLLM's reload) and the second, which checks that reload, are not in the samples. Give it
+at least ten minutes: before the first step, the model is made and vLLM compiles it, which alone takes minutes where it
+never ran before.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import shutil
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.loop import KEPT
+from benchmarks.random_model import add_options, make_random_model
+from benchmarks.report import keep
+from benchmarks.step import TINY, TOKENIZER, WHOLE, fixed
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.coordinator.observe.frontend import TerminalFrontend
+from services.coordinator.rl import colocated
+from services.coordinator.rl.session import run_session
+from services.coordinator.services.launch import Addresses
+
+_CONFIG = "deploy/runs/quickstart.yaml"
+_SHARED = (
+    "placement=colocated",
+    "trainer.num_ranks=1",
+    "rollout.num_replicas=1",
+    "checkpoint.export_at_end=false",
+    "num_steps=8",
+)
+_WARM_UP = 2
+_UNITS = ("[s]", "[GB freed]", "[GB taken]", "[GB free on the GPU]")
+
+
+class Phases(logging.Handler):
+    """Collects what the colocated publisher logs of each phase."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.samples: dict[str, list[float]] = defaultdict(list)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the numbers of one phase."""
+        if isinstance(record.args, tuple) and len(record.args) == 1 + len(_UNITS):
+            what, *numbers = record.args
+            for unit, number in zip(_UNITS, numbers, strict=True):
+                self.samples[f"{what} {unit}"].append(float(str(number)))
+
+
+def measure(config: Config) -> dict[str, list[float]]:
+    """Runs `config`. Returns the samples of its phases and of its steps, after the warm-up."""
+    phases, log = Phases(), logging.getLogger(colocated.__name__)
+    log.addHandler(phases)
+    log.setLevel(logging.INFO)
+    asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "time/step_s" in line][_WARM_UP:]
+    samples = {name: values[_WARM_UP:] for name, values in phases.samples.items()}
+    return {name: values for name, values in samples.items() if any(values)} | {
+        label: [step[key] for step in steps] for key, label in KEPT.items()
+    }
+
+
+def main() -> None:
+    """Makes the model, runs the steps, and saves the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.colocated")
+    parser.add_argument("name")
+    parser.add_argument("shape")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    add_options(parser)
+    options = parser.parse_intermixed_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        model = make_random_model(directory, options.shape, options)
+        for name in TOKENIZER:
+            shutil.copy(Path("deploy/quickstart/model") / name, model)
+        sizes = TINY if options.tiny else WHOLE
+        overrides = [*fixed(model, sizes), *_SHARED, *options.overrides]
+        config = load(Config, [_CONFIG, *overrides, f"runs_dir={directory}/runs"])
+        try:
+            samples = measure(config)
+        except Exception:
+            for path in (config.run_dir / "logs").glob("*.log"):
+                Console().print(path.name, path.read_text(errors="replace")[-3000:], markup=False)
+            raise
+    libraries = ("torch", "vllm", "transformers")
+    keep(options.name, samples, libraries=libraries, shape=options.shape, weights="random", overrides=overrides)
+
+
+if __name__ == "__main__":
+    main()

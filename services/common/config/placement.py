@@ -1,0 +1,53 @@
+"""Checks that a colocated run is possible: every trainer rank shares its GPU with exactly one engine worker."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from services.common.config.rollout import RolloutConfig
+from services.common.config.trainer.section import TrainerConfig
+
+Placement = Literal["disaggregated", "colocated"]
+
+SHARED_UTILIZATION = 0.8
+"""gpu_memory_utilization of an engine that can sleep; vLLM's own default, 0.92, leaves no room for a second process."""
+
+# Each multiplies the workers of one engine; tensor_parallel_size has a key of its own.
+_PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
+# What turns on CUDA graphs in Megatron.
+_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+
+
+def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments: Mapping[str, str]) -> None:
+    """Raises ValueError if the placement cannot be colocated. `deployments` has those of the reference and critic."""
+    for name, deployment in deployments.items():
+        if deployment == "own":
+            raise ValueError(
+                f"{name}.deployment own needs GPUs of its own, but placement colocated has only those that trainer and "
+                f"engines share: set {name}.deployment shared, or placement disaggregated"
+            )
+    if trainer.lag.versions:
+        raise ValueError(
+            f"trainer.lag.versions {trainer.lag.versions} lets trainer and engines work at the same time, which "
+            "they cannot with placement colocated: set trainer.lag.versions 0, or placement disaggregated"
+        )
+    if rollout.engine.get("enable_sleep_mode") is False:
+        raise ValueError(
+            "rollout.engine.enable_sleep_mode false: with placement colocated the engine must free its memory while "
+            "the trainer works; leave it out"
+        )
+    graphs = trainer.megatron.transformer_config_kwargs
+    if on := [key for key in _GRAPHS if graphs.get(key, "none") not in (False, None, "none")]:
+        raise ValueError(
+            f"trainer.megatron.transformer_config_kwargs.{on[0]}: a CUDA graph reads weights where they were when it "
+            "was captured, and with placement colocated they are elsewhere after every release; leave it out"
+        )
+    sizes = [("rollout.num_replicas", rollout.num_replicas), ("tensor_parallel_size", rollout.tensor_parallel_size)]
+    sizes += [(f"engine.{key}", rollout.engine[key]) for key in _PARALLEL if isinstance(rollout.engine.get(key), int)]
+    num_workers = math.prod(size for _, size in sizes)
+    if num_workers != trainer.num_ranks:
+        product = " x ".join(f"{key} {size}" for key, size in sizes)
+        raise ValueError(
+            f"placement colocated needs one engine worker for each trainer rank, but trainer.num_ranks is "
+            f"{trainer.num_ranks} and there are {num_workers} workers ({product}); make them equal"
+        )

@@ -1,0 +1,234 @@
+"""The buffers of a pair: memory that the trainer rank packs buckets into and the engine worker loads them from.
+
+On a GPU a buffer is plain memory of cudaMalloc that the other process maps by its CUDA IPC handle. Events order the
+work of the two processes on the device. On CPU it is anonymous shared memory (memfd), whose file descriptor is passed
+along. It has no name, so no other process can open it, and it is gone with the last process that maps it.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from lockstep.types.v1 import pairs_pb2 as pb
+
+from services.common.compat import cuda
+from services.common.errors import InvalidInput
+
+NUM_BUFFERS = 2
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class OwnedBuffers(Protocol):
+    """The trainer rank's end."""
+
+    message: pb.PairBuffers
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Returns each buffer as uint8 [buffer_bytes]."""
+        ...
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """Returns the file descriptors that go along with `message`."""
+        ...
+
+    def mapped(self, answer: pb.PairMapped) -> None:
+        """Takes the other end's answer to `message`."""
+        ...
+
+    def wait_until_read(self, buffer: int) -> None:
+        """Makes the device wait until the other end has read the buffer."""
+        ...
+
+    def written(self, buffer: int) -> None:
+        """Notes that the buffer holds a bucket, as soon as the device has done what was asked of it so far."""
+        ...
+
+    def free(self) -> None:
+        """Frees the memory, which the other end must have unmapped."""
+        ...
+
+
+class MappedBuffers(Protocol):
+    """The engine worker's end."""
+
+    answer: pb.PairMapped
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Returns each buffer as uint8 [buffer_bytes]."""
+        ...
+
+    def wait_until_written(self, buffer: int) -> None:
+        """Makes the device wait until the buffer holds the bucket."""
+        ...
+
+    def read(self, buffer: int) -> None:
+        """Notes that the buffer was read, as soon as the device has done what was asked of it so far."""
+        ...
+
+    def unmap(self) -> None:
+        """Ends the mapping. The tensors must not be used any more."""
+        ...
+
+
+def make_buffers(buffer_bytes: int, device: torch.device) -> OwnedBuffers:
+    """Allocates the buffers of a pair."""
+    return _OwnedCudaBuffers(buffer_bytes, device) if device.type == "cuda" else _OwnedCpuBuffers(buffer_bytes)
+
+
+def map_buffers(
+    message: pb.PairBuffers, fds: Sequence[int], device: torch.device, *, least_bytes: int
+) -> MappedBuffers:
+    """Maps the buffers of the other end. Takes over the file descriptors.
+
+    Raises:
+        InvalidInput: The message does not describe buffers for buckets of `least_bytes` on this device.
+    """
+    try:
+        if message.buffer_bytes < least_bytes:
+            raise InvalidInput(f"buffers of {message.buffer_bytes} bytes are too small for buckets of {least_bytes}")
+        if device.type == "cuda":
+            _require_handles(message.memory_handles, cuda.HANDLE_BYTES)
+            _require_handles(message.written_handles, cuda.HANDLE_BYTES)
+            return _MappedCudaBuffers(message, device)
+        if len(fds) != NUM_BUFFERS:
+            raise InvalidInput(f"{len(fds)} file descriptors came for {NUM_BUFFERS} buffers")
+        return _MappedCpuBuffers(message, fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+class _OwnedCpuBuffers:
+    def __init__(self, buffer_bytes: int):
+        self.fds = [_shared_memory(buffer_bytes) for _ in range(NUM_BUFFERS)]
+        self.tensors = [_as_tensor(fd, buffer_bytes) for fd in self.fds]
+        self.message = pb.PairBuffers(buffer_bytes=buffer_bytes)
+
+    def mapped(self, answer: pb.PairMapped) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+    def wait_until_read(self, buffer: int) -> None: ...
+
+    def written(self, buffer: int) -> None: ...
+
+    def free(self) -> None:
+        self.mapped(pb.PairMapped())
+        self.tensors = []
+
+
+class _MappedCpuBuffers:
+    def __init__(self, message: pb.PairBuffers, fds: Sequence[int]):
+        for fd in fds:
+            _require_sealed(fd, message.buffer_bytes)
+        self.tensors = [_as_tensor(fd, message.buffer_bytes) for fd in fds]
+        self.answer = pb.PairMapped()
+
+    def wait_until_written(self, buffer: int) -> None: ...
+
+    def read(self, buffer: int) -> None: ...
+
+    def unmap(self) -> None:
+        self.tensors = []
+
+
+class _OwnedCudaBuffers:
+    def __init__(self, buffer_bytes: int, device: torch.device):
+        torch.cuda.set_device(device)
+        self.fds: Sequence[int] = ()
+        self._addresses: list[int] = []
+        try:
+            for _ in range(NUM_BUFFERS):
+                self._addresses.append(cuda.allocate(buffer_bytes))
+        except RuntimeError:
+            self.free()
+            raise
+        self.tensors = [cuda.tensor_at(address, buffer_bytes, device) for address in self._addresses]
+        self._written, handles = _events()
+        self._read: list[cuda.SharedEvent] = []
+        self._device = device
+        self.message = pb.PairBuffers(
+            buffer_bytes=buffer_bytes,
+            memory_handles=[cuda.memory_handle(address) for address in self._addresses],
+            written_handles=handles,
+        )
+
+    def mapped(self, answer: pb.PairMapped) -> None:
+        _require_handles(answer.read_handles, cuda.HANDLE_BYTES)
+        self._read = [cuda.SharedEvent.of(handle, self._device) for handle in answer.read_handles]
+
+    def wait_until_read(self, buffer: int) -> None:
+        self._read[buffer].wait()
+
+    def written(self, buffer: int) -> None:
+        self._written[buffer].record()
+
+    def free(self) -> None:
+        self.tensors = []
+        while self._addresses:
+            cuda.free(self._addresses.pop())
+
+
+class _MappedCudaBuffers:
+    def __init__(self, message: pb.PairBuffers, device: torch.device):
+        torch.cuda.set_device(device)
+        self._addresses: list[int] = []
+        try:
+            for handle in message.memory_handles:
+                self._addresses.append(cuda.map_memory(handle))
+        except RuntimeError:
+            self.unmap()
+            raise
+        self.tensors = [cuda.tensor_at(address, message.buffer_bytes, device) for address in self._addresses]
+        self._written = [cuda.SharedEvent.of(handle, device) for handle in message.written_handles]
+        self._read, handles = _events()
+        self.answer = pb.PairMapped(read_handles=handles)
+
+    def wait_until_written(self, buffer: int) -> None:
+        self._written[buffer].wait()
+
+    def read(self, buffer: int) -> None:
+        self._read[buffer].record()
+
+    def unmap(self) -> None:
+        self.tensors = []
+        while self._addresses:
+            cuda.unmap_memory(self._addresses.pop())
+
+
+def _events() -> tuple[list[cuda.SharedEvent], list[bytes]]:
+    """Returns an event for each buffer, and their handles."""
+    events = [cuda.SharedEvent.new() for _ in range(NUM_BUFFERS)]
+    return events, [event.handle for event in events]
+
+
+def _require_handles(handles: Sequence[bytes], num_bytes: int) -> None:
+    if [len(handle) for handle in handles] != [num_bytes] * NUM_BUFFERS:
+        raise InvalidInput(f"not {NUM_BUFFERS} handles of {num_bytes} bytes: {[len(handle) for handle in handles]}")
+
+
+def _shared_memory(num_bytes: int) -> int:
+    fd = os.memfd_create("lockstep-pair", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # a file that shrinks would end the other process by SIGBUS
+    return fd
+
+
+def _require_sealed(fd: int, num_bytes: int) -> None:
+    try:
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:
+        is_sealed = False
+    if not is_sealed or os.fstat(fd).st_size != num_bytes:
+        raise InvalidInput(f"a buffer is not shared memory of {num_bytes} bytes whose size is sealed")
+
+
+def _as_tensor(fd: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)  # the tensor keeps the mapping

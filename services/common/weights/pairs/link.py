@@ -1,0 +1,102 @@
+"""Connects the two ends of a pair: an abstract Unix socket, which carries small messages and file descriptors.
+
+Both ends are on one host and run as the same user. If one of them dies, the other sees the end of the connection.
+"""
+
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+from lockstep.types.v1 import pairs_pb2 as pb
+
+_MAX_BYTES, _MAX_FDS = 4 << 10, 4
+_CREDENTIALS = struct.Struct("3i")  # process, user and group, as in SO_PEERCRED
+
+
+class Link:
+    """One end of a connection. All methods raise OSError if the other end is gone."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._socket.setblocking(False)
+
+    @classmethod
+    def to(cls, name: str) -> "Link":
+        """Connects to the door `name`."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(_address(name))
+            _require_same_user(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def send(self, message: pb.PairMessage, fds: Sequence[int] = ()) -> None:
+        """Sends a message. It never waits: the kernel keeps more messages than a pair ever has under way."""
+        socket.send_fds(self._socket, [message.SerializeToString()], list(fds))
+
+    def has_message(self) -> bool:
+        """Whether `receive` returns or raises without waiting."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def receive(self) -> tuple[pb.PairMessage, list[int]]:
+        """Returns the next message and the file descriptors that came with it, which the caller closes."""
+        flags = socket.MSG_CMSG_CLOEXEC
+        data, fds, _, _ = socket.recv_fds(self._socket, _MAX_BYTES, _MAX_FDS, flags)
+        if not data:
+            raise ConnectionResetError("the other end has left")
+        try:
+            return pb.PairMessage.FromString(data), list(fds)
+        except DecodeError as error:
+            for fd in fds:
+                os.close(fd)
+            raise ConnectionAbortedError("the other end sent something else than a message") from error
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._socket.close()
+
+
+class Door:
+    """Listens for the other end of a pair. `name` is for that end only, but does not need to be secret."""
+
+    def __init__(self) -> None:
+        self.name = f"lockstep-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(_address(self.name))
+        self._socket.listen()
+        self._socket.setblocking(False)
+
+    def has_visitor(self) -> bool:
+        """Whether `accept` returns without waiting."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def accept(self) -> Link | None:
+        """Returns the connection of the next visitor; None if it runs as another user."""
+        connection, _ = self._socket.accept()
+        try:
+            _require_same_user(connection)
+        except PermissionError:
+            connection.close()
+            return None
+        return Link(connection)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._socket.close()
+
+
+def _address(name: str) -> bytes:
+    return b"\0" + name.encode()
+
+
+def _require_same_user(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.getuid():
+        raise PermissionError(f"the other end runs as user {user}, not {os.getuid()}")

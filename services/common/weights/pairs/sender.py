@@ -1,0 +1,187 @@
+"""Sends weights to the engine worker on this trainer rank's device.
+
+Every rank has a worker of its own, which needs all weights. The plan's sender of a bucket packs it, the ranks spread it
+among themselves over their own process group, and each hands it to its worker. These collectives stand in a fixed order
+with those that gather the weights. So a rank whose pair is broken takes part to the end, and raises only then.
+"""
+
+import hmac
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from lockstep.types.v1 import pairs_pb2 as pb
+from lockstep.types.v1 import types_pb2
+
+from services.common.errors import Aborted
+from services.common.weights.group import Transfer
+from services.common.weights.pairs.buffers import NUM_BUFFERS, OwnedBuffers, make_buffers
+from services.common.weights.pairs.end import PairEnd
+from services.common.weights.pairs.link import Door
+from services.common.weights.pairs.members import device_name, partners
+from services.common.weights.plan import Bucket
+
+# Broadcasts the tensor from the plan's sender of this number to all trainer ranks, in place.
+Spread = Callable[[torch.Tensor, int], None]
+
+# GPU memory that the other end may still map, because the epoch was aborted. It is freed when the next epoch has
+# formed, which the other end joins only after it has left this one.
+_graveyard: list[OwnedBuffers] = []
+
+
+class PairSender(PairEnd):
+    """The trainer rank's end of a pair; all trainer ranks send at the same time."""
+
+    def __init__(
+        self, group: types_pb2.WeightGroup, *, rank: int, device: torch.device, senders: Sequence[int], spread: Spread
+    ):
+        """Joins as `Epoch` does. `senders` lists the trainer ranks that are the plan's senders."""
+        self.sender = senders.index(rank) if rank in senders else -1
+        self._spread = spread
+        self._buffers: OwnedBuffers | None = None
+        self._scratch: torch.Tensor | None = None  # takes the place of the buffers if there is no other end
+        self._buckets: Sequence[Bucket] = ()
+        self._num_sent = 0
+        self._unread: deque[int] = deque()  # buffers that the other end has not read yet
+        self._is_taken = False  # the next buffer is being filled
+        self._broken: Aborted | None = None
+        super().__init__(group, rank=rank, device=device)
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """Prepares for sending these buckets."""
+        self._buckets, self._num_sent = buckets, 0
+        self._unless_broken(self._open_buffers)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor | None:
+        """Returns the memory to pack the next bucket into, once the other end has read what was in it."""
+        if not self._is_taken:
+            self._unless_broken(self._wait_for_buffer)
+            self._is_taken = True
+        if self._buffers is not None:
+            return self._buffers.tensors[self._num_sent % NUM_BUFFERS][:num_bytes]
+        if self._scratch is None or self._scratch.numel() < num_bytes:
+            most = max(bucket.num_bytes for bucket in self._buckets)
+            self._scratch = torch.empty(most, dtype=torch.uint8, device=self.device)
+        return self._scratch[:num_bytes]
+
+    def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
+        """Hands a bucket that this rank has packed to all engine workers."""
+        buffer = self._hold(flat.numel())
+        if buffer.data_ptr() != flat.data_ptr():
+            buffer.copy_(flat)
+        return self._hand_over(buffer, sender)
+
+    def pass_on(self, num_bytes: int, sender: int) -> Transfer:
+        """Hands a bucket that another rank packs to this rank's engine worker."""
+        return self._hand_over(self._hold(num_bytes), sender)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Returns at once: the buffers are waited for when they are needed again."""
+
+    def acknowledge(self, version: int, digest: str) -> None:
+        self._finish()
+        super().acknowledge(version, digest)
+
+    def acknowledged(self, version: int) -> list[str]:
+        self._finish()
+        return super().acknowledged(version)
+
+    def _hold(self, num_bytes: int) -> torch.Tensor:
+        buffer = self.buffer(num_bytes)
+        assert buffer is not None
+        return buffer
+
+    def _hand_over(self, buffer: torch.Tensor, sender: int) -> Transfer:
+        self._spread(buffer, sender)
+        self._unless_broken(self._tell_written)
+        self._num_sent, self._is_taken = self._num_sent + 1, False
+        return Transfer([])
+
+    def _unless_broken(self, action: Callable[[], None]) -> None:
+        """Does something with the other end. A failure is kept for the end, because the other ranks go on."""
+        if self._partner < 0 or self._broken is not None:
+            return
+        try:
+            action()
+        except Aborted as error:
+            self._broken = error
+        except (RuntimeError, OSError, ValueError) as error:  # CUDA's or the host's memory, or a wrong handle
+            self.kill()
+            self.abort()
+            message = f"epoch {self.epoch}, member {self.rank}: {error}"
+            self._broken = Aborted(message, epoch=self.epoch)
+            self._broken.__cause__ = error
+
+    def _open_buffers(self) -> None:
+        most = max(bucket.num_bytes for bucket in self._buckets)
+        if self._buffers is not None and self._buffers.message.buffer_bytes >= most:
+            return
+        self._buffers = make_buffers(most, self.device)
+        self._send(pb.PairMessage(buffers=self._buffers.message), self._buffers.fds)
+        self._buffers.mapped(self._expect("mapped", "to map the buffers").mapped)
+
+    def _wait_for_buffer(self) -> None:
+        if len(self._unread) == NUM_BUFFERS:
+            self._take_read()
+        if self._buffers is not None and self._num_sent >= NUM_BUFFERS:
+            self._buffers.wait_until_read(self._num_sent % NUM_BUFFERS)
+
+    def _tell_written(self) -> None:
+        buffer, bucket = self._num_sent % NUM_BUFFERS, self._buckets[self._num_sent]
+        assert self._buffers is not None, "begin has made them"
+        self._buffers.written(buffer)
+        written = pb.PairBucket(buffer=buffer, start=bucket.start, num_bytes=bucket.num_bytes)
+        self._send(pb.PairMessage(written=written))
+        self._unread.append(buffer)
+
+    def _take_read(self) -> None:
+        buffer = self._expect("read", "to read a bucket").read.buffer
+        if buffer != self._unread.popleft():
+            self._give_up(f"member {self._partner} has read buffer {buffer} out of order")
+
+    def _finish(self) -> None:
+        """Waits until the other end has read everything.
+
+        Raises:
+            Aborted: The pair broke, now or before.
+        """
+        self._scratch = None
+        self._unless_broken(self._finish_pair)
+        if self._broken is not None:
+            raise self._broken
+
+    def _finish_pair(self) -> None:
+        while self._unread:
+            self._take_read()
+        if self.device.type == "cuda" and self._buffers is not None:  # the memory is needed for other things until then
+            self._expect("unmapped", "to unmap the buffers")
+            buffers, self._buffers = self._buffers, None
+            buffers.free()
+
+    def _connect(self, group: types_pb2.WeightGroup) -> None:
+        door = Door()
+        try:
+            members = self._meet(pb.PairMember(device=device_name(self.device, self.rank), socket=door.name))
+            trainer_of = partners(members, self.num_trainer_ranks)
+            self._partner = next((worker for worker, rank in trainer_of.items() if rank == self.rank), -1)
+            while self._partner >= 0 and self._link is None:
+                self._wait_until(door.has_visitor, f"member {self._partner} to connect", partner=self._partner)
+                self._link = door.accept()
+                if self._link is not None and not self._is_partner(group.store_secret):
+                    super()._disconnect()
+        finally:
+            door.close()
+        while _graveyard:
+            _graveyard.pop().free()
+
+    def _is_partner(self, secret: bytes) -> bool:
+        hello = self._expect("hello", "to say who it is").hello
+        return hello.rank == self._partner and hmac.compare_digest(hello.store_secret, secret)
+
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None and self.device.type == "cuda":
+            _graveyard.append(buffers)
+        elif buffers is not None:
+            buffers.free()

@@ -1,0 +1,148 @@
+"""`lockstep plan --suggest`: lists the placements of a run that fit the GPUs at hand, and names one.
+
+Only keys that change no result are tried: the placement, the numbers of ranks and replicas, the engine's tensor
+parallelism and the recomputation of activations. The order is by argument and not by measurement: trainer and engines
+of an on-policy run work in turns, so GPUs of their own are idle half of the time, and shared ones are not.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from services.common.config.load import load
+from services.common.config.run import Config
+from services.common.errors import InvalidInput
+from services.common.families.architecture import Architecture, read_architecture
+from services.coordinator.checks.memory import rank_memory
+from services.coordinator.checks.memory_colocated import (
+    cache_token_bytes,
+    colocated_phases,
+    engine_weights,
+    utilization,
+)
+from services.coordinator.checks.plan import check_model
+from services.coordinator.services.devices import split_gpus
+from services.coordinator.services.launch import Addresses, started_ranks
+
+_GIB = 2**30
+# Contexts, CUDA graphs and libraries of both processes: 1.5 to 2.4 GiB were seen on an H100.
+_BESIDE_BYTES = 3 * _GIB
+# Part of the memory that is left for what a plan does not count: buffers of collectives and fragmentation.
+_UNCOUNTED = 0.15
+_RECOMPUTE = "trainer.gradient_checkpointing=true"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One placement, with the bytes of the fullest GPU while it trains, and what it leaves for the KV cache."""
+
+    overrides: Sequence[str]
+    train_bytes: int
+    cache_tokens: int
+    """Tokens that the KV cache of one engine holds."""
+
+
+def parse_gpus(text: str) -> list[int]:
+    """Returns the bytes of each GPU of a text such as 8x79, which is 8 GPUs of 79 GiB.
+
+    Raises:
+        InvalidInput: It is something else.
+    """
+    count, _, gib = text.partition("x")
+    if not (count.isdecimal() and gib.replace(".", "", 1).isdecimal() and int(count)):
+        raise InvalidInput(f"--gpus {text}: give the number of GPUs and the GiB of each, such as 8x79", field="--gpus")
+    return [int(float(gib) * _GIB)] * int(count)
+
+
+def proposals(args: Sequence[str], gpus: Sequence[int]) -> list[Proposal]:
+    """Returns the placements of the config in `args` that fit, the best first; `gpus` has the bytes of each GPU.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: The config is invalid.
+    """
+    own = started_ranks(load(Config, [*args, "placement=disaggregated"]), Addresses())
+    placements = list(_placements(len(gpus), own_ranks=sum(own.values()) - own["trainer"]))
+    for extra in ([], [_RECOMPUTE]):
+        tried = (_fit([*args, *sizes, *extra], [*sizes, *extra], gpus) for sizes in placements)
+        if found := [proposal for proposal in tried if proposal]:
+            return found
+    return []
+
+
+def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) -> None:
+    """Prints the placements that fit, and the command for the first.
+
+    Raises:
+        InvalidInput: None fits, or see `proposals`.
+    """
+    if not gpus:
+        raise InvalidInput("there is no GPU here; name those of another host, such as --gpus 8x79", field="--gpus")
+    what = f"{len(gpus)} GPUs of {min(gpus) / _GIB:.0f} GiB"
+    found = proposals(args, gpus)
+    if not found:
+        raise InvalidInput(
+            f"no placement fits {what}: lower trainer.max_tokens_per_microbatch, or use more parallelism "
+            "(trainer.strategy=megatron), LoRA or offloading; docs/operations.md tells what each saves"
+        )
+    table = Table(box=box.SIMPLE_HEAD, title=f"Placements that fit {what}", title_justify="left")
+    for name in ("placement", "training GiB", "KV cache tokens"):
+        table.add_column(name, justify="left" if name == "placement" else "right", overflow="fold")
+    for proposal in found:
+        cells = f"{proposal.train_bytes / _GIB:.1f}", str(proposal.cache_tokens)
+        table.add_row(" ".join(proposal.overrides), *cells)
+    console.print(table)
+    command = " ".join(["lockstep run", *args, *found[0].overrides])
+    console.print("suggested:", highlight=False)
+    console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _placements(num_gpus: int, own_ranks: int) -> Iterator[list[str]]:
+    """Yields the overrides of each placement, the best first; `own_ranks` GPUs are those of other models' trainers."""
+    powers = [2**power for power in range(num_gpus.bit_length())]
+    for size in powers:
+        if num_gpus % size == 0:
+            yield _overrides("colocated", num_gpus, num_gpus // size, size)
+    left = num_gpus - own_ranks
+    for num_ranks in sorted(powers, key=lambda ranks: abs(2 * ranks - left)):
+        for size in powers:
+            if num_ranks < left and (left - num_ranks) % size == 0:
+                yield _overrides("disaggregated", num_ranks, (left - num_ranks) // size, size)
+
+
+def _overrides(placement: str, num_ranks: int, num_replicas: int, size: int) -> list[str]:
+    return [
+        f"placement={placement}",
+        f"trainer.num_ranks={num_ranks}",
+        f"rollout.num_replicas={num_replicas}",
+        f"rollout.tensor_parallel_size={size}",
+    ]
+
+
+def _fit(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> Proposal | None:
+    """Returns the proposal if it is legal, every phase fits, and the KV cache holds a whole prompt group."""
+    try:
+        config = load(Config, args)
+        check_model(config)
+        split_gpus(started_ranks(config, Addresses()), config, available=[""] * len(gpus), start_rollout=True)
+    except InvalidInput:
+        return None
+    model, usable = read_architecture(config.model), min(gpus) - _BESIDE_BYTES
+    phases = colocated_phases(config, model, list(rank_memory(config, model, is_gpu=True).values()))
+    needed = {phase.name: phase.total for phase in phases}
+    if needed["train"] > usable * (1 - _UNCOUNTED):
+        return None
+    if config.placement == "colocated" and needed["publish"] > usable:
+        return None
+    tokens = _cache_tokens(config, model, min(gpus))
+    if tokens < config.rollout.completions_per_prompt * config.rollout.max_model_len:
+        return None
+    return Proposal(overrides, needed["train"], tokens)
+
+
+def _cache_tokens(config: Config, model: Architecture, gpu_bytes: int) -> int:
+    left = utilization(config) * gpu_bytes - engine_weights(config, model) - _BESIDE_BYTES
+    return int(left // cache_token_bytes(config, model))

@@ -1,0 +1,128 @@
+"""Publishes weights in a colocated run, where trainer and engines hold their GPUs one after the other.
+
+The trainer gets the GPUs when the engines sleep, which drops their weights. It passes them on with a publication: it
+frees what only updates need, the engines take memory for weights and receive them, it frees the rest, and the engines
+take their KV cache. If samples are wanted after the trainer changed no weights, because it only saved a checkpoint, the
+same weights are published again.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from lockstep.rollout.v1.rollout_pb2 import ENGINE_PART_KV_CACHE, ENGINE_PART_WEIGHTS
+from lockstep.trainer.v1.trainer_pb2 import (
+    MODEL_PART_OPTIMIZER,
+    MODEL_PART_PARAMETERS,
+    ROLE_CRITIC,
+    ROLE_POLICY,
+    ROLE_REFERENCE,
+)
+from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp
+
+from services.common.errors import DeadlineExceeded, PreconditionFailed, Reason, Unavailable
+from services.common.tasks import backoff_s, gather
+from services.coordinator.rl.publication import Publisher
+from services.coordinator.runs.run import Run
+from services.coordinator.services.clients.replica import Replica, ReplicaState
+from services.coordinator.services.gpus import SharedGpus, Side
+from services.coordinator.services.opening import Services
+
+log = logging.getLogger(__name__)
+
+# Attempts to let an engine sleep whose last samples are ending: about half a minute.
+_MAX_RETRIES = 8
+# The models beside the policy, by config section.
+_ROLES = {"reference": ROLE_REFERENCE, "critic": ROLE_CRITIC}
+
+
+def make_publisher(services: Services, run: Run) -> Publisher:
+    """Returns the publisher for the run's placement."""
+    if isinstance(services.gpus, SharedGpus):
+        return ColocatedPublisher(services, run, services.gpus)
+    return Publisher(services.trainer, services.rollout, run)
+
+
+class ColocatedPublisher(Publisher):
+    """Publishes weights whenever the GPUs pass from the trainer to the engines."""
+
+    def __init__(self, services: Services, run: Run, gpus: SharedGpus):
+        super().__init__(services.trainer, services.rollout, run)
+        self._gpus, self._version = gpus, 0
+        self._prepared = 0.0  # when the weights could be sent
+        self._other_roles = [_ROLES[name] for name in run.config.models if name in _ROLES]
+        gpus.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
+
+    async def publish(self, version: int) -> PolicyStamp:
+        async with self._gpus.passing_to_engines() as side:
+            if side is Side.ENGINES:
+                await self._sleep()
+            self._version = version
+            return await super().publish(version)
+
+    async def _to_trainer(self) -> None:
+        await self._sleep()
+        begin = time.perf_counter()
+        memory = await self._trainer.acquire_memory(MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER)
+        _log("the trainer takes its memory", begin, memory)
+
+    async def _to_engines(self) -> None:
+        await super().publish(self._version)
+
+    async def _sleep(self) -> None:
+        """Lets the engines sleep. One that is lost has no memory, and is dropped."""
+        begin = time.perf_counter()
+        try:
+            _log("the engines sleep", begin, *await gather(_asleep(replica) for replica in self._living()))
+        except (Unavailable, DeadlineExceeded):
+            if not await self._rollout.drop_unreachable():
+                raise
+            await gather(_asleep(replica) for replica in self._living())
+
+    async def _prepare(self, replicas: Sequence[Replica]) -> None:
+        begin = time.perf_counter()
+        await self._trainer.release_memory(MODEL_PART_OPTIMIZER)
+        if self._other_roles:
+            await self._trainer.release_memory(MODEL_PART_PARAMETERS, roles=self._other_roles)
+        memory = await self._trainer.acquire_memory(MODEL_PART_PARAMETERS, roles=[ROLE_POLICY])
+        _log("the trainer keeps the weights", begin, memory)
+        begin = time.perf_counter()
+        _log("the engines take memory for weights", begin, *await gather(r.wake(ENGINE_PART_WEIGHTS) for r in replicas))
+        self._prepared = time.perf_counter()
+
+    async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
+        _log("the engines receive the weights", self._prepared)
+        begin = time.perf_counter()
+        memory = await self._trainer.release_memory(MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER)
+        _log("the trainer frees its memory", begin, memory)
+        begin = time.perf_counter()
+        _log("the engines take the KV cache", begin, *await gather(r.wake(ENGINE_PART_KV_CACHE) for r in replicas))
+        await super()._commit(replicas, stamp)
+
+    def _living(self) -> list[Replica]:
+        return [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
+
+
+async def _asleep(replica: Replica) -> Sequence[DeviceMemory]:
+    """Lets an engine sleep. It refuses while samples that were canceled a moment ago are still ending."""
+    for num_retries in itertools.count():
+        try:
+            return await replica.sleep()
+        except PreconditionFailed as error:
+            if error.reason is not Reason.WRONG_STATE or num_retries == _MAX_RETRIES:
+                raise
+        await asyncio.sleep(backoff_s(num_retries))
+    raise AssertionError("unreachable")
+
+
+def _log(what: str, begin: float, *answers: Iterable[DeviceMemory]) -> None:
+    """Logs what a phase took, and how much memory it left on the fullest device."""
+    memory = [of_one for answer in answers for of_one in answer]
+    freed, taken = (sum(of_one.freed_bytes for of_one in memory), sum(of_one.taken_bytes for of_one in memory))
+    free = min((of_one.device_free_bytes for of_one in memory if of_one.device_total_bytes), default=0)
+    seconds = time.perf_counter() - begin
+    log.info(
+        "%s: %.2f s, %.2f GB freed, %.2f GB taken, %.2f GB free", what, seconds, freed / 1e9, taken / 1e9, free / 1e9
+    )

@@ -1,0 +1,160 @@
+"""Offloads tensors that the current phase does not need to host memory, and restores them bit for bit."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from services.trainer.backend import Part
+from services.trainer.compat.torch import HostMemory, storage_id
+
+# Groups of tensors, by name. What a backend has of each is listed anew whenever a group leaves.
+PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
+Groups = Mapping[str, Callable[[], Iterable[torch.Tensor]]]
+
+_ALIGN_BYTES = 512
+
+
+@dataclass(frozen=True)
+class _Away:
+    """A storage without memory, its size, and where its content is in its group's host memory."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    begin: int
+
+
+class Offloader:
+    """Offloads and restores groups of tensors.
+
+    `release` and `load` are for phases and move only the groups in `leaving`; `evict` and `restore` are for a caller
+    that asks for the memory, and move any group.
+
+    It works on storages, so that tensors which share memory (views, flat buffers) still share it afterwards. A storage
+    in several groups, such as the weights of a float32 model, moves with the first of them, which must be loaded
+    whenever the others are used. Gradients are dropped and come back as zeros. Host memory is kept for the next time.
+    """
+
+    def __init__(self, groups: Groups, leaving: frozenset[str], device: torch.device):
+        self._groups, self._leaving, self._device = groups, leaving, device
+        self._away: dict[str, list[_Away]] = {}
+        self._host: dict[str, HostMemory] = {}
+        self._evicted: set[str] = set()
+
+    def load(self, *names: str) -> None:
+        """Restores groups to the device; groups that are not offloaded stay as they are."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name in names:
+            assert name not in self._evicted, f"{name} must be restored before it is used"
+            for away in self._away.pop(name, ()):
+                away.storage.resize_(away.num_bytes)
+                if name == GRADS:
+                    _as_bytes(away.storage).zero_()
+                else:
+                    copies.append((_as_bytes(away.storage), self._host_part(name, away)))
+        _copy(copies, self._device)
+
+    def release(self, *names: str) -> None:
+        """Offloads groups that are in `leaving`."""
+        self._send(name for name in names if name in self._leaving)
+
+    def evict(self, *names: str) -> None:
+        """Offloads groups until `restore`; `load` may not be called for them. Unknown groups are ignored."""
+        held = [name for name in names if name in self._groups]
+        self._send(held)
+        self._evicted.update(held)
+
+    def restore(self, *names: str) -> None:
+        """Restores groups that were evicted; those in `leaving` stay offloaded until a phase loads them."""
+        self._evicted.difference_update(names)
+        self.load(*(name for name in names if name not in self._leaving))
+
+    def needed_bytes(self, *names: str) -> int:
+        """Returns the bytes of the device that `restore` would take."""
+        left = (self._away.get(name, []) for name in names if name not in self._leaving)
+        return sum(away.num_bytes for away in itertools.chain(*left))
+
+    def device_bytes(self) -> int:
+        """Returns the bytes of the device that all groups take."""
+        return sum(storage.nbytes() for name in self._groups for storage in self._storages(name))
+
+    def host_bytes(self) -> int:
+        """Returns the bytes of host memory that are kept for the groups."""
+        return sum(memory.flat.numel() for memory in self._host.values())
+
+    def _send(self, names: Iterable[str]) -> None:
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        leaving = [name for name in names if name not in self._away]
+        for name in leaving:
+            self._away[name], begin = [], 0
+            for storage in self._storages(name):
+                self._away[name].append(_Away(storage, storage.nbytes(), begin))
+                begin += -(-storage.nbytes() // _ALIGN_BYTES) * _ALIGN_BYTES
+            if name == GRADS:
+                continue
+            if name not in self._host or self._host[name].flat.numel() != begin:
+                self._host.pop(name, None)  # first, or both would be in memory at once
+                self._host[name] = HostMemory(begin, self._device)
+            copies += [(self._host_part(name, away), _as_bytes(away.storage)) for away in self._away[name]]
+        _copy(copies, self._device)
+        for away in itertools.chain(*(self._away[name] for name in leaving)):
+            away.storage.resize_(0)
+
+    def _host_part(self, name: str, away: _Away) -> torch.Tensor:
+        return self._host[name].flat[away.begin : away.begin + away.num_bytes]
+
+    def _storages(self, name: str) -> list[torch.UntypedStorage]:
+        """Returns each storage of a group on the device once, without those that an earlier group contains."""
+        found = {storage_id(tensor): tensor.untyped_storage() for tensor in self._groups[name]()}
+        for earlier in itertools.takewhile(lambda other: other != name, self._groups):
+            for tensor in self._groups[earlier]():
+                found.pop(storage_id(tensor), None)
+        return [storage for storage in found.values() if storage.nbytes() and self._is_here(storage)]
+
+    def _is_here(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == self._device.type
+
+
+class OffloadedParts:
+    """Implements `Offloads` for a backend whose parts are groups of an offloader."""
+
+    _offloader: Offloader
+
+    def release(self, parts: Collection[Part]) -> None:
+        self._offloader.evict(*_groups_of(parts))
+
+    def acquire(self, parts: Collection[Part]) -> None:
+        self._offloader.restore(*_groups_of(parts))
+
+    def needed_bytes(self, parts: Collection[Part]) -> int:
+        return self._offloader.needed_bytes(*_groups_of(parts))
+
+    def device_bytes(self) -> int:
+        return self._offloader.device_bytes()
+
+    def host_bytes(self) -> int:
+        return self._offloader.host_bytes()
+
+
+def _groups_of(parts: Collection[Part]) -> list[str]:
+    of_parts = {Part.PARAMETERS: (PARAMS,), Part.OPTIMIZER: (GRADS, OPTIMIZER)}
+    return [name for part, names in of_parts.items() if part in parts for name in names]
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+    """Copies the second tensor of each pair to the first, and waits once for all."""
+    if device.type != "cuda":
+        for target, source in copies:
+            target.copy_(source)
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+    stream.synchronize()

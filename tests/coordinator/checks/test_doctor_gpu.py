@@ -1,0 +1,73 @@
+"""What doctor says of a driver, and of the memory of GPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.config.run import Config
+from services.coordinator.checks.doctor import gpu as doctor
+from services.coordinator.checks.doctor.finding import Verdict
+from services.coordinator.checks.nvidia import Gpu
+from services.coordinator.services.launch import Addresses
+from tests.coordinator.fake_services import make_config
+
+GIB = 1 << 30
+# Qwen2.5-1.5B: `lockstep plan` says 23 GiB to train, 9.6 to publish.
+SHAPE = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return make_config(placement="colocated", model=str(tmp_path))
+
+
+def gpu(total: float, free: float) -> Gpu:
+    return Gpu("0", "GPU-1", int(total * GIB), int(free * GIB))
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "verdict"),
+    [
+        ("580.65.06", "13.0", Verdict.OK),
+        ("575.57.08", "13.0", Verdict.FAIL),
+        ("525.60.13", "12.8", Verdict.OK),
+        ("470.1", "12.8", Verdict.FAIL),
+        ("470.1", None, Verdict.OK),  # torch is not installed here, or check_torch complains
+        ("", "13.0", Verdict.FAIL),
+    ],
+)
+def test_driver(driver: str, cuda: str | None, verdict: Verdict) -> None:
+    assert doctor.check_driver(driver, cuda).verdict is verdict
+
+
+def test_memory(config: Config) -> None:
+    found = doctor.check_memory(config, [gpu(79, 78), gpu(79, 70)])
+    assert found.verdict is Verdict.OK
+    assert found.found.startswith("GPU 0 has 70.0 GiB free of 79.0 GiB; 63.2 GiB are needed for an engine")
+    found = doctor.check_memory(config, [gpu(79, 60)])
+    assert found.verdict is Verdict.FAIL and "63.2 GiB are needed for an engine" in found.found
+    found = doctor.check_memory(config, [gpu(22, 22)])
+    assert found.verdict is Verdict.FAIL and "23.0 GiB are needed to train" in found.found
+    assert "--suggest" in found.fix
+
+
+def test_a_host_without_gpus_and_a_driver_that_says_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(doctor.examine_gpus(config, Addresses(), "", None)) == []
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])
+    monkeypatch.setenv("PATH", "")
+    driver, memory = doctor.examine_gpus(config, Addresses(), "580.1", "13.0")
+    assert driver.verdict is Verdict.OK
+    assert memory.verdict is Verdict.FAIL and "nvidia-smi not found" in memory.fix
+    assert [finding.check for finding in doctor.examine_gpus(None, Addresses(), "580.1", "13.0")] == ["driver"]

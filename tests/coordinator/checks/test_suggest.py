@@ -1,0 +1,129 @@
+"""Placements for GPUs at hand, and the memory of shared ones, against sums done by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from services.common.errors import InvalidInput, NotFound, Unavailable
+from services.coordinator.checks.nvidia import Gpu, read_gpus
+from services.coordinator.checks.suggest import parse_gpus, proposals
+from services.coordinator.cli.main import app
+
+GIB = 1 << 30
+# Qwen3-8B.
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+NUM_WEIGHTS = 8_190_735_360
+EMBEDDING = 151936 * 4096
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    tree = {
+        "model": str(tmp_path),
+        "data": {"train": "a.parquet", "prompts_per_step": 64},
+        "reward": {"scorers": [{"kind": "exact"}]},
+        "trainer": {"strategy": "megatron", "gradient_checkpointing": True},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    return [str(tmp_path / "run.yaml")]
+
+
+def output(*command: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *command], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output + str(result.exception)
+    return result.output
+
+
+def test_plan_of_shared_gpus_has_every_phase(args: list[str]):
+    text = output(
+        *args, "placement=colocated", "trainer.num_ranks=8", "rollout.num_replicas=4", "rollout.tensor_parallel_size=2"
+    )
+    rows = {
+        line.split()[0]: [float(cell) for cell in line.split()[1:]]
+        for line in text.splitlines()
+        if line.strip().startswith(("generate ", "train ", "publish "))
+    }
+    assert rows["generate"] == pytest.approx([0, NUM_WEIGHTS / GIB, NUM_WEIGHTS / GIB], abs=0.01)  # bfloat16, TP 2
+    layer_inputs = 36 * 16384 * 2 * 4096
+    train = NUM_WEIGHTS * (2 + 4 + 12 / 8)  # the larger of activations and optimizer, both of which stay
+    assert rows["train"][0] == rows["train"][2] == pytest.approx((train + layer_inputs) / GIB, rel=0.01)
+    publish = 2 * NUM_WEIGHTS + 2 * 2 * EMBEDDING  # the embedding is the largest bucket
+    assert rows["publish"] == pytest.approx([publish / GIB, NUM_WEIGHTS / GIB, (publish + NUM_WEIGHTS) / GIB], abs=0.01)
+    pinned = NUM_WEIGHTS * (2 + 12 / 8) / GIB
+    assert f"Pinned host memory: {pinned:.2f} GiB for each of 8 ranks" in text
+    assert "Memory of a shared GPU" not in output(*args, "trainer.num_ranks=8")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "first"),
+    [
+        ("1x79", None),  # weights, gradients and moments need 137 GiB
+        ("8x79", "placement=colocated trainer.num_ranks=8 rollout.num_replicas=8 rollout.tensor_parallel_size=1"),
+    ],
+)
+def test_what_fits_is_suggested(args: list[str], gpus: str, first: str | None):
+    if first is None:
+        with pytest.raises(InvalidInput, match="no placement fits 1 GPUs of 79 GiB"):
+            CliRunner().invoke(app, ["plan", *args, "--gpus", gpus], catch_exceptions=False)
+        return
+    text = output(*args, "--gpus", gpus)
+    assert text.splitlines()[-1].strip() == f"lockstep run {args[0]} {first}"
+    output(*args, *first.split())
+
+
+def test_a_proposal_is_a_config_that_fits_and_the_next_bigger_need_is_none(args: list[str]):
+    def fitting(gib: int, *more: str) -> list[Any]:
+        return [proposal.overrides for proposal in proposals([*args, *more], [gib * GIB] * 8)]
+
+    whole = fitting(79)
+    assert {overrides[0] for overrides in whole} == {"placement=colocated"}  # four ranks of their own would not fit
+    assert fitting(200)[0] == whole[0] and len(fitting(200)) > len(whole)
+    assert not fitting(40)
+    assert all("trainer.num_ranks=8" in overrides for overrides in whole)
+    own = fitting(200, "trainer.loss.kl_coef=0.1", "reference.deployment=own", "reference.num_ranks=2")
+    assert own and all("placement=disaggregated" in overrides for overrides in own)
+    assert own[0][1:] == ["trainer.num_ranks=2", "rollout.num_replicas=4", "rollout.tensor_parallel_size=1"]
+
+
+def test_activations_are_recomputed_where_nothing_fits_without(args: list[str]):
+    found = proposals([*args, "trainer.gradient_checkpointing=false"], [79 * GIB] * 8)
+    assert found and all("trainer.gradient_checkpointing=true" in proposal.overrides for proposal in found)
+
+
+def test_wrong_gpus_and_wrong_configs_are_named(args: list[str]):
+    assert parse_gpus("2x79.5") == [int(79.5 * GIB)] * 2
+    for text in ("8", "x80", "0x80", "8x", "8xA100"):
+        with pytest.raises(InvalidInput, match="such as 8x79"):
+            parse_gpus(text)
+    with pytest.raises(InvalidInput, match="num_rankz"):
+        proposals([*args, "trainer.num_rankz=1"], [79 * GIB])
+
+
+def test_gpus_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = "0, GPU-aaaa-1, 81559, 81000\n1, GPU-bbbb-2, 81559, 500\n"
+    monkeypatch.setattr("services.coordinator.checks.nvidia.visible_gpus", lambda: ["0", "1"])
+    assert read_gpus(["printf", lines]) == [
+        Gpu("0", "GPU-aaaa-1", 81559 << 20, 81000 << 20),
+        Gpu("1", "GPU-bbbb-2", 81559 << 20, 500 << 20),
+    ]
+    monkeypatch.setattr("services.coordinator.checks.nvidia.visible_gpus", lambda: ["GPU-bbbb"])
+    assert [gpu.index for gpu in read_gpus(["printf", lines])] == ["1"]
+    with pytest.raises(NotFound, match="no-such-program not found"):
+        read_gpus(["no-such-program"])
+    with pytest.raises(Unavailable, match="failed"):
+        read_gpus(["false"])
