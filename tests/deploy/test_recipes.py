@@ -48,11 +48,12 @@ def test_every_run_is_a_valid_config(path: Path):
 def test_search_r1_has_the_plan_that_its_file_promises(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3B))
     path = ROOT / "deploy" / "runs" / "search-r1.yaml"
-    result = CliRunner().invoke(app, ["plan", str(path), f"model={tmp_path}"])
+    result = CliRunner().invoke(app, ["plan", str(path), f"model={tmp_path}", "--device", "gpu"])
     assert result.exit_code == 0, result.output
     text = " ".join(path.read_text().replace("#", "").split())
-    promised = "weights 2.87 GiB, gradients 11.50, optimizer 5.75, reference 2.87, peak 22.99"
-    assert promised in text and "2.87 11.50 5.75 2.87 22.99" in " ".join(result.output.split())
+    promised = "weights 2.87 GiB, gradients 11.50, optimizer 5.75, reference 1.44, peak 27.27"
+    assert promised in text and "2.87 11.50 5.75 2.25 x1 3.46 1.44" in " ".join(result.output.split())
+    assert "21.56 11.56 27.27" in " ".join(result.output.split())
     assert "1280 samples per mini-batch, 320 on each of 4" in result.output
 
 
@@ -70,7 +71,7 @@ def test_a_colocated_run_has_the_plan_that_its_file_promises(tmp_path: Path, nam
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3B | shape))
     path = ROOT / "deploy" / "runs" / f"{name}.yaml"
     args = ["plan", str(path), f"model={tmp_path}"]
-    result = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, [*args, "--device", "gpu"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     both = {cells[0]: cells[-1] for line in result.output.splitlines() if len(cells := line.split()) == 4}
     pinned = result.output.partition("Pinned host memory: ")[2].split()[0]

@@ -67,7 +67,9 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         lines += [_batch(config)]
     else:
         lines += [_publication(config, model, is_gpu=is_gpu), _batch(config), *_blocks(config), *_lag(config)]
-        lines += [*_shared(config, model, list(memories.values()), console), *environment_plan(config)]
+        if config.placement == "colocated" and is_gpu:
+            lines += [_shared(config, model, list(memories.values()), console)]
+        lines += environment_plan(config)
     _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
 
 
@@ -127,10 +129,8 @@ def _phases_table(memories: Mapping[str, Memory]) -> Table:
     return table
 
 
-def _shared(config: Config, model: Architecture, ranks: Sequence[Memory], console: Console) -> Iterator[str]:
-    """Prints the memory of a GPU that trainer and engine share, in each phase, and yields what it means."""
-    if config.placement != "colocated":
-        return
+def _shared(config: Config, model: Architecture, ranks: Sequence[Memory], console: Console) -> str:
+    """Prints the memory of a GPU that trainer and engine share, in each phase. Returns what it means."""
     phases = colocated_phases(config, model, ranks)
     unit, size = _unit(max(phase.total for phase in phases))
     table = _table("phase", "trainer", "engine", "both", title=f"Memory of a shared GPU in {unit}")
@@ -139,7 +139,7 @@ def _shared(config: Config, model: Architecture, ranks: Sequence[Memory], consol
     console.print(table)
     pinned_bytes = host_bytes(ranks)
     unit, size = _unit(pinned_bytes)
-    yield (
+    return (
         f"generate: the KV cache takes the engine to {utilization(config):.0%} of the GPU. publish: two buffers are "
         f"counted with the trainer. Pinned host memory: {pinned_bytes / size:.2f} {unit} for each of "
         f"{config.trainer.num_ranks} ranks. Not counted: contexts and CUDA graphs of both processes."

@@ -31,7 +31,7 @@ _GIB = 2**30
 # Contexts, CUDA graphs and libraries of both processes: 1.5 to 2.4 GiB were seen on an H100.
 _BESIDE_BYTES = 3 * _GIB
 # Part of the memory that is left for what a plan does not count: buffers of collectives and fragmentation.
-_UNCOUNTED = 0.15
+_UNCOUNTED = 0.1
 _RECOMPUTE = "trainer.gradient_checkpointing=true"
 
 
@@ -81,7 +81,7 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
     """
     if not gpus:
         raise InvalidInput("there is no GPU here; name those of another host, such as --gpus 8x79", field="--gpus")
-    what = f"{len(gpus)} GPUs of {min(gpus) / _GIB:.0f} GiB"
+    what = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {min(gpus) / _GIB:.0f} GiB"
     found = proposals(args, gpus)
     if not found:
         raise InvalidInput(

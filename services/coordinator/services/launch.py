@@ -186,11 +186,7 @@ async def launch(
     Only kinds in `services` are started, and with `on_cpu` they use no GPU. If `sharing` is given, each rank gets as
     many CPU threads as in a run of that config, because sums depend on the number of threads.
     """
-    if isinstance(config, Config) and "rollout" in services:
-        given.require_placement(config)
-    num_replicas = 0
-    if isinstance(config, Config) and "rollout" in services and not given.rollout:
-        num_replicas = config.rollout.num_replicas
+    num_replicas = _replicas_to_start(config, given) if "rollout" in services else 0
     ranks = started_ranks(config, given) if "trainer" in services else {}
     split = partial(split_gpus, ranks, config, start_rollout=num_replicas > 0)
     gpus = dict.fromkeys(ranks, "") if on_cpu else split(available=visible_gpus())
@@ -235,6 +231,13 @@ async def launch(
     finally:
         await asyncio.gather(*(child.end() for child in children))
         flags.remove_targets()
+
+
+def _replicas_to_start(config: AnyConfig, given: Addresses) -> int:
+    if not isinstance(config, Config):
+        return 0
+    given.require_placement(config)
+    return 0 if given.rollout else config.rollout.num_replicas
 
 
 def started_ranks(config: AnyConfig, given: Addresses) -> dict[str, int]:
