@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from benchmarks import gpu, rollout, step, train_cases
+from benchmarks import colocated, gpu, rollout, step, train_cases
 from benchmarks.megatron_layouts import MODELS
 from benchmarks.rollout_ends import Service
 from services.common.config.load import load
@@ -51,13 +51,15 @@ def test_a_command_means_something_and_needs_the_gpus_that_it_says(
         return
     assert module == "loop" or shape in MODELS
     overrides = [argument for argument in (shape, *arguments) if "=" in argument]
-    if module == "step":
-        overrides = [*step.fixed(Path("model"), step._WHOLE), *overrides]
+    if module in ("step", "colocated"):
+        shared = colocated._SHARED if module == "colocated" else ()
+        overrides = [*step.fixed(Path("model"), step.WHOLE), *shared, *overrides]
     elif module == "rollout":
         monkeypatch.setattr(sys, "argv", command)
         overrides = [*rollout.fixed(rollout.parse(), Path("model")), *overrides]
     config = load(Config, ["deploy/runs/quickstart.yaml", *overrides])
     ranks = {"trainer": config.trainer.num_ranks}
     assert split_gpus(ranks, config, available=[str(index) for index in range(needed)], start_rollout=True)
-    with pytest.raises(InvalidInput):
-        split_gpus(ranks, config, available=[str(index) for index in range(needed - 1)], start_rollout=True)
+    if needed > 1:  # without any GPU, everything runs on CPU
+        with pytest.raises(InvalidInput):
+            split_gpus(ranks, config, available=[str(index) for index in range(needed - 1)], start_rollout=True)
