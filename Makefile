@@ -11,7 +11,7 @@ GPU_BIN := $(GPU_VENV)/bin
 GPUS ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
-.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-faults test-parts lint protos bench clean
+.PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-faults test-parts test-long lint protos bench clean
 
 setup: $(VENV)/.installed
 
@@ -57,6 +57,10 @@ test-faults: setup
 
 test-parts: setup
 	@$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(RUNS) $(FAULTS)) 2>&1 | sed -u ''
+
+# Whole runs that are disturbed for minutes, and measurements. CI leaves them out.
+test-long: setup
+	@$(BIN)/python -m pytest tests -m long
 
 lint: setup
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("memory") / "model")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fsdp 1 rank", "megatron TP2"])
 def test_estimates_are_near_what_ranks_need(model: Path, tmp_path: Path, name: str) -> None:
     """Between phases glibc may give back what backward has left, or keep it: the estimate is that it is kept."""

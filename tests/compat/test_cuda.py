@@ -9,6 +9,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 GPU = torch.device("cuda", 0)
 
 
+@needs_gpu
 def test_events_have_handles() -> None:
     assert callable(torch.cuda.Event.from_ipc_handle) and callable(torch.cuda.Event.ipc_handle)
 

@@ -22,6 +22,7 @@ def sampled_from(directory: Path) -> list[int]:
     return [version for file in files for version in {*pq.read_table(file)["policy_version"].to_pylist()}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_killed_run_ends_like_one_that_is_not(lag: int, tmp_path: Path) -> None:
     undisturbed, disturbed = workspace(tmp_path / "undisturbed", lag), workspace(tmp_path / "killed", lag)

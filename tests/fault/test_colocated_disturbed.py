@@ -43,7 +43,7 @@ def with_lost_engine(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_outlives_an_engine_that_dies_asleep(with_lost_engine):
     run = with_lost_engine
     assert [row["num_replicas"] for row in run.ledger("epoch")][:2] == [2, 1]
@@ -51,7 +51,7 @@ def test_a_run_outlives_an_engine_that_dies_asleep(with_lost_engine):
     assert steps == list(range(1, NUM_STEPS + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_resumes_after_the_trainer_died_with_the_gpus(with_lost_engine, tmp_path):
     workspace = workspace_of(tmp_path)
     with LockstepRun(workspace) as run:

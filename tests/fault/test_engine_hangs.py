@@ -12,7 +12,7 @@ from tests.support import descendants, engine_of, still_there
 
 # Far above the second that a group takes, and above the time in which a silent connection is noticed.
 GENERATE_S = 30.0
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def lost(run: LockstepRun, address: str) -> list[str]:

@@ -45,6 +45,7 @@ def workspace(directory: Path, **trainer: Any) -> Path:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "trainer", [{}, {"loss": {"old_logprobs": "engine"}, "lag": {"versions": 1}}], ids=["streamed", "lagged"]
 )

@@ -93,6 +93,10 @@ def hurried() -> Callable[..., contextlib.AbstractContextManager[None]]:
 def children() -> Callable[[int], list[int]]:
     def of(pid: int) -> list[int]:
         threads = Path(f"/proc/{pid}/task").iterdir()
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+        found: list[int] = []
+        for thread in threads:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                found += map(int, (thread / "children").read_text().split())
+        return found
 
     return of

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from services.common.config.trainer.roles import CriticSettings, ReferenceConfig
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
+from services.trainer.fsdp.backend import FsdpBackend
 from services.trainer.fsdp.weights import WeightStream
+from services.trainer.offload import PARAMS
 from tests.trainer.fsdp_harness import samples, write
 from tests.trainer.megatron_checkpoint_harness import refusal
 from tests.trainer.megatron_harness import (
@@ -150,7 +152,7 @@ def values(harness: MegatronHarness) -> list[list[float]]:
 def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
     """Body in checkpoint names, and head; the same head on all ranks that have one, of which it is the first's."""
     backend = harness.worker._backends[Role.CRITIC]
-    if not hasattr(backend, "_offloader"):
+    if isinstance(backend, FsdpBackend):
         body = WeightStream(backend._model.causal_lm, torch.float32, backend.device)
         head = backend._model.value_head.weight.detach().full_tensor()
         return {name: tensor.clone() for name, tensor in body} | {HEAD: head}
@@ -161,9 +163,9 @@ def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
     chunks, parallelism = backend._model.bare_chunks(), backend._model.parallelism
     body = ShardStream(local_parameters(chunks, parallelism), backend._map, parallelism, backend.device)
     tensors = {name: tensor.clone() for name, tensor in backend._streamed(body.to_first())}
-    backend._offloader.load("params")
+    backend._offloader.load(PARAMS)
     own = chunks[-1].output_layer.weight.detach().clone() if parallelism.is_last_stage else None
-    backend._offloader.release("params")
+    backend._offloader.release(PARAMS)
     gathered: list[Any] = [None] * harness.world
     dist.all_gather_object(gathered, own)
     heads = [head for head in gathered if head is not None]

@@ -1,4 +1,4 @@
-"""Writes torch's distributed checkpoints in several threads, without losing the error of any."""
+"""Writes torch's distributed checkpoints without losing the error of any thread, or of the disk."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -17,6 +17,7 @@ from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
 from services.trainer.backend import AddsBlocks, Backend, LossFunction, Offloads, Part, Role, compute_dtype
 from services.trainer.checkpoint.torch_errors import typed_errors
+from services.trainer.checkpoint.torch_writer import ThreadedWriter
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.offload import OPTIMIZER, PARAMS, OffloadedParts, Offloader
@@ -107,7 +108,8 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
     def save(self, directory: Path) -> None:
         model, optimizer = self._state()
         with typed_errors(f"checkpoint {directory}: not written"):
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+            writer = ThreadedWriter(directory, num_threads=1)
+            dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer)
 
     def load(self, directory: Path) -> None:
         model, optimizer = self._state()

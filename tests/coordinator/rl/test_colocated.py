@@ -131,7 +131,7 @@ class FakeRun(SimpleNamespace):
         self.epochs += 1
         return self.epochs
 
-    def record_published(self, stamp: PolicyStamp) -> None: ...
+    def record_published(self, stamp: PolicyStamp, received: dict[str, str]) -> None: ...
 
 
 @pytest_asyncio.fixture
