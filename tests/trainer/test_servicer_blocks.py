@@ -13,7 +13,15 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common import batch as batches
 from services.common.blocks import batch_sha256, blocks_of, content_sha256
-from services.common.errors import Aborted, DataLoss, InvalidInput, LockstepError, PreconditionFailed, Reason
+from services.common.errors import (
+    Aborted,
+    DataLoss,
+    InvalidInput,
+    LockstepError,
+    PreconditionFailed,
+    Reason,
+    Unavailable,
+)
 from tests.trainer.deployment import Deployment
 from tests.trainer.test_servicer import changed, with_row
 
@@ -216,8 +224,8 @@ async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
     await trainer.forward(trainer.batch())
     await other(trainer, tmp_path)
     goes_on.set()
-    with pytest.raises(Aborted) as caught:
+    with pytest.raises((Aborted, Unavailable)) as caught:  # the latter if a message is sent at that moment
         await call
-    assert caught.value.reason is Reason.STREAM_ENDED
+    assert caught.value.reason in (Reason.STREAM_ENDED, Reason.UNREACHABLE)
     await trainer.train(trainer.batch(), batch_id="streamed", groups_per_block=1)
     assert await trainer.publish() == whole

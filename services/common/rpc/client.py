@@ -16,6 +16,8 @@ from services.common.telemetry.context import outgoing
 
 # What gRPC says when a peer has not answered a ping (see options.py).
 _SILENT = "ping timeout"
+# What it says, in place of the status, if a service ends a call while the next message is being sent.
+_SEND_FAILED = "Internal error from Core"
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -115,6 +117,8 @@ class Client:
                 address=self.address,
             )
         target = f"{method} at {self.address}"
+        if error.code() is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED:
+            return Unavailable(f"{target}: the service ended the call while it was sent", target=target)
         failure = from_rpc_error(error, target=target)
         if failure.reason is Reason.UNREACHABLE and _SILENT in failure.message:
             return Unavailable(
