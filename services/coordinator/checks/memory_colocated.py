@@ -3,7 +3,7 @@
 Contexts, CUDA graphs and the kernels' own memory, which both processes keep all the time, are not counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from services.common.config.placement import SHARED_UTILIZATION
@@ -30,7 +30,7 @@ class Phase:
         return self.trainer + self.engine
 
 
-def colocated_phases(config: Config, model: Architecture, ranks: Sequence[Memory]) -> list[Phase]:
+def colocated_phases(config: Config, model: Architecture, ranks: Collection[Memory]) -> list[Phase]:
     """Returns the phases of a step; `ranks` has the memory of each kind of rank, of which the largest counts."""
     weights = max(rank.weights for rank in ranks)
     engine = engine_weights(config, model)
@@ -41,7 +41,7 @@ def colocated_phases(config: Config, model: Architecture, ranks: Sequence[Memory
     ]
 
 
-def host_bytes(ranks: Sequence[Memory]) -> int:
+def host_bytes(ranks: Collection[Memory]) -> int:
     """Returns the pinned host memory of a rank while the engine has the GPU; gradients are dropped."""
     return max(rank.weights + rank.optimizer + rank.reference for rank in ranks)
 

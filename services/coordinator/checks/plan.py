@@ -1,6 +1,6 @@
 """`lockstep plan`: shows the trainer's layout and memory, computed only from the config and the model's config.json."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -68,7 +68,7 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     else:
         lines += [_publication(config, model, is_gpu=is_gpu), _batch(config), *_blocks(config), *_lag(config)]
         if config.placement == "colocated" and is_gpu:
-            lines += [_shared(config, model, list(memories.values()), console)]
+            lines += [_shared(config, model, memories.values(), console)]
         lines += environment_plan(config)
     _print_lines(console, [*lines, _assumptions(config, is_gpu=is_gpu)])
 
@@ -129,7 +129,7 @@ def _phases_table(memories: Mapping[str, Memory]) -> Table:
     return table
 
 
-def _shared(config: Config, model: Architecture, ranks: Sequence[Memory], console: Console) -> str:
+def _shared(config: Config, model: Architecture, ranks: Collection[Memory], console: Console) -> str:
     """Prints the memory of a GPU that trainer and engine share, in each phase. Returns what it means."""
     phases = colocated_phases(config, model, ranks)
     unit, size = _unit(max(phase.total for phase in phases))

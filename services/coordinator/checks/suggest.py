@@ -131,7 +131,7 @@ def _fit(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> 
     except InvalidInput:
         return None
     model, usable = read_architecture(config.model), min(gpus) - _BESIDE_BYTES
-    phases = colocated_phases(config, model, list(rank_memory(config, model, is_gpu=True).values()))
+    phases = colocated_phases(config, model, rank_memory(config, model, is_gpu=True).values())
     needed = {phase.name: phase.total for phase in phases}
     if needed["train"] > usable * (1 - _UNCOUNTED):
         return None

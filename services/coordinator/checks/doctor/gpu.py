@@ -46,7 +46,7 @@ def check_driver(driver: str, cuda: str | None) -> Finding:
 def check_memory(config: Config, gpus: Sequence[Gpu]) -> Finding:
     """Checks that the fullest GPU has room for each phase that `lockstep plan` computes, and for the engine's share."""
     model = read_architecture(config.model)
-    phases = colocated_phases(config, model, list(rank_memory(config, model, is_gpu=True).values()))
+    phases = colocated_phases(config, model, rank_memory(config, model, is_gpu=True).values())
     shown = phases if config.placement == "colocated" else [phase for phase in phases if phase.name == "train"]
     least = min(gpus, key=lambda gpu: gpu.free_bytes)
     share = int(utilization(config) * least.total_bytes)
