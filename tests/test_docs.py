@@ -11,7 +11,7 @@ from services.coordinator.cli.main import app
 from tests.support import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ROOM = re.compile(r"\b(?:services|protos|tests|deploy|benchmarks|requirements)/[\w./*<>-]*[\w*]")
+ROOM = re.compile(r"\b(?:services|docs|protos|tests|deploy|benchmarks|requirements)/[\w./*<>-]*[\w*]")
 RESULTS = re.compile(r"`((?:algorithm|dataplane|experts|learn|loop|megatron|rollout|step|sync|train)\b[\w.*-]*\.json)`")
 
 
