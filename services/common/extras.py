@@ -9,9 +9,15 @@ from services.common.errors import PreconditionFailed, Reason
 # Modules of the packages in each extra of pyproject.toml.
 MODULES = {
     "reward": ("aiohttp", "bm25s", "math_verify", "sympy"),
+    "reward-model": ("safetensors", "torch", "transformers"),
     "rollout": ("psutil", "torch", "transformers", "vllm"),
     "trainer": ("accelerate", "psutil", "safetensors", "torch", "transformers", "zmq"),
 }
+
+
+def missing_modules(extra: str) -> list[str]:
+    """Returns the modules of an extra that are not installed."""
+    return [name for name in MODULES.get(extra, ()) if find_spec(name) is None]
 
 
 def require_extra(service: str) -> None:
@@ -21,8 +27,7 @@ def require_extra(service: str) -> None:
         PreconditionFailed: UNSUPPORTED_VERSION. A module of the extra is missing, or the working directory has a
             package `services`, which `python -m services.<service>` would take.
     """
-    missing = [name for name in MODULES.get(service, ()) if find_spec(name) is None]
-    if missing:
+    if missing := missing_modules(service):
         raise PreconditionFailed(
             f"the {service} service cannot run here without {', '.join(missing)}: pip install 'lockstep-rl[{service}]'",
             reason=Reason.UNSUPPORTED_VERSION,
