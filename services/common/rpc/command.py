@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +88,7 @@ def serve_from_command_line(
 
 
 @contextmanager
-def exit_on_error(service: str) -> Iterator[None]:
+def exit_on_error(service: str) -> Generator[None]:
     """Exits with one line about an error of Lockstep that the block raises, and code 1."""
     try:
         yield

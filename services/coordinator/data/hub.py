@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,14 +30,25 @@ def with_local_models(config: ConfigT, *, has_weights: bool = True) -> ConfigT:
         NotFound: The Hub has no such model, or you may not see it.
         Unavailable: The Hub is unreachable, and the model was not downloaded before.
     """
-    patterns = (*_CARD, *_WEIGHTS) if has_weights else _CARD
-    changes: dict[str, object] = {"model": _model_directory(config.model, patterns, "model")}
+    changes: dict[str, object] = {"model": local_model(config.model, has_weights=has_weights, field="model")}
     for role in _ROLES:
         section = getattr(config, role, None)
         if section is not None and section.model is not None:
-            directory = _model_directory(section.model, patterns, f"{role}.model")
+            directory = local_model(section.model, has_weights=has_weights, field=f"{role}.model")
             changes[role] = section.model_copy(update={"model": directory})
     return config.model_copy(update=changes)
+
+
+def local_model(model: str, *, has_weights: bool, field: str) -> str:
+    """Returns the directory of one model; see `with_local_models`."""
+    parts = _MODEL.fullmatch(model)
+    if not parts or Path(model).exists():
+        return model
+    import huggingface_hub  # slow, and few runs need it
+
+    patterns = [*_CARD, *_WEIGHTS] if has_weights else [*_CARD]
+    with _hub_errors(f"model {parts['id']}, which is no directory here,", parts["revision"], field):
+        return huggingface_hub.snapshot_download(parts["id"], revision=parts["revision"], allow_patterns=patterns)
 
 
 def dataset_file(url: str, field: str) -> Path:
@@ -53,19 +64,9 @@ def dataset_file(url: str, field: str) -> Path:
     parts = _DATASET_FILE.fullmatch(url)
     if not parts:
         raise InvalidInput(f"{field}: {url} is not hf://datasets/OWNER/NAME[@REVISION]/FILE", field=field)
-    at = {"revision": parts["revision"]}
-    with _hub_errors(f"file {parts['file']} of dataset {parts['id']}", at["revision"], field):
-        return Path(huggingface_hub.hf_hub_download(parts["id"], parts["file"], repo_type="dataset", **at))
-
-
-def _model_directory(model: str, patterns: Sequence[str], field: str) -> str:
-    parts = _MODEL.fullmatch(model)
-    if not parts or Path(model).exists():
-        return model
-    import huggingface_hub
-
-    with _hub_errors(f"model {parts['id']}, which is no directory here,", parts["revision"], field):
-        return huggingface_hub.snapshot_download(parts["id"], revision=parts["revision"], allow_patterns=list(patterns))
+    dataset, file, revision = parts["id"], parts["file"], parts["revision"]
+    with _hub_errors(f"file {file} of dataset {dataset}", revision, field):
+        return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset", revision=revision))
 
 
 @contextlib.contextmanager

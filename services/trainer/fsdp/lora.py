@@ -7,7 +7,8 @@ share one A. The rest of the model is frozen. Experts get no adapters, except a 
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +101,7 @@ class AdapterStream:
             yield name, weight
 
 
-def adapters_only(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def adapters_only(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of a model's state that is trained."""
     return {name: tensor for name, tensor in state.items() if is_adapter(name)}
 
