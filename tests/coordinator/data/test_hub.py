@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from services.common.config.run import Config
 from services.coordinator.data.hub import with_local_models
 from tests.coordinator.data.fake_hub import hub
@@ -22,13 +24,23 @@ from services.common.errors import LockstepError
 from services.coordinator.data.hub import with_local_models
 from services.coordinator.text.tokenizer import Tokenizer
 from services.common.model_card import read_model_card
+from services.coordinator.checks.init import starting_config
 try:
-    config = with_local_models(load(Config, sys.argv[2:]), has_weights=json.loads(sys.argv[1]))
+    given = load(Config, sys.argv[2:])
+    config = with_local_models(given, has_weights=json.loads(sys.argv[1]))
     Tokenizer.load(Path(config.model))
+    if sys.argv[1] == "false":
+        made = starting_config(Path(given.model), Path("rows.jsonl"), Path("run.yaml"), num_gpus=0)
+        assert f'model: "{given.model}" ' in made, made
     print(json.dumps([config.model, config.reference.model, sorted(read_model_card(config.model).files)]))
 except LockstepError as error:
     print(type(error).__name__, error)
 """
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
 
 
 def resolve(endpoint: str, tmp_path: Path, model: str, *more: str, has_weights: bool = True) -> str:
