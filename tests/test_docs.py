@@ -28,6 +28,13 @@ def test_the_readme_quotes_the_loop() -> None:
     assert "".join(f"    {line}" for line in quoted[1].splitlines(keepends=True)) in loop
 
 
+def test_the_readme_shows_the_output_of_a_run() -> None:
+    shown = re.search(r"```\n\$ make run\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+    assert shown
+    whole = iter((ROOT / "benchmarks" / "results" / "quickstart.log").read_text(encoding="utf-8").splitlines())
+    assert [line for line in shown[1].splitlines() if line not in whole] == []  # in the order of the file
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not missing_files(page.read_text(encoding="utf-8"))
