@@ -103,8 +103,9 @@ def no_commit(lines: Lines) -> None:
 def early_train(lines: Lines) -> None:
     row = place(lines, kind="collected", version=1)
     begin, end = call_of(lines, "trainer.Train", nth=1)
-    lines[row : end + 1] = [*lines[begin : end + 1], *lines[row:begin]]
-    for number, line in enumerate(lines[1:]):
+    before = [line for line in lines[row : end + 1] if line.get("n") == lines[begin]["n"]]
+    lines[row : end + 1] = [*before, *(line for line in lines[row : end + 1] if line not in before)]
+    for number, line in enumerate(lines):
         line["t"] = number
 
 
@@ -121,7 +122,8 @@ def other_answer(lines: Lines) -> None:
 def again(lines: Lines, **answer: Any) -> None:
     """Sends the last batch again, at once; `answer` is changed in the answer."""
     begin, end = call_of(lines, "trainer.Train", nth=-1)
-    copies = [{**line, "n": 10_000, "t": lines[end]["t"]} for line in lines[begin : end + 1]]
+    of_call = [line for line in lines if line.get("n") == lines[begin]["n"]]
+    copies = [{**line, "n": 10_000, "t": lines[end]["t"]} for line in of_call]
     copies[-1]["got"] = [{**copies[-1]["got"][0], **answer}]
     lines[end + 1 : end + 1] = copies
 
@@ -158,7 +160,7 @@ DAMAGES: dict[str, tuple[Callable[[Lines], None], str]] = {
     "a batch that is applied twice": (again, "was applied twice: the trainer held {2}"),
     "a batch that is answered otherwise": (
         lambda lines: again(lines, replayed=True, metrics="x"),
-        "is not the one that was applied",
+        "was answered again, but with other metrics",
     ),
     "an old epoch": (old_epoch, "but the newest one in the ledger is"),
     "another checkpoint": (other_manifest, "the trainer saved a manifest of SHA-256 x"),

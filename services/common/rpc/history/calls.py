@@ -16,7 +16,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from services.common.errors import described
-from services.common.rpc.history.files import Line, LineFiles
+from services.common.rpc.history.files import LineFiles
 from services.common.rpc.history.ids import ids_of
 from services.common.telemetry.context import scoped
 
@@ -27,13 +27,12 @@ class CallHistory:
     """The history of one session of a run, in files of `directory`; `num_rows` is the ledger's newest row before it."""
 
     def __init__(self, directory: Path, run_id: str, num_rows: int):
-        self._run_id, self._num_rows = run_id, num_rows
         self._numbers = itertools.count(1)
-        self._files = LineFiles(directory, self._first_line)
+        began = {"time": time.time(), "session": run_id, "rows": num_rows, "continues": False}
+        self._files = LineFiles(directory, {"t": _now_s(), **began})
 
     def row(self, number: int, kind: str, version: int | None) -> None:
         """Notes a row of the ledger, which is on disk."""
-        self._num_rows = number
         self._put({"row": number, "kind": kind, "version": version})
 
     @contextmanager
@@ -61,12 +60,12 @@ class CallHistory:
         """Waits until all lines are written, at most 10 s."""
         self._files.close()
 
-    def _first_line(self, continues: bool) -> Line:
-        began = {"session": self._run_id, "rows": self._num_rows, "continues": continues}
-        return {"t": time.monotonic(), "time": time.time(), **began}
-
     def _put(self, line: dict[str, Any]) -> None:
-        self._files.put({"t": round(time.monotonic(), 6), **line})
+        self._files.put({"t": _now_s(), **line})
+
+
+def _now_s() -> float:
+    return round(time.monotonic(), 6)
 
 
 class NotedCall:

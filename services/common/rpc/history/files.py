@@ -5,7 +5,7 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,11 +29,12 @@ class LineFiles:
 
     Args:
         directory: Where the files are. It is created.
-        first_line: Returns the first line of a file; its argument says whether the file continues another.
+        first_line: The first line of the session. A file that continues another begins with the same line, with
+            "continues", the time "t" of the last line before it and the last ledger row before it as "rows".
     """
 
-    def __init__(self, directory: Path, first_line: Callable[[bool], Line]):
-        self._directory, self._first_line = directory, first_line
+    def __init__(self, directory: Path, first_line: Line):
+        self._directory, self._first_line = directory, dict(first_line)
         self._waiting: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._num_lost = 0
         self._file: BinaryIO | None = None
@@ -58,11 +59,12 @@ class LineFiles:
 
     def _write_all(self) -> None:
         try:
-            self._open(continues=False)
+            self._open()
             while lines := self._next():
                 self._write(lines)
                 if self._num_bytes >= FILE_BYTES:
-                    self._open(continues=True)
+                    self._first_line["continues"] = True
+                    self._open()
         except OSError as error:
             log.warning("%s gets no more lines: %s; the run goes on", self._directory, error)
             while self._waiting.get() is not None:
@@ -87,8 +89,11 @@ class LineFiles:
         content = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode()
         self._file.write(content)
         self._num_bytes += len(content)
+        self._first_line["t"] = lines[-1].get("t", self._first_line["t"])
+        rows = [line["row"] for line in lines if "row" in line]
+        self._first_line["rows"] = rows[-1] if rows else self._first_line["rows"]
 
-    def _open(self, *, continues: bool) -> None:
+    def _open(self) -> None:
         if self._file is not None:
             self._file.close()
         self._directory.mkdir(exist_ok=True)
@@ -98,7 +103,7 @@ class LineFiles:
             old.unlink(missing_ok=True)
         path = self._directory / f"calls-{number:06d}.jsonl"
         self._file, self._num_bytes = path.open("xb", buffering=0), 0
-        self._write([self._first_line(continues)])
+        self._write([self._first_line])
 
 
 def line_files(directory: Path) -> list[Path]:

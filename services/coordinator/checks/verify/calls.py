@@ -61,7 +61,7 @@ class CallChecks:
     def __init__(self, rows: Sequence[Row]):
         self._rows = {row.seq: row for row in rows}
         self._collected = [row for row in rows if row.kind == Kind.COLLECTED]
-        self._applied: dict[str, tuple[str, str]] = {}  # batch id -> hashes of its samples and of its metrics
+        self._applied: dict[str, str] = {}  # batch id -> hash of its metrics
         self._session = _Session("", is_whole=False, row=0)
         self.num_calls = 0
         self._when_sent: dict[str, Callable[[_Call], None]] = {
@@ -102,7 +102,7 @@ class CallChecks:
             return
         session = self._session
         if "lost" in line:
-            self._session = _Session(session.run_id, is_whole=False, row=session.row, published=session.published)
+            self._session = _Session(session.run_id, is_whole=False, row=session.row)
             return
         require(line["t"] >= session.time_s, "its time is before that of the line before")
         session.time_s = line["t"]
@@ -271,15 +271,14 @@ class CallChecks:
         session, batch_id, version = self._session, call.header["batch_id"], call.version
         now = call.answer["version"]
         require(now == version + 1, f"batch {batch_id} made version {now} of version {version}")
-        sent, metrics = call.sent.get("sha256", ""), call.answer.get("metrics", "")
-        before = self._applied.get(batch_id)
+        metrics = call.answer.get("metrics", "")
         if call.answer.get("replayed"):
-            is_same = before is None or (metrics == before[1] and ("" in (sent, before[0]) or sent == before[0]))
-            require(is_same, f"batch {batch_id} was answered again, but is not the one that was applied")
+            is_same = metrics == self._applied.get(batch_id, metrics)
+            require(is_same, f"batch {batch_id} was answered again, but with other metrics than when it was applied")
         else:
             is_possible = session.held is None or version in session.held
             require(is_possible, f"batch {batch_id} was applied twice: the trainer held {session.held}")
-            self._applied[batch_id] = sent, metrics
+            self._applied[batch_id] = metrics
         session.held = {now}
 
     def _saves(self, call: _Call) -> None:
