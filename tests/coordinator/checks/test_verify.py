@@ -264,6 +264,18 @@ def test_a_session_that_goes_on_with_other_weights_is_named(run_dir: Path):
     assert "of digest digest 0, which was never published before: the run had digest 5" in verdict.violation
 
 
+@pytest.mark.parametrize(("digest", "said"), [("digest 5", ""), ("x", "was published again with x, not digest 5")])
+def test_a_colocated_run_may_publish_the_same_weights_again(run_dir: Path, digest: str, said: str):
+    execute(
+        run_dir,
+        "UPDATE decisions SET body = json_set(body, '$.config', replace(body ->> '$.config', "
+        '\'"placement":"disaggregated"\', \'"placement":"colocated"\')) WHERE kind = \'opened\'',
+    )
+    insert_again(run_dir, "published", NUM_STEPS)
+    change_row(run_dir, "published", NUM_STEPS, digest=digest, received={})
+    assert verify(run_dir).violation.endswith(said) and bool(said) == bool(verify(run_dir).violation)
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(NotFound):
         verify(tmp_path)

@@ -16,6 +16,7 @@ NUM_FILES = 16
 # Lines that wait for a slow disk: some tens of megabytes. Those beyond are dropped, and counted in a line.
 _MAX_WAITING = 1 << 16
 _CLOSE_S = 10.0
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _NAME = re.compile(r"calls-(\d+)\.jsonl")
 
 Line = Mapping[str, Any]
@@ -86,7 +87,7 @@ class LineFiles:
 
     def _write(self, lines: list[Line]) -> None:
         assert self._file is not None
-        content = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode()
+        content = "".join(f"{_encode(line)}\n" for line in lines).encode()
         self._file.write(content)
         self._num_bytes += len(content)
         self._first_line["t"] = lines[-1].get("t", self._first_line["t"])
