@@ -12,7 +12,8 @@ from tests.support import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOM = re.compile(r"\b(?:services|docs|protos|tests|deploy|benchmarks|requirements)/[\w./*<>-]*[\w*]")
-RESULTS = re.compile(r"`((?:algorithm|colocated|dataplane|experts|learn|loop|megatron|rollout|step|sync|train)\b[\w.*-]*\.json)`")
+_KINDS = "algorithm|colocated|dataplane|experts|learn|loop|megatron|real|rollout|step|sync|train"
+RESULTS = re.compile(rf"`((?:{_KINDS})\b[\w.*-]*\.json)`")
 
 
 def missing_files(text: str) -> set[str]:
