@@ -3,6 +3,7 @@
 To start a replica or a trainer takes longer than most runs on them.
 """
 
+import gc
 import signal
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +16,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The time that an example takes depends on how busy the machine is.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
+
+
+gc.disable()  # while modules are imported, which makes no garbage
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never collected again: it takes half a second, and each role that a rank closes collects."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
