@@ -67,6 +67,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
+	$(BIN)/mkdocs build --strict --site-dir $(abspath $(VENV))/site
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
