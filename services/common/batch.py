@@ -45,6 +45,13 @@ SAMPLE_SCHEMA = pa.schema(
 FRAME_BYTES = 1 << 20
 
 
+def without_routes(samples: pa.Table) -> pa.Table:
+    """Returns `samples` with no routes in any row."""
+    index = samples.schema.get_field_index("routes")
+    field = samples.schema.field(index)
+    return samples.set_column(index, field, pa.nulls(samples.num_rows, field.type))
+
+
 def encode(table: pa.Table, *, frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:
     """Splits `table` into self-contained Arrow IPC streams of about `frame_bytes` at most.
 

@@ -13,8 +13,8 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from services.common.config.rollout import RolloutConfig
+from services.rollout.arguments import engine_arguments
 from services.rollout.compat.vllm.scheduler import InChunks
-from services.rollout.engine import engine_arguments
 
 QUEUED, PREEMPTED = EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED
 LENGTH = {"finish_reason": FinishReason.LENGTH}
