@@ -79,8 +79,8 @@ _OTHER_QWEN3: dict[str, dict[str, Any]] = {
 def make_model(directory: Path, kind: str) -> Path:
     """Writes a random model with a character tokenizer.
 
-    It is a Qwen3 model, `untied`, `tied`, `moe`, with 4 layers `deep` or `deep-moe`, or for GPUs, with the shape of the real one,
-    `qwen3-0.6b`; or it is of another family, `phi3` or `qwen2_moe`.
+    It is a Qwen3 model, `untied`, `tied`, `moe`, with 4 layers `deep` or `deep-moe`, or for GPUs, with the shape of the
+    real one, `qwen3-0.6b`; or it is of another family, `phi3` or `qwen2_moe`.
     """
     import torch
     from transformers import (
