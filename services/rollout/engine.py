@@ -33,7 +33,7 @@ from services.rollout.arguments import Needs, check_adapters_run, engine_argumen
 from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
-from services.rollout.compat.vllm.routes import returning_routes
+from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
 from services.rollout.failures import log_size, see_log, start_failure
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
@@ -109,6 +109,8 @@ class Engine:
         try:
             made = engine_arguments(config, directory.name, seed, needs)
             returning = returning_routes(made, is_gpu=torch.cuda.is_available()) if needs.routes else None
+            if returning:
+                keep_in_one_frame()
             arguments = AsyncEngineArgs(**(returning or made))
             if needs.adapter_rank:
                 check_adapters_run(arguments)

@@ -9,6 +9,7 @@ that it was computed with. The slots are in a file that the engine's first worke
 memory, since the two may be different processes.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -43,6 +44,14 @@ def returning_routes(arguments: Mapping[str, Any], *, is_gpu: bool) -> dict[str,
     if version not in _ON_CPU or not arguments.get("enforce_eager"):  # a compiled router would not call the hook
         return None
     return {**arguments, "additional_config": {**arguments.get("additional_config", {}), _KEY: True}}
+
+
+def keep_in_one_frame() -> None:
+    """Makes engines that start from here on send routes inside of their messages, and not as frames of their own.
+
+    Reason: vLLM 0.26 overwrites the memory of a message of several frames that ZeroMQ has not sent yet.
+    """
+    os.environ["VLLM_MSGPACK_ZERO_COPY_THRESHOLD"] = str(1 << 40)
 
 
 def are_hooked(vllm_config: VllmConfig) -> bool:
