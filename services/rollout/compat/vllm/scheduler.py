@@ -101,7 +101,7 @@ def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
     return AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
 
 
-def scheduler(vllm_config: VllmConfig, **arguments: object) -> Scheduler:
+def scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Returns vLLM's scheduler with our mixins; this is the engine argument `scheduler_cls`."""
     mixins = (ReturnsRoutes, InChunks) if are_hooked(vllm_config) else (InChunks,)
     made: Scheduler = type("Scheduler", (*mixins, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
