@@ -48,9 +48,9 @@ def invoke(*arguments: object, cwd: Path, timeout_s: float = RUN_S) -> subproces
     )
 
 
-def make_workspace(directory: Path, **overrides: object) -> Path:
+def make_workspace(directory: Path, *, kind: str = "untied", **overrides: object) -> Path:
     """A directory with model, data, scorer and run.yaml: steps of a second or two, a group of 4 at once."""
-    make_model(directory / "model", "untied")
+    make_model(directory / "model", kind)
     made = invoke("data", "arithmetic", "--out", "data", "--num-train", 64, "--num-test", 8, cwd=directory)
     assert made.returncode == 0, made.stderr
     (directory / "gate.py").write_text(_GATE)
