@@ -16,8 +16,8 @@ class RoutingConfig(Strict):
     """Routing replay (R3, arXiv 2510.11370): compute each token with the experts that the engine chose for it, in the
     forward pass, in recomputation and so in the backward pass. Their weights still come from the trainer's router,
     which gets gradients. auto: replay if all layers of the model have experts, the engine can return its choices, and
-    the config allows it (no stop strings, and with Megatron neither moe_router_fusion nor sinkhorn); on: fail if it is
-    not possible; off: use the experts that the trainer's router chooses."""
+    the config allows it (no stop strings, and with Megatron no moe_router_fusion, sinkhorn or CUDA graphs); on: fail
+    if it is not possible; off: use the experts that the trainer's router chooses."""
 
     @field_validator("replay_routes", mode="before")
     @classmethod
@@ -30,6 +30,8 @@ def ignores_routes(megatron: MegatronConfig) -> str:
     given = megatron.transformer_config_kwargs
     if given.get("moe_router_fusion"):
         return "megatron.transformer_config_kwargs.moe_router_fusion"
+    if given.get("cuda_graph_impl", "none") != "none":
+        return "megatron.transformer_config_kwargs.cuda_graph_impl"
     if "sinkhorn" in (megatron.moe.load_balancing_type, given.get("moe_router_load_balancing_type")):
         return "megatron.moe.load_balancing_type sinkhorn"
     return ""
