@@ -51,8 +51,9 @@ def main() -> None:
             sys.exit("the engine failed, see above")
         samples = batches.decode([path.read_bytes()], schema=batches.SAMPLE_SCHEMA)
         measured = _compare(model, samples)
-    sizes = {"prompts": options.prompts, "samples": options.samples, "tokens": options.tokens}
-    keep(options.name, measured, libraries=("torch", "vllm", "transformers"), shape=options.shape, **sizes)
+    workload = f"{options.prompts} prompts x {options.samples} samples x {options.tokens} tokens"
+    settings = {"shape": options.shape, "tiny": options.tiny, "workload": workload}
+    keep(options.name, measured, libraries=("torch", "vllm", "transformers"), **settings)
 
 
 def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:

@@ -132,27 +132,21 @@ def _routed() -> Iterator[tuple[str, Layout]]:
     recompute = SMALL | {"gradient_checkpointing": True}
     splits: dict[str, tuple[int, dict[str, Any]]] = {
         "1": (1, {}),
-        "1-unpacked": (1, UNPACKED),
         "tp2": (2, TP),
-        "pp2": (2, PP),
         "cp2": (2, CP),
         "ep2": (2, EP),
         "cp2-unpacked": (2, CP | UNPACKED),
-        "tp2-cp2": (4, TP | CP),
         "ep2-pp2": (4, EP | PP),
     }
     yield "routed-1", Layout("moe", 1, has_routes=True)
     for name, (world, megatron) in splits.items():
         yield f"routed-{name}-small", Layout("moe", world, megatron, SMALL, "routed-1", has_routes=True)
-    for name, world, megatron in (("1", 1, {}), ("pp2", 2, PP)):
-        small = f"routed-{name}-small"
-        yield f"routed-{name}-recompute", Layout("moe", world, megatron, recompute, small, has_routes=True)
-    selective = Layout("moe", 1, SELECTIVE, recompute, "routed-1-small", has_routes=True)
-    yield "routed-1-recompute-selective", selective
+    for name, megatron in (("recompute", {}), ("recompute-selective", SELECTIVE)):
+        yield f"routed-1-{name}", Layout("moe", 1, megatron, recompute, "routed-1-small", has_routes=True)
+    # Between the forward pass of a micro-batch and its recomputation, a pipeline computes others.
+    yield "routed-pp2-again", Layout("moe", 2, PP, recompute, "routed-1", has_routes=True)
     yield "routed-deep-1", Layout("deep-moe", 1, {}, SMALL, has_routes=True)
-    yield "routed-deep-vpp2", Layout("deep-moe", 2, PP | VPP, SMALL, "routed-deep-1", has_routes=True)
-    recomputed = Layout("deep-moe", 2, PP | VPP, recompute, "routed-deep-vpp2", has_routes=True)
-    yield "routed-deep-vpp2-recompute", recomputed
+    yield "routed-deep-vpp2-again", Layout("deep-moe", 2, PP | VPP, recompute, "routed-deep-1", has_routes=True)
 
 
 def _options() -> Iterator[tuple[str, Layout]]:
