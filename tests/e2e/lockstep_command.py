@@ -21,6 +21,7 @@ from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 
 from services.common.rpc.client import Client
+from services.coordinator.checks.verify.session import verify
 from tests.support import PATIENCE_S, descendants, free_port, make_model, running, service_command, still_there
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
@@ -103,13 +104,15 @@ class LockstepRun:
     def __enter__(self) -> "LockstepRun":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         below = list(self.below())
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
         for pid in still_there(below):
             os.kill(pid, signal.SIGKILL)
+        if error is None:
+            require_legal(self.directory)
 
     @property
     def output(self) -> str:
@@ -168,6 +171,13 @@ class LockstepRun:
     def wait(self, timeout_s: float = RUN_S) -> int:
         """Waits for the end; the exit code."""
         return self.process.wait(timeout_s)
+
+
+def require_legal(run_dir: Path) -> None:
+    """Asserts that the record and the calls of a run that trains by reinforcement are legal, however it ended."""
+    if (run_dir / "ledger.sqlite").exists() and "rollout" in json.loads((run_dir / "config.json").read_text()):
+        verdict = verify(run_dir)
+        assert not verdict.violation, "\n".join((verdict.violation, *verdict.lines))
 
 
 def numbers(workspace: Path) -> list[dict[str, float]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.lockstep_command import invoke, make_workspace, numbers, weights
+from tests.e2e.lockstep_command import invoke, make_workspace, numbers, require_legal, weights
 
 # Four blocks of two groups; some groups are dropped, and the reference sees the same blocks.
 _TRAINER = {"num_ranks": 2, "max_tokens_per_microbatch": 256, "optim": {"lr": 1e-3}, "loss": {"kl_coef": 0.05}}
@@ -25,6 +25,7 @@ def finished(directory: Path, streaming: str) -> Path:
     (workspace / "gate.py").write_text(_SCORER)
     done = invoke("run", "run.yaml", cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
+    require_legal(workspace / "runs" / "run")
     return workspace
 
 
