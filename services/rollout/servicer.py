@@ -112,7 +112,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
             self._metrics.tokens.inc(sum(len(sample.completion.tokens) for sample in samples))
             group = _group(prompt.prompt_id, samples, self._stamp)
-            return [seal(request, message) for message in (*_routes(prompt.prompt_id, samples), group)]
+            return [seal(request, message) for message in (*_routes(group, samples), group)]
 
         tasks = [
             [asyncio.create_task(engine.sample(prompt.tokens, seed, request.sampling)) for seed in prompt.seeds]
@@ -294,9 +294,9 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
     )
 
 
-def _routes(prompt_id: str, samples: Sequence[Sample]) -> list[rollout_pb2.GenerateResponse]:
+def _routes(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> list[rollout_pb2.GenerateResponse]:
     """Returns the messages with the group's routes, which come before the group itself; none if it has none."""
     if not any(sample.routes for sample in samples):
         return []
     parts = to_parts([sample.routes for sample in samples])
-    return [rollout_pb2.GenerateResponse(prompt_id=prompt_id, routes=[part]) for part in parts]
+    return [rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp, routes=[part]) for part in parts]

@@ -85,7 +85,7 @@ class RoutedReplica(FakeReplica):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         (prompt,) = request.prompts
         for part in list(to_parts([b"a%d" % index for index in range(len(prompt.seeds))]))[self.num_lost :]:
-            yield seal(request, pb.GenerateResponse(prompt_id=prompt.prompt_id, routes=[part]))
+            yield seal(request, pb.GenerateResponse(prompt_id=prompt.prompt_id, stamp=STAMP, routes=[part]))
         async for answer in super().Generate(request, context):
             yield answer
 
