@@ -108,7 +108,7 @@ def test_wrong_value_names_its_key(file: str, override: str) -> None:
     key = override.partition("=")[0]
     for refused_by_its_section in (".top_p", ".top_k", ".speculative_config"):
         key = key.removesuffix(refused_by_its_section)
-    assert key in message
+    assert key in message.replace(": ", ".")  # a section may name its key after a colon
 
 
 def test_unknown_key_in_a_union_is_found(file: str) -> None:
