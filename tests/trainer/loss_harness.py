@@ -22,8 +22,7 @@ from services.trainer.backend import Role
 from services.trainer.losses.terms import Tokens
 from tests.trainer import fsdp_harness
 from tests.trainer.fsdp_harness import SMALL, write
-from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks
-from tests.trainer.megatron_layouts import CP, PP, TP, Layout
+from tests.trainer.megatron_harness import CP, PP, TP, Layout, MegatronHarness, config, run_all, run_ranks
 
 # Every kind, with bounds that a good part of the tokens, or of the sequences, meet.
 LOSSES: dict[str, dict[str, Any]] = {

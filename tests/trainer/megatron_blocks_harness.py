@@ -18,8 +18,20 @@ from services.common.blocks import blocks_of, trained_tokens
 from services.trainer.ranks.shards import block_parts
 from tests.support import with_routes
 from tests.trainer.fsdp_harness import FULL_LOSS, TEMPERATURE, samples, write
-from tests.trainer.megatron_harness import MegatronHarness, run_all, run_ranks
-from tests.trainer.megatron_layouts import CP, EP, LOSS, OVERLAP, PP, SMALL, TP, VPP, Layout
+from tests.trainer.megatron_harness import (
+    CP,
+    EP,
+    LOSS,
+    OVERLAP,
+    PP,
+    SMALL,
+    TP,
+    VPP,
+    Layout,
+    MegatronHarness,
+    run_all,
+    run_ranks,
+)
 
 NUM_UPDATES, GROUPS_PER_BLOCK = 2, 2
 MODES = ("whole", "off", "on")

@@ -21,8 +21,7 @@ from tests.trainer.fsdp_harness import TEMPERATURE, read, samples
 from tests.trainer.harness_processes import run_harness
 from tests.trainer.lora_engine import PROMPTS
 from tests.trainer.lora_harness import ALPHA, LAYOUTS, LOADS, RANK
-from tests.trainer.megatron_harness import MegatronHarness
-from tests.trainer.megatron_layouts import Layout
+from tests.trainer.megatron_harness import Layout, MegatronHarness
 
 # float32 sums of some 100 tokens in another order: 2^-24 = 6e-8 of the largest term each, three updates deep.
 TOLERANCE = 1e-5
