@@ -45,7 +45,7 @@ class Client:
         require_secure(address, transport, field="address")
         self.address = address
         self._kind = stub.__name__.removesuffix("Stub").removesuffix("Service").lower()
-        self._channel = Channel(address, stub, transport.tls, OPTIONS)
+        self._channel = Channel(address, stub, transport, OPTIONS)
         self._was_answered = False
 
     async def call(

@@ -145,6 +145,8 @@ class Transport:
 
     tls: Credentials | None = None
     insecure: bool = False
+    name: str = ""
+    """Name that the service's certificate must be valid for; by default the host of its address."""
 
 
 LOCAL = Transport()

@@ -35,7 +35,7 @@ class Run(Generic[ConfigT]):
         self.num_steps = config.num_steps or 0  # a supervised run may count epochs: sft.loop.use_rows
         self.resume_from, self.resume_critic_from = start.checkpoint, start.critic_checkpoint
         self.required_step = start.required_step
-        self.stopping = self.is_stalled = False
+        self.stopping = self.is_stalled = self.is_closed = False
         self.version = 0
         self.watchers: Sequence[Reporter] = ()
         self.reporters: Sequence[Reporter] = ()
@@ -205,6 +205,7 @@ class Run(Generic[ConfigT]):
 
     def close(self) -> None:
         """Closes the reporters and the ledger. A save in progress is not recorded."""
+        self.is_closed = True
         self.checkpoints.abandon()
         for reporter in self.reporters or self.watchers:
             reporter.close()

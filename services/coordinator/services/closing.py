@@ -48,7 +48,8 @@ async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
     def given(stub: type, *all_at: str) -> list[Client]:
         """Returns a client for each service that was not started here."""
         there = [at for at in dict.fromkeys(all_at) if at and at not in addresses.started]
-        return [Client(at, stub, addresses.transport) for at in there]
+        transport = addresses.rollout_transport if stub is RolloutServiceStub else addresses.transport
+        return [Client(at, stub, transport) for at in there]
 
     reward, trainer = reward_pb2.CloseRunRequest(run_id=run_id), trainer_pb2.CloseRunRequest(run_id=run_id)
     rollout = rollout_pb2.CloseRunRequest(run_id=run_id)
