@@ -18,6 +18,7 @@ from services.coordinator.cli.endings import fail, run_to_end
 from services.coordinator.cli.options import Given, addresses, takes_addresses
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
+from services.coordinator.cli.replicas import app as replicas_app
 
 if TYPE_CHECKING:
     from services.common.config.any import AnyConfig
@@ -46,6 +47,7 @@ def lockstep(
 
 app.add_typer(data_app(), name="data")
 app.add_typer(certs_app(), name="certs")
+app.add_typer(replicas_app(), name="replicas")
 app.add_typer(remote_app())
 
 _console = Console()

@@ -118,7 +118,7 @@ class Runs:
 
 def _starts(config: Config, given: Addresses) -> bool:
     """Returns whether the run starts a service that needs a GPU on this host."""
-    return not given.rollout or bool(started_ranks(config, given))
+    return not (given.rollout or config.rollout.discovery) or bool(started_ranks(config, given))
 
 
 def _read_runs(directory: Path, name: str | None = None) -> list[pb.Run]:

@@ -78,7 +78,10 @@ async def _run_once(
             frontend.say(f"run {run.run_id} in {config.run_dir}")
             rewards, replicas = ", ".join(addresses.reward), ", ".join(addresses.rollout)
             frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
-            async with open_services(run, addresses) as services, following_replicas(run, services.rollout):
+            async with (
+                open_services(run, addresses) as services,
+                following_replicas(run, services.rollout, restarts),
+            ):
                 context = _begin(run, services, data, frontend)
                 loop = train_lagged if config.trainer.lag.versions else train
                 await loop(run, context)

@@ -35,7 +35,7 @@ class Run(Generic[ConfigT]):
         self.num_steps = config.num_steps or 0  # a supervised run may count epochs: sft.loop.use_rows
         self.resume_from, self.resume_critic_from = start.checkpoint, start.critic_checkpoint
         self.required_step = start.required_step
-        self.stopping = self.is_stalled = self.is_closed = False
+        self.stopping = self.is_stalled = self.has_begun = self.is_closed = False
         self.version = 0
         self.watchers: Sequence[Reporter] = ()
         self.reporters: Sequence[Reporter] = ()
@@ -71,6 +71,7 @@ class Run(Generic[ConfigT]):
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """Starts the loop after step `version`. Later steps in the record will be repeated."""
         self.record.ledger.record(Kind.BEGUN, version)
+        self.has_begun = True
         self._end_if_stalled(version)
         self.version, self.reporters = version, [Tolerant(one) for one in (*self.watchers, *reporters)]
         self.clock.restart()

@@ -21,6 +21,7 @@ from services.coordinator.runs.replicas import REPLICAS, parse_replicas, write_r
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.launch import Addresses
+from services.coordinator.services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ async def discovered(config: AnyConfig, given: Addresses) -> Addresses:
         raise InvalidInput("give either --rollout or rollout.discovery", field="--rollout")
     source, deadline, num_retries = source_of(discovery), time.monotonic() + config.timeouts.open_s, 0
     while True:
-        found, why = await _read(source)
+        found, why = await read_source(source)
         if found:
             name = discovery.name if isinstance(discovery, DnsDiscoveryConfig) else ""
             return replace(given, rollout=tuple(found), rollout_name=name)
@@ -97,18 +98,19 @@ async def discovered(config: AnyConfig, given: Addresses) -> Addresses:
 
 
 @asynccontextmanager
-async def following_replicas(run: Run, rollout: Rollout) -> AsyncIterator[None]:
+async def following_replicas(run: Run, rollout: Rollout, restarts: Restarts) -> AsyncIterator[None]:
     """Keeps the replicas those that are listed, inside the block and before each publication.
 
-    Without `rollout.discovery`, the list is a file in the run's directory, with the addresses of `rollout` at first. A
-    list that is empty or cannot be read changes nothing.
+    Without `rollout.discovery`, the list is a file in the run's directory. At first it has the addresses of `rollout`,
+    and what was changed in an earlier session of `restarts`. A list that is empty or cannot be read changes nothing.
     """
-    config = run.config
+    config, discovery = run.config, run.config.rollout.discovery
     if config.placement == "colocated":
         yield
         return
-    write_replicas(config.run_dir, [replica.address for replica in rollout.replicas])
-    discovery = config.rollout.discovery
+    first = [replica.address for replica in rollout.replicas]
+    kept = first if discovery else [address for address in first if address not in restarts.removed]
+    write_replicas(config.run_dir, (kept + ([] if discovery else restarts.added)) or first)
     membership = Membership(rollout, source_of(discovery) if discovery else FileSource(config.run_dir / REPLICAS), run)
     rollout.before_publication = membership.update
     async with task_group() as tasks:
@@ -118,6 +120,8 @@ async def following_replicas(run: Run, rollout: Rollout) -> AsyncIterator[None]:
         finally:
             following.cancel()
             (config.run_dir / REPLICAS).unlink(missing_ok=True)
+            restarts.added = [address for address in membership.listed if address not in first]
+            restarts.removed = [address for address in first if address not in membership.listed]
 
 
 class Membership:
@@ -126,21 +130,22 @@ class Membership:
     def __init__(self, rollout: Rollout, source: Source, run: Run):
         self._rollout, self._source, self._run_dir = rollout, source, run.config.run_dir
         self._updating = asyncio.Lock()
-        self._listed: Sequence[str] = [replica.address for replica in rollout.replicas]
+        self.listed: Sequence[str] = [replica.address for replica in rollout.replicas]
+        """The addresses of the replicas that the run should have."""
 
     async def update(self) -> None:
         """Reads the list and, if it has changed, opens the new replicas and lets the others leave."""
         async with self._updating:
-            found, why = await _read(self._source)
+            found, why = await read_source(self._source)
             if not found:
                 log.warning("the replicas stay as they are: none is listed: %s", why)
-            elif set(found) != set(self._listed):
+            elif set(found) != set(self.listed):
                 try:
                     self._rollout.set_replicas(found)
                 except LockstepError as error:
                     log.warning("the replicas stay as they are: %s", error.message)
                     return
-                self._listed = found
+                self.listed = found
                 if self._source.file != self._run_dir / REPLICAS:
                     write_replicas(self._run_dir, found)
 
@@ -160,7 +165,7 @@ class Membership:
                 await self.update()
 
 
-async def _read(source: Source) -> tuple[Sequence[str], str]:
+async def read_source(source: Source) -> tuple[Sequence[str], str]:
     """Returns the addresses and, if there are none, why."""
     try:
         found = await source.read()

@@ -91,7 +91,7 @@ async def until_done(
     """Runs `session` to its end. If a trainer that it started dies, runs it again as far as `config.restart` allows.
 
     A repeated session resumes from what is recorded, as the same command does in a new process. A run that was asked to
-    stop is not repeated.
+    stop, or whose trainer died before it had loaded the model, is not repeated.
 
     Args:
         session: Runs a config with the restarts so far.
@@ -107,8 +107,7 @@ async def until_done(
             return await session(config, restarts)
         except LockstepError as error:
             trainer = _trainer_to_restart(error, given)
-            is_stopping = restarts.run is not None and restarts.run.stopping
-            if not trainer or is_stopping or not restarts.take(trainer):
+            if not trainer or not restarts.may_resume or not restarts.take(trainer):
                 raise
             log.warning("%s: %s\nstarting again and resuming from what is recorded", error.reason, error.message)
         if config.resume == "never":  # the run has begun now

@@ -36,6 +36,11 @@ CROSS_FIELD = {
         ["transformer_config_kwargs.cuda_graph_impl", "leave it out"],
         ["placement=colocated", *GRAPHS, "trainer.megatron.transformer_config_kwargs={cuda_graph_impl: none}"],
     ),
+    "colocated replicas cannot come and go": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.discovery={kind: dns, name: rollout.svc}"],
+        ["rollout.discovery", "set placement disaggregated"],
+        ["placement=disaggregated", "trainer.num_ranks=1", "rollout.discovery={kind: dns, name: rollout.svc}"],
+    ),
     "a colocated engine sleeps": (
         ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: false}"],
         ["rollout.engine.enable_sleep_mode false"],

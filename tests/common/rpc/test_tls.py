@@ -5,6 +5,7 @@ import contextlib
 import re
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,3 +247,15 @@ async def test_a_service_that_a_run_starts_serves_mtls(certificates, tmp_path) -
         assert await rewards(fleet.addresses.reward[0], config, transport) == [1.0, 0.0]
         with pytest.raises(Unauthenticated, match="pass --tls"):
             await rewards(fleet.addresses.reward[0], config, Transport())
+
+
+async def test_a_service_is_called_at_an_address_by_the_name_in_its_certificate(certificates) -> None:
+    """As replicas are that were found under a DNS name."""
+    named = certificates.of(Role.REWARD, "reward.svc", name="named")
+    config = make_config(reward={"scorers": [{"kind": "exact"}], "num_workers": 1})
+    by_address = mtls(certificates.of(Role.COORDINATOR))
+    async with reward_process(named) as address:
+        assert await rewards(address, config, replace(by_address, name="reward.svc")) == [1.0, 0.0]
+        for transport in (by_address, replace(by_address, name="trainer.svc")):
+            with pytest.raises(Unauthenticated, match="is not valid for"):
+                await rewards(address, config, transport)

@@ -28,7 +28,7 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
     if isinstance(config, Config):
         if not given.reward and any(scorer.kind == "python" for scorer in config.reward.scorers):
             yield check_scorers(config)
-        if not given.rollout and config.rollout.engine:
+        if not (given.rollout or config.rollout.discovery) and config.rollout.engine:
             yield check_engine(config)
     if (Path(config.model) / "config.json").is_file():
         yield from check_lengths(config)
