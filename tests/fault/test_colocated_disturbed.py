@@ -1,4 +1,4 @@
-"""Colocated processes that die while the engines sleep: the run goes on, or ends with an error and resumes."""
+"""Colocated processes that die while the engines sleep: the run goes on, or resumes by itself."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, assert_gone, make_workspace, numbers, replica_info, weights
+from tests.e2e.lockstep_command import LockstepRun, assert_gone, invoke, make_workspace, numbers, replica_info, weights
 
 NUM_STEPS = 4
 
@@ -52,7 +52,7 @@ def test_a_run_outlives_an_engine_that_dies_asleep(with_lost_engine):
 
 
 @pytest.mark.long
-def test_a_run_resumes_after_the_trainer_died_with_the_gpus(with_lost_engine, tmp_path):
+def test_a_run_resumes_by_itself_after_the_trainer_died_with_the_gpus(with_lost_engine, tmp_path):
     workspace = workspace_of(tmp_path)
     with LockstepRun(workspace) as run:
         run.until(lambda: run.has("saved", 2), "a checkpoint")
@@ -61,10 +61,11 @@ def test_a_run_resumes_after_the_trainer_died_with_the_gpus(with_lost_engine, tm
         below = list(run.below())
         for pid in trainers(run):
             os.kill(pid, signal.SIGKILL)
-        assert run.wait() != 0
-        assert "SERVICE_DIED" in run.output
+        run.until(lambda: len(run.ledger("opened")) == 2, "the run to be opened again")
         assert_gone(below)
-    with LockstepRun(workspace) as run:
         assert run.wait() == 0, run.output
+        assert "SERVICE_DIED" in run.log and "starting again and resuming" in run.log
+        verified = invoke("verify", run.directory, cwd=workspace)
+        assert "2 sessions" in verified.stdout and "no violation" in verified.stdout, verified.stdout
     assert weights(workspace) == weights(with_lost_engine.workspace) != {}
     assert numbers(workspace) == numbers(with_lost_engine.workspace)
