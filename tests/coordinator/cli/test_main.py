@@ -21,4 +21,4 @@ def test_without_a_command_it_lists_the_commands() -> None:
 def test_the_shell_completes_commands() -> None:
     typed = {"_LOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "lockstep re", "COMP_CWORD": "1"}
     shown = CliRunner().invoke(app, [], prog_name="lockstep", env=typed)
-    assert shown.output.split() == ["report", "replay"]
+    assert shown.output.split() == ["report", "replay", "replicas"]

@@ -26,6 +26,8 @@ REQUESTS = {
     "ListRuns": pb.ListRunsRequest(),
     "WatchRun": pb.WatchRunRequest(name="run"),
     "StopRun": pb.StopRunRequest(name="run", now=True),
+    "ListReplicas": pb.ListReplicasRequest(name="run"),
+    "ChangeReplicas": pb.ChangeReplicasRequest(name="run"),
     "ReadLog": pb.ReadLogRequest(name="run"),
 }
 DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
