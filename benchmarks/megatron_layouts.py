@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-8b": ("qwen3", _QWEN3 | _8B | {"tie_word_embeddings": False}),
     "qwen3-0.6b": ("qwen3", _QWEN3),
     "qwen3-a3b-4-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 4, "num_experts": 32}),
+    "qwen3-a3b-8-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 8}),
     "qwen3-a3b-16-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 16}),
     "qwen2.5-3b": ("qwen2", _QWEN25_3B),
     "qwen2.5-7b": ("qwen2", _QWEN25_7B),

@@ -34,8 +34,9 @@ WORKLOADS = {
     "qwen2.5-3b": Workload(658, 13, 8, {"megatron": (48, 39, 8), "fsdp": (42, 28, 8)}),
     "qwen2.5-7b": Workload(819, 35, 19, {"megatron": (93, 46, 8), "fsdp": (100, 33, 8)}),
     "qwen3-30b-a3b": Workload(1158, 97, 60, {"megatron": (189, 145, 32)}),
-    # For two GPUs: a third of the layers and targets of the model above.
+    # For two GPUs and for one: a third and a sixth of the layers and targets of the model above.
     "qwen3-a3b-16-layers": Workload(1158, 97 / 3, 60 / 3, {}),
+    "qwen3-a3b-8-layers": Workload(1158, 97 / 6, 60 / 6, {}),
 }
 
 
@@ -92,12 +93,18 @@ def cases() -> Iterator[tuple[str, Case]]:
             if strategy == "fsdp":
                 yield f"{name} tuned", Case(model, world, strategy, max_tokens, _GATHERED)
             yield f"{name} recompute", Case(model, world, strategy, 16384, _RECOMPUTE)
-        if world >= 2:
-            yield from _experts(world)
+        yield from _experts(world)
 
 
 def _experts(world: int) -> Iterator[tuple[str, Case]]:
     """Yields cases of Qwen3-30B-A3B. 4 GPUs need gradients and states below float32, and cannot hold a reference."""
+    if world == 1:
+        model = "qwen3-a3b-8-layers"
+        router = {"megatron": {"transformer_config_kwargs": {"moe_router_fusion": True}}}
+        yield f"{model} megatron 1 GPUs", Case(model, world, "megatron", 16384, has_reference=False)
+        yield f"{model} megatron 1 GPUs fused router", Case(model, world, "megatron", 16384, router, False)
+        yield f"{model} megatron 1 GPUs recompute", Case(model, world, "megatron", 24576, _RECOMPUTE, False)
+        return
     if world == 2:
         model = "qwen3-a3b-16-layers"
         yield f"{model} megatron 2 GPUs", Case(model, world, "megatron", 9216, {"megatron": {EP: world}})

@@ -83,6 +83,7 @@ class Rank:
             self._write(name, self._repeat(parts, version=1 + index) | self._memory())
 
     def _open(self, case: Case) -> int:
+        self._has_reference = case.has_reference
         roles = [Role.POLICY, Role.REFERENCE] if case.has_reference else [Role.POLICY]
         answers = [
             self.worker.open(
@@ -111,7 +112,8 @@ class Rank:
         forward, train = parts
         measured: dict[str, float] = {}
         begin = self._together()
-        self.worker.forward(role=Role.REFERENCE, **forward.body, frames=forward.frames, temperature=1.0)
+        role = Role.REFERENCE if self._has_reference else Role.POLICY
+        self.worker.forward(role=role, **forward.body, frames=forward.frames, temperature=1.0)
         measured["reference forward [s]"] = self._together() - begin
         _seconds.clear()
         begin = self._together()

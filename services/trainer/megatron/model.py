@@ -27,8 +27,10 @@ from transformers import PretrainedConfig
 
 from services.common.config.trainer.megatron import MegatronConfig
 from services.common.config.trainer.section import TrainerConfig
+from services.trainer.compat.megatron.dispatcher import skip_dispatch
 from services.trainer.compat.megatron.groups import group_of
 from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, set_class
+from services.trainer.megatron.experts import with_grouped_experts
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.passthrough import make, refusals
 from services.trainer.megatron.transformer import model_settings, transformer_settings
@@ -178,27 +180,39 @@ def transformer_config(hf: PretrainedConfig, trainer: TrainerConfig, dtype: torc
 
 
 def build_chunks(
-    kind: type[Chunk], config: TransformerConfig, hf: PretrainedConfig, *, is_adapted: bool = False
+    kind: type[Chunk],
+    config: TransformerConfig,
+    hf: PretrainedConfig,
+    *,
+    is_adapted: bool = False,
+    is_grouped: bool = True,
 ) -> list[Chunk]:
     """Makes this rank's chunks on the current device; their weights are not loaded yet.
 
     With `is_adapted` the norms are separate layers, since the adapter needs the normalized input, which a fused layer
-    does not return.
+    does not return. With `is_grouped` a layer's experts are computed together.
+
+    Raises:
+        InvalidInput: The experts cannot be computed together.
     """
+    is_grouped = is_grouped and config.num_moe_experts is not None
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):
         stage: dict[str, Any] = {"ignore_virtual": False, "vp_stage": index} if vpp else {}
         place: dict[str, Any] = {"vp_stage": index} if vpp else {}
+        spec = _layer_spec(config, place, is_adapted=is_adapted)
         chunk = kind(
             config=config,
-            transformer_layer_spec=_layer_spec(config, place, is_adapted=is_adapted),
+            transformer_layer_spec=with_grouped_experts(spec) if is_grouped else spec,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             **model_settings(hf),
             **place,
         )
         chunk.model_type = ModelType.encoder_or_decoder
+        if is_grouped:
+            skip_dispatch(chunk)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk)

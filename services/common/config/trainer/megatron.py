@@ -11,7 +11,8 @@ class MoeConfig(Strict):
     """Configures mixture-of-experts layers; has no effect on a dense model."""
 
     grouped_gemm: bool = True
-    """Compute all local experts with one grouped GEMM. GPU only; on CPU the experts run one after the other."""
+    """Compute all experts of a rank together, with one grouped matrix product. False computes one after the other,
+    and is slower."""
     token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
     """Megatron's dispatcher that sends tokens to the ranks of their experts."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"] = "none"

@@ -24,6 +24,7 @@ from services.trainer.checkpoint.model_files import (
     require_tensors,
     stored_tensors,
 )
+from services.trainer.megatron.experts import GroupedExperts
 from services.trainer.megatron.model import Chunk, ValueModel
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights.weight_map import Part, WeightMap
@@ -87,11 +88,18 @@ def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapt
     parameters = []
     for chunk in chunks:
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.layers())}
-        for name, tensor in chunk.named_parameters():
+        for name, tensor in _named_matrices(chunk):
             is_new = isinstance(chunk, ValueModel) and name == HEAD
             if is_adapter(name) == adapters and not is_new:
                 parameters.append(LocalTensor(_global_name(name, layers, chunk, parallelism), tensor))
     return parameters
+
+
+def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the parameters of a chunk; experts that share a parameter have a view of it each."""
+    for prefix, module in chunk.named_modules():
+        own = module.expert_weights() if isinstance(module, GroupedExperts) else module.named_parameters(recurse=False)
+        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in own)
 
 
 def load_checkpoint_weights(
