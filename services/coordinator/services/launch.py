@@ -250,6 +250,11 @@ def _replicas_to_start(config: AnyConfig, given: Addresses) -> int:
     return 0 if given.rollout else config.rollout.num_replicas
 
 
+def starts_replicas(config: AnyConfig, given: Addresses) -> bool:
+    """Returns whether the run starts its replicas on this host: it has no addresses of others, and looks for none."""
+    return isinstance(config, Config) and not given.rollout and not config.rollout.discovery
+
+
 def started_ranks(config: AnyConfig, given: Addresses) -> dict[str, int]:
     """Returns the number of ranks of each model in `config` whose trainer is started here."""
     return {name: model.num_ranks for name, model in config.models.items() if _is_started(name, config, given)}

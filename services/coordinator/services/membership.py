@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,9 @@ from services.coordinator.services.launch import Addresses
 from services.coordinator.services.restarts import Restarts
 
 log = logging.getLogger(__name__)
+
+# Time limit for reading a list: a publication waits for it.
+_READ_S = 10.0
 
 
 class Source(Protocol):
@@ -119,7 +122,8 @@ async def following_replicas(run: Run, rollout: Rollout, restarts: Restarts) -> 
             yield
         finally:
             following.cancel()
-            (config.run_dir / REPLICAS).unlink(missing_ok=True)
+            with suppress(OSError):  # of a disk whose failure ends the run with a better error
+                (config.run_dir / REPLICAS).unlink()
             restarts.added = [address for address in membership.listed if address not in first]
             restarts.removed = [address for address in first if address not in membership.listed]
 
@@ -168,7 +172,8 @@ class Membership:
 async def read_source(source: Source) -> tuple[Sequence[str], str]:
     """Returns the addresses and, if there are none, why."""
     try:
-        found = await source.read()
-    except (OSError, UnicodeDecodeError) as error:
-        return (), str(error)
+        async with asyncio.timeout(_READ_S):
+            found = await source.read()
+    except (OSError, UnicodeDecodeError) as error:  # a timeout is an OSError without words
+        return (), str(error) or f"no answer in {_READ_S:g} s"
     return found, "" if found else "the list is empty"
