@@ -228,6 +228,28 @@ def test_a_damaged_record_is_named(run_dir: Path, name: str):
     assert (verdict.rows[-1].kind, verdict.rows[-1].version) == (kind, version)
 
 
+@pytest.mark.parametrize(
+    ("placement", "digest", "is_legal"),
+    [
+        ("colocated", None, True),
+        ("disaggregated", None, False),
+        ("colocated", "another", False),
+    ],
+)
+def test_only_engines_that_sleep_get_the_same_weights_twice(
+    run_dir: Path, placement: str, digest: str | None, is_legal: bool
+):
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database:
+        (body,) = map(json.loads, *database.execute("SELECT body FROM decisions WHERE kind = 'opened'"))
+    body["config"] = json.dumps(json.loads(body["config"]) | {"placement": placement})
+    execute(run_dir, "UPDATE decisions SET body = ? WHERE kind = 'opened'", json.dumps(body))
+    insert_again(run_dir, "published", NUM_STEPS)
+    if digest:
+        change_row(run_dir, "published", NUM_STEPS, digest=digest, received={})
+    assert ("was published twice" in verify(run_dir).violation) is not is_legal
+    assert bool(verify(run_dir).violation) is not is_legal
+
+
 def first_step(lines: list[str]) -> str:
     return next(line for line in lines if "time/step_s" in line)
 

@@ -95,17 +95,25 @@ class History:
     def _is_published(self, row: Row) -> None:
         version, digest = row.required_version, row.body["digest"]
         session, published = self._session, self._in_session(row)
-        _require(version not in published, f"version {version} was published twice in one session")
-        if published or version == session.version + 1:
-            _require(version == session.version + 1, f"version {version} was published after version {session.version}")
-            _require(session.version in self._collected, f"version {version} has no batch that it could come from")
-        else:
-            _require(version == session.version, f"version {version} was published, but {session.version} was held")
-            self._require_same_weights(version, digest)
+        # Colocated engines that have slept while the trainer only saved a checkpoint need their weights once more.
+        is_repeated = self._is_colocated() and version == session.version and published.get(version) == digest
+        if not is_repeated:
+            self._require_next(version, digest, published)
         for address, received in row.body.get("received", {}).items():
             _require(received == digest, f"replica {address} received weights {received}, but {digest} were sent")
         published[version] = digest
         self._published.setdefault(version, set()).add((self._layout(), digest))
+
+    def _require_next(self, version: int, digest: str, published: Mapping[int, str]) -> None:
+        """Checks that `version` comes next in the session, which has `published` versions so far."""
+        held = self._session.version
+        _require(version not in published, f"version {version} was published twice in one session")
+        if published or version == held + 1:
+            _require(version == held + 1, f"version {version} was published after version {held}")
+            _require(held in self._collected, f"version {version} has no batch that it could come from")
+        else:
+            _require(version == held, f"version {version} was published, but {held} was held")
+            self._require_same_weights(version, digest)
 
     def _require_same_weights(self, version: int, digest: str) -> None:
         """Checks that a session that goes on after `version` has the weights that this version had."""
@@ -208,6 +216,9 @@ class History:
         _require(self._session.published is not None, f"a row {row.kind} came before its session began")
         assert self._session.published is not None
         return self._session.published
+
+    def _is_colocated(self) -> bool:
+        return self._session.config.get("placement") == "colocated"
 
     def _lag(self) -> int:
         """Returns how many versions older than the one that it updates a batch is, but for a session's first ones."""
