@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, assert_gone, invoke, make_workspace, numbers, weights
+from tests.e2e.lockstep_command import LockstepRun, assert_gone, invoke, make_workspace, numbers, require_legal, weights
 
 _TRAINER = {"num_ranks": 2, "max_tokens_per_microbatch": 256, "optim": {"lr": 1e-3}}
 _STEPS = 5
@@ -35,6 +35,7 @@ def test_a_killed_run_ends_like_one_that_is_not(lag: int, tmp_path: Path) -> Non
         assert_gone(below)
     done = invoke("run", "run.yaml", "resume=must", cwd=disturbed)
     assert done.returncode == 0, done.stdout + done.stderr
+    require_legal(disturbed / "runs" / "run")
     assert weights(disturbed) == weights(undisturbed) != {}
     assert numbers(disturbed) == numbers(undisturbed)
     assert sampled_from(disturbed) == sampled_from(undisturbed) == [max(0, n - lag) for n in range(_STEPS)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, assert_gone, invoke, make_workspace, numbers, replica_info, weights
+from tests.e2e.lockstep_command import LockstepRun, assert_gone, make_workspace, numbers, replica_info, weights
 
 NUM_STEPS = 4
 
@@ -65,7 +65,5 @@ def test_a_run_resumes_by_itself_after_the_trainer_died_with_the_gpus(with_lost_
         assert_gone(below)
         assert run.wait() == 0, run.output
         assert "SERVICE_DIED" in run.log and "starting again and resuming" in run.log
-        verified = invoke("verify", run.directory, cwd=workspace)
-        assert "2 sessions" in verified.stdout and "no violation" in verified.stdout, verified.stdout
     assert weights(workspace) == weights(with_lost_engine.workspace) != {}
     assert numbers(workspace) == numbers(with_lost_engine.workspace)

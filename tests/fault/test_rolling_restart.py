@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.lockstep_command import (
+    Lent,
     LockstepRun,
     invoke,
     make_workspace,
@@ -20,17 +21,19 @@ from tests.e2e.lockstep_command import (
 from tests.fault.stopping import stop_while_generating
 from tests.support import PATIENCE_S, free_port, running, service_command
 
-NAMES = ("trainer", "reward", "rollout-0", "rollout-1")
+RESTARTED = ("reward", "rollout-0")
 
 
 @pytest.fixture(scope="module")
-def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
+def restarted(tmp_path_factory: pytest.TempPathFactory, lent_services: Lent) -> LockstepRun:
     """A run whose reward service is restarted as an orchestrator does it, and whose replica 0 leaves for replica 2."""
-    workspace = make_workspace(tmp_path_factory.mktemp("rolling"))
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in NAMES}
+    directory = tmp_path_factory.mktemp("rolling")
+    workspace = make_workspace(directory, model=str(directory / "model"))
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in RESTARTED}
     with ExitStack() as stack:
         started = stack.enter_context(running_services(addresses, workspace))
         services = dict(zip(addresses, started, strict=True))
+        addresses |= {name: lent_services.addresses[name] for name in ("trainer", "rollout-1")}
 
         def start(name: str, address: str, log: str) -> None:
             with chdir(workspace):

@@ -50,10 +50,11 @@ def load_model(directory: Path) -> torch.nn.Module:
 
 @dataclass
 class Replica:
-    """One rollout process, and where it serves metrics, if it does."""
+    """One rollout process, its log, and where it serves metrics, if it does."""
 
     client: Client
     pid: int
+    log: Path
     page: str = ""
 
     async def open(

@@ -51,7 +51,7 @@ AUX = {
     "moe": {"load_balancing_type": "aux_loss", "aux_loss_coeff": 0.1},
     "transformer_config_kwargs": {"moe_z_loss_coeff": 0.01},
 }
-FULL = SMALL | {"num_minibatches": 2, "loss": FULL_LOSS}
+FULL = SMALL | {"num_minibatches": 2, "num_epochs": 2, "loss": FULL_LOSS}
 
 
 FAMILIES = (

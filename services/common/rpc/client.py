@@ -9,6 +9,7 @@ from services.common.errors import InvalidInput, LockstepError, Reason, Unavaila
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
+from services.common.rpc.history.calls import noting
 from services.common.rpc.options import OPTIONS
 from services.common.rpc.retry import Retries
 from services.common.rpc.tls import LOCAL, Transport
@@ -72,20 +73,27 @@ class Client:
             timeout_s = await self._channel.connect(timeout_s, target=f"{name} at {self.address}")
         retries = Retries(timeout_s, max_retry_s)
         while True:
-            stub, sent = self._channel.stub(), request() if callable(request) else request
+            sent = request() if callable(request) else request
             try:
-                answer: Answer = await getattr(stub, name)(
-                    sent, timeout=retries.left_s, wait_for_ready=wait_for_ready, metadata=_metadata()
+                return await self._call_once(name, sent, retries.left_s, wait_for_ready=wait_for_ready)
+            except LockstepError as failure:
+                if not await retries.wait(failure):
+                    raise
+
+    async def _call_once(self, name: str, request: Any, timeout_s: float, *, wait_for_ready: bool) -> Any:
+        stub = self._channel.stub()
+        with noting(f"{self._kind}.{name}", self.address, request) as noted:
+            try:
+                answer = await getattr(stub, name)(
+                    noted.sending(request), timeout=timeout_s, wait_for_ready=wait_for_ready, metadata=_metadata()
                 )
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
                     await self._channel.explain()
-                failure = self._failure(error, name)
-                if not await retries.wait(failure):
-                    raise failure from error
-            else:
-                self._was_answered = True
-                return answer
+                raise self._failure(error, name) from error
+            self._was_answered = True
+            noted.got(answer)
+            return answer
 
     async def stream(
         self, method: StreamMethod[Request, Answer], request: Request | AsyncIterator[Any], *, timeout_s: float
@@ -96,14 +104,16 @@ class Client:
             LockstepError: As in `call`.
         """
         name, stub = method.__name__, self._channel.stub()
-        call = getattr(stub, name)(request, timeout=timeout_s, metadata=_metadata())
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error, name) from error
-        finally:
-            call.cancel()
+        with noting(f"{self._kind}.{name}", self.address, request) as noted:
+            call = getattr(stub, name)(noted.sending(request), timeout=timeout_s, metadata=_metadata())
+            try:
+                async for response in call:
+                    noted.got(response)
+                    yield response
+            except grpc.aio.AioRpcError as error:
+                raise self._failure(error, name) from error
+            finally:
+                call.cancel()
 
     async def close(self) -> None:
         """Closes the channel."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import LockstepError, PreconditionFailed
+from services.common.rpc.history.calls import note_row
 from services.common.storage import writing
 from services.coordinator.runs.database import Database
 
@@ -46,6 +47,7 @@ class Ledger:
 
     def __init__(self, path: Path):
         self._path = path
+        self._in_transaction: list[tuple[int, Kind, int | None]] = []
         with writing(path):
             self._lock = path.with_suffix(".lock").open("w")
         try:
@@ -85,8 +87,13 @@ class Ledger:
         self._require_file()
         row = (time.time(), kind.value, version, json.dumps(body))
         cursor = self._db.execute("INSERT INTO decisions (time, kind, version, body) VALUES (?, ?, ?, ?)", row)
-        assert cursor.lastrowid is not None
-        return cursor.lastrowid
+        number = cursor.lastrowid
+        assert number is not None
+        if self._db.in_transaction:
+            self._in_transaction.append((number, kind, version))
+        else:
+            note_row(number, kind, version)
+        return number
 
     def all(self, kind: Kind) -> list[Decision]:
         """Returns all decisions of a kind, oldest first, each with its `version`."""
@@ -101,6 +108,10 @@ class Ledger:
             (kind.value, version),
         ).fetchone()
         return {"version": row[0], **json.loads(row[1])} if row else None
+
+    def num_rows(self) -> int:
+        """Returns the sequence number of the newest decision; 0 if there is none."""
+        return self._db.execute("SELECT IFNULL(MAX(seq), 0) FROM decisions").fetchone()[0]
 
     def last_finished(self) -> int | None:
         """Returns the newest finished step of the history that the services hold; None if no coordinator began."""
@@ -140,10 +151,14 @@ class Ledger:
         try:
             yield
             self._db.execute("COMMIT")
+            for row in self._in_transaction:
+                note_row(*row)
         except BaseException:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+        finally:
+            self._in_transaction = []
 
     def _require_file(self) -> None:
         """Checks that the open file is still the one at its path: writes to a deleted file succeed and are lost."""

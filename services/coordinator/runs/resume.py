@@ -14,6 +14,7 @@ from services.common.versions import installed
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 
 LEDGER = "ledger.sqlite"
+HISTORY = "history"
 CHECKPOINTS = "checkpoints"
 CRITIC_CHECKPOINTS = "critic_checkpoints"
 # Keys that may differ from the config that the run was started with: durations, frequencies, places, and settings that

@@ -11,12 +11,13 @@ from services.common.config.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason, Unavailable
 from services.common.rpc.fence import new_token
+from services.common.rpc.history.calls import keeping
 from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
 from services.coordinator.observe.outcome import Outcome
 from services.coordinator.observe.watchers import watchers
-from services.coordinator.runs.resume import Start, open_run
+from services.coordinator.runs.resume import HISTORY, Start, open_run
 from services.coordinator.runs.run import ConfigT, Run
 from services.coordinator.services.launch import SERVICES, Addresses, Fleet, launch
 from services.coordinator.services.membership import discovered
@@ -30,7 +31,9 @@ _EXIT_ERROR_TIMEOUT_S = 20.0
 
 @contextmanager
 def recorded_run(config: ConfigT, console: Console | None, start: Start | None = None) -> Iterator[Run[ConfigT]]:
-    """Opens the run's record, its log and its watchers. Calls in the block share a new fencing token (rpc/fence.py).
+    """Opens the run's record, its log and its watchers, and keeps a history of its calls (rpc/history).
+
+    Calls in the block share a new fencing token (rpc/fence.py).
 
     Args:
         config: The run's config; `start` may be that of another.
@@ -46,7 +49,8 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
     except BaseException:
         start.ledger.close()
         raise
-    with closing(opened) as run, within(run=run.run_id), new_token():
+    history = keeping(config.run_dir / HISTORY, opened.run_id, start.ledger.num_rows())
+    with closing(opened) as run, within(run=run.run_id), new_token(), history:
         if console is not None:
             log_to(config, console)
         run.watchers = watchers(run)

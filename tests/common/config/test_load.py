@@ -258,9 +258,9 @@ def test_a_name_of_another_trainer_or_of_another_table_is_recognized(file: str, 
 def test_an_error_of_a_table_names_the_source_of_the_keys_that_it_is_about(tmp_path: Path) -> None:
     in_file = _nested("trainer.num_ranks", 1)["trainer"] | {"optim": {"lr": 1e-5}}
     path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))
-    assert refused(path, "trainer.lora.rank=4").endswith("(from command line)")
-    assert "lora.rank" in refused(path, "trainer.lora.rank=4")
-    in_file["lora"] = {"rank": 4}
+    assert refused(path, "trainer.lora.dropout=0.1").endswith("(from command line)")
+    assert "lora.dropout" in refused(path, "trainer.lora.dropout=0.1")
+    in_file["lora"] = {"dropout": 0.1}
     path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))
     assert refused(path, "trainer.optim.lr=1").endswith(f"(from {path})")
     assert refused(path, "trainer.strategy=fsdp").endswith(f"(from {path} and command line)")
@@ -270,4 +270,4 @@ def test_a_value_that_an_override_replaced_is_no_source(tmp_path: Path) -> None:
     path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"seed": -1}))
     assert "(from command line)" in refused(path, "seed=-2")
     path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": {"lora": 7}}))
-    assert path not in refused(path, "trainer.lora={rank: 4}")
+    assert path not in refused(path, "trainer.lora={dropout: 0.1}")

@@ -145,6 +145,11 @@ CROSS_FIELD = {
         ["lora.rank from 1 to 512", "not 513"],
         ["trainer.lora.rank=513", "trainer.strategy=megatron"],
     ),
+    "adapters are trained without dropout on fsdp": (
+        ["trainer.lora.rank=4", "trainer.lora.dropout=0.1"],
+        ["lora.dropout", "strategy megatron"],
+        ["trainer.lora.rank=4", "trainer.lora.dropout=0.1", "trainer.strategy=megatron"],
+    ),
     "decay ends after the warm-up": (
         ["trainer.optim.decay_steps=10", "trainer.optim.warmup_steps=10"],
         ["decay_steps 10", "warmup_steps 10"],

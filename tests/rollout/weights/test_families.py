@@ -37,6 +37,7 @@ async def test_an_engine_samples_as_the_trainer_computes(
     stack: Stack, model: Callable[[str], Path], tmp_path: Path, case: str
 ):
     kind, changes = CASES[case]
+    stack = Stack(stack.trainer, stack.replicas[:1])  # test_publication.py has two
     await stack.open(model(kind), TRAINER | changes, adapter_rank=LORA["rank"] if "lora" in changes else 0)
     greedy_before = None
     for version in range(2):

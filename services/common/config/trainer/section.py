@@ -97,7 +97,7 @@ class LoraConfig(Strict):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha: the adapter's output is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of the adapter's input during training."""
+    """Dropout probability of the adapter's input during training, with strategy megatron."""
     kind: Literal["lora", "canonical_lora"] = "lora"
     """lora: one adapter per fused matrix, so that q, k and v share their A matrix, as do gate and up; canonical_lora:
     separate adapters for q, k, v, gate and up."""
@@ -186,7 +186,7 @@ class TrainerConfig(Strict):
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
     lora: LoraConfig = LoraConfig()
-    """LoRA adapters; strategy megatron only."""
+    """LoRA adapters, which both strategies train in the same way."""
     fsdp: FsdpConfig = FsdpConfig()
     """FSDP2 settings, used by strategy fsdp."""
     megatron: MegatronConfig = MegatronConfig()
@@ -213,9 +213,9 @@ class TrainerConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _lora_needs_megatron(self) -> Self:
-        if self.lora.rank and self.strategy != "megatron":
-            raise ValueError("lora.rank is above 0: adapters need strategy megatron")
+    def _dropout_needs_megatron(self) -> Self:
+        if self.lora.dropout and self.strategy != "megatron":
+            raise ValueError("lora.dropout is above 0: it needs strategy megatron")
         return self
 
 

@@ -68,22 +68,22 @@ class History:
             ViolationError: It contradicts the rows before it, or a file that it describes.
         """
         self._num_rows += 1
-        _require(row.seq == self._num_rows, f"row {self._num_rows} is missing: the next one is row {row.seq}")
-        _require(bool(self._run_id) or row.kind == Kind.OPENED, "the first row does not open the run")
+        require(row.seq == self._num_rows, f"row {self._num_rows} is missing: the next one is row {row.seq}")
+        require(bool(self._run_id) or row.kind == Kind.OPENED, "the first row does not open the run")
         if row.kind in self._follow:
             self._follow[row.kind](row)
 
     def _opened(self, row: Row) -> None:
         run_id = row.body["run_id"]
-        _require(self._run_id in ("", run_id), f"the run was {self._run_id} before and is now {run_id}")
+        require(self._run_id in ("", run_id), f"the run was {self._run_id} before and is now {run_id}")
         self._run_id = run_id
         self._session = _Session(json.loads(row.body["config"]), row.body["checkpoint"])
 
     def _begun(self, row: Row) -> None:
         version, checkpoint = row.required_version, self._session.checkpoint
-        _require(self._session.begun is None, "the session began before")
+        require(self._session.begun is None, "the session began before")
         saved = self._step_of(checkpoint) if checkpoint else 0
-        _require(
+        require(
             version in (self._finished, saved),
             f"the session goes on after step {version}, but the run has finished step {self._finished}, and "
             + (f"the checkpoint that it resumed is of step {saved}" if checkpoint else "it resumed no checkpoint"),
@@ -95,30 +95,26 @@ class History:
     def _is_published(self, row: Row) -> None:
         version, digest = row.required_version, row.body["digest"]
         session, published = self._session, self._in_session(row)
-        # Colocated engines that have slept while the trainer only saved a checkpoint need their weights once more.
-        is_repeated = self._is_colocated() and version == session.version and published.get(version) == digest
-        if not is_repeated:
-            self._require_next(version, digest, published)
+        if version in published and session.config.get("placement") == "colocated":  # the engines had slept
+            again = f"version {version} was published again with {digest}, not {published[version]}"
+            require(digest == published[version], again)
+            return
+        require(version not in published, f"version {version} was published twice in one session")
+        if published or version == session.version + 1:
+            require(version == session.version + 1, f"version {version} was published after version {session.version}")
+            require(session.version in self._collected, f"version {version} has no batch that it could come from")
+        else:
+            require(version == session.version, f"version {version} was published, but {session.version} was held")
+            self._require_same_weights(version, digest)
         for address, received in row.body.get("received", {}).items():
-            _require(received == digest, f"replica {address} received weights {received}, but {digest} were sent")
+            require(received == digest, f"replica {address} received weights {received}, but {digest} were sent")
         published[version] = digest
         self._published.setdefault(version, set()).add((self._layout(), digest))
-
-    def _require_next(self, version: int, digest: str, published: Mapping[int, str]) -> None:
-        """Checks that `version` comes next in the session, which has `published` versions so far."""
-        held = self._session.version
-        _require(version not in published, f"version {version} was published twice in one session")
-        if published or version == held + 1:
-            _require(version == held + 1, f"version {version} was published after version {held}")
-            _require(held in self._collected, f"version {version} has no batch that it could come from")
-        else:
-            _require(version == held, f"version {version} was published, but {held} was held")
-            self._require_same_weights(version, digest)
 
     def _require_same_weights(self, version: int, digest: str) -> None:
         """Checks that a session that goes on after `version` has the weights that this version had."""
         before = {known for layout, known in self._published.get(version, ()) if layout == self._layout()}
-        _require(
+        require(
             not before or digest in before,
             f"the session goes on with version {version} of digest {digest}, which was never published before: "
             f"the run had {' and '.join(sorted(before))}",
@@ -129,20 +125,18 @@ class History:
         published, session = self._in_session(row), self._session
         assert session.collected is not None
         drawn, lag = body.get("drawn", version), self._lag()
-        _require(
+        require(
             drawn == session.version, f"a batch was sampled from version {drawn} while {session.version} was served"
         )
         is_first = drawn == session.begun and drawn <= version <= drawn + lag
-        _require(
-            version == drawn + lag or is_first, f"the batch for version {version} was sampled from version {drawn}"
-        )
-        _require(version not in session.collected, f"two batches for version {version} were sampled in one session")
-        _require(drawn in published, f"a batch was sampled from version {drawn}, which was not published")
-        _require(
+        require(version == drawn + lag or is_first, f"the batch for version {version} was sampled from version {drawn}")
+        require(version not in session.collected, f"two batches for version {version} were sampled in one session")
+        require(drawn in published, f"a batch was sampled from version {drawn}, which was not published")
+        require(
             body["digest"] == published[drawn],
             f"the batch carries weights {body['digest']} as version {drawn}, but {published[drawn]} were published",
         )
-        _require(self._dataset in ("", body["dataset"]), "the training data is not that of the batches before")
+        require(self._dataset in ("", body["dataset"]), "the training data is not that of the batches before")
         self._dataset, self._collected[version] = body["dataset"], body
         session.collected.add(version)
         if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
@@ -150,30 +144,30 @@ class History:
 
     def _check_batch(self, version: int, body: Mapping[str, Any]) -> None:
         path = batch_path(self._run_dir, version)
-        _require(path.is_file(), f"{path.name}, the batch of version {version}, is missing")
+        require(path.is_file(), f"{path.name}, the batch of version {version}, is missing")
         found = hashlib.sha256(path.read_bytes()).hexdigest()
-        _require(found == body["sha256"], f"{path.name} is not the file that was recorded: its SHA-256 is {found}")
+        require(found == body["sha256"], f"{path.name} is not the file that was recorded: its SHA-256 is {found}")
         for wrong in self.samples.check(path, version, body, self._session.config):
             raise ViolationError(wrong)
 
     def _is_finished(self, row: Row) -> None:
         version, session, published = row.required_version, self._session, self._in_session(row)
         before = version - 1
-        _require(version == session.version + 1, f"step {version} was finished after step {session.version}")
-        _require(before in self._collected, f"step {version} was finished without a batch")
-        _require(version in published, f"step {version} was finished, but its weights were not published")
+        require(version == session.version + 1, f"step {version} was finished after step {session.version}")
+        require(before in self._collected, f"step {version} was finished without a batch")
+        require(version in published, f"step {version} was finished, but its weights were not published")
         batch = self._collected[before]
         drawn, used = batch.get("drawn", before), batch["digest"]
         known = {digest for _, digest in self._published.get(drawn, ())}
         if drawn in published:
             known = {published[drawn]}
-        _require(used in known, f"step {version} trained on samples of weights {used}, not on those of version {drawn}")
+        require(used in known, f"step {version} trained on samples of weights {used}, not on those of version {drawn}")
         session.version = self._finished = version
         self._ever_finished.add(version)
 
     def _is_evaluated(self, row: Row) -> None:
         version = row.required_version
-        _require(version == self._session.version, f"version {version} was evaluated while another one was served")
+        require(version == self._session.version, f"version {version} was evaluated while another one was served")
         if self._newest[row.kind, version, None] == row.seq:
             stamp = version, self._in_session(row).get(version, "")
             for path in sorted(self._run_dir.glob(f"evaluations/*-step-{version:06d}.parquet")):
@@ -182,10 +176,10 @@ class History:
 
     def _is_saved(self, row: Row) -> None:
         version, path = row.required_version, row.body["path"]
-        _require(
+        require(
             version in self._ever_finished, f"the checkpoint of step {version} was saved before that step was finished"
         )
-        _require(version <= self._finished, f"the checkpoint of step {version} was saved after step {self._finished}")
+        require(version <= self._finished, f"the checkpoint of step {version} was saved after step {self._finished}")
         self._saved[path] = version
         is_gone = (Kind.DELETED, None, path) in self._newest and self._newest[Kind.DELETED, None, path] > row.seq
         if not is_gone and self._newest[row.kind, version, path] == row.seq:
@@ -193,32 +187,29 @@ class History:
 
     def _check_checkpoint(self, row: Row) -> None:
         manifest = self._there(row.body["path"]) / "manifest.json"
-        _require(manifest.is_file(), f"{manifest} of a recorded checkpoint is missing")
+        require(manifest.is_file(), f"{manifest} of a recorded checkpoint is missing")
         content = manifest.read_bytes()
         found = hashlib.sha256(content).hexdigest()
-        _require(
+        require(
             found == row.body["manifest_digest"], f"{manifest} is not the file that was saved: its SHA-256 is {found}"
         )
         state = json.loads(content).get("state", {})
         expected = f"{self._run_id}/{row.required_version - 1}"
         batch = state.get("last_batch_id")
-        _require(batch == expected, f"{manifest} was saved after batch {batch}, not after {expected}")
+        require(batch == expected, f"{manifest} was saved after batch {batch}, not after {expected}")
 
     def _is_deleted(self, row: Row) -> None:
         path = row.body["path"]
-        _require(path in self._saved, f"{path} was deleted, but never saved")
+        require(path in self._saved, f"{path} was deleted, but never saved")
 
     def _is_exported(self, row: Row) -> None:
         version = row.required_version
-        _require(version == self._finished, f"version {version} was exported, but step {self._finished} was the last")
+        require(version == self._finished, f"version {version} was exported, but step {self._finished} was the last")
 
     def _in_session(self, row: Row) -> dict[int, str]:
-        _require(self._session.published is not None, f"a row {row.kind} came before its session began")
+        require(self._session.published is not None, f"a row {row.kind} came before its session began")
         assert self._session.published is not None
         return self._session.published
-
-    def _is_colocated(self) -> bool:
-        return self._session.config.get("placement") == "colocated"
 
     def _lag(self) -> int:
         """Returns how many versions older than the one that it updates a batch is, but for a session's first ones."""
@@ -235,7 +226,7 @@ class History:
         if manifest.is_file():
             return int(json.loads(manifest.read_bytes())["state"]["version"])
         named = re.search(r"step-(\d+)$", checkpoint)
-        _require(named is not None, f"the session resumed {checkpoint}, which is no checkpoint")
+        require(named is not None, f"the session resumed {checkpoint}, which is no checkpoint")
         assert named
         return int(named[1])
 
@@ -245,6 +236,7 @@ class History:
         return moved if moved.is_dir() else Path(path)
 
 
-def _require(is_so: bool, otherwise: str) -> None:
+def require(is_so: bool, otherwise: str) -> None:
+    """Raises ViolationError with the sentence `otherwise`, unless `is_so`."""
     if not is_so:
         raise ViolationError(otherwise)

@@ -1,6 +1,7 @@
 """`lockstep verify`: checks that a run's record could have come about in the only legal order."""
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -9,9 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from services.common.errors import DataLoss, PreconditionFailed
+from services.common.rpc.history.files import line_files
+from services.coordinator.checks.verify.calls import CallChecks
 from services.coordinator.checks.verify.history import History, ViolationError
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.recorded import RecordedLedger, Row
+from services.coordinator.runs.resume import HISTORY
 
 METRICS = "metrics.jsonl"
 _NUM_SHOWN = 12
@@ -26,17 +30,22 @@ class Verdict:
     """The shortest prefix of the ledger that is illegal; all of it if none is."""
     num_samples: int
     violation: str
-    """What is wrong with the last of `rows`, or with metrics.jsonl; empty if all is well."""
+    """What is wrong with the last of `rows` or `lines`, or with metrics.jsonl; empty if all is well."""
+    num_calls: int = 0
+    lines: Sequence[str] = ()
+    """The last lines of the history of calls up to the violation, if it is there."""
 
 
 def verify(run_dir: Path) -> Verdict:
-    """Checks a run's ledger and the files that it describes, up to the first violation. Changes nothing.
+    """Checks a run's ledger, the files that it describes and its calls, up to the first violation. Changes nothing.
 
     Raises:
         NotFound: `run_dir` holds no run.
         PreconditionFailed: It is an SFT run.
         DataLoss: The ledger is empty or cannot be read.
     """
+    # The run may go on meanwhile: what is in these parts of the files is in the ledger that is read next.
+    written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
     with closing(RecordedLedger(run_dir)) as ledger:
         rows = ledger.rows()
     if not rows:
@@ -49,8 +58,31 @@ def verify(run_dir: Path) -> Verdict:
             history.follow(row)
         except ViolationError as error:
             return Verdict(rows[:number], history.samples.num_samples, str(error))
+    num_samples, calls, shown = history.samples.num_samples, CallChecks(rows), deque[str](maxlen=_NUM_SHOWN)
+    try:
+        _follow_calls(calls, written, shown)
+    except ViolationError as error:
+        return Verdict(rows, num_samples, str(error), calls.num_calls, tuple(shown))
     violation = next(_wrong_lines(run_dir / METRICS, rows), "")
-    return Verdict(rows, history.samples.num_samples, violation)
+    return Verdict(rows, num_samples, violation, calls.num_calls)
+
+
+def _follow_calls(calls: CallChecks, written: Sequence[tuple[Path, int]], shown: deque[str]) -> None:
+    """Checks the history of calls in the first bytes of files. The last line of a killed coordinator may be torn.
+
+    Raises:
+        ViolationError: A line is damaged or contradicts what is known; it is the last of `shown`.
+    """
+    for path, num_bytes in written:
+        with path.open("rb") as file:
+            whole = file.read(num_bytes).split(b"\n")[:-1]
+        for number, text in enumerate(whole, 1):
+            shown.append(f"{path.name}:{number}  {text.decode(errors='replace')}")
+            try:
+                line = json.loads(text)
+                calls.follow(line)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ViolationError(f"line {number} of {path.name} is damaged") from error
 
 
 def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
@@ -87,8 +119,13 @@ def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
     kinds = [row.kind for row in verdict.rows]
     counts = f"{kinds.count(Kind.OPENED)} sessions, {kinds.count(Kind.FINISHED)} finished steps"
     if not verdict.violation:
-        line = f"{run_dir}: {len(kinds)} rows, {counts}, {verdict.num_samples} samples: no violation"
+        checked = f"{verdict.num_samples} samples, {verdict.num_calls} calls"
+        line = f"{run_dir}: {len(kinds)} rows, {counts}, {checked}: no violation"
         console.print(line, soft_wrap=True, highlight=False)
+        return
+    if verdict.lines:
+        for text in (*verdict.lines, f"violation after {verdict.num_calls} calls: {verdict.violation}"):
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
         return
     shown = verdict.rows[-_NUM_SHOWN:]
     if len(shown) < len(kinds):

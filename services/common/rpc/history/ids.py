@@ -1,0 +1,59 @@
+"""Reads from a message what the history of calls keeps: ids, versions and hashes, never texts, tokens or secrets."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+_TEXTS = {"run_id", "batch_id", "last_batch_id", "prompt_id", "episode_id", "path", "checkpoint_path"}
+_HASHES = {"digest", "plan_digest", "manifest_digest", "sha256"}
+_NUMBERS = {"version", "critic_version", "epoch", "world_size", "turn", "num_workers", "role", "part"}
+_FLAGS = {"replayed", "done"}
+_STAMPS = {"expected_stamp", "drawn_stamp", "stamp"}
+_PARTS = {"header", "block", "commit", "group"}
+_KEPT = _TEXTS | _HASHES | _NUMBERS | _FLAGS | _STAMPS | _PARTS | {"prompts", "metrics"}
+# Hexadecimal digits of a hash: 128 bits, as many as those of the weights have.
+_DIGITS = 32
+
+
+def ids_of(message: Message) -> dict[str, Any]:
+    """Returns what is kept of `message`, as JSON values: a stamp is [version, digest], metrics are their hash."""
+    found: dict[str, Any] = {}
+    for name, has_presence, read in _readers(message.DESCRIPTOR):
+        if has_presence and not message.HasField(name):
+            continue
+        value = read(getattr(message, name))
+        if value != "" and value is not False:
+            found[name] = value
+    return found
+
+
+@functools.cache
+def _readers(kind: Descriptor) -> list[tuple[str, bool, Callable[[Any], Any]]]:
+    """Returns, for each field of `kind` that is kept, its name, whether it can be absent, and what reads its value."""
+    return [(field.name, field.has_presence, _reader(field)) for field in kind.fields if field.name in _KEPT]
+
+
+def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
+    name = field.name
+    if name in _STAMPS:
+        return lambda stamp: [stamp.version, stamp.digest]
+    if name in _PARTS:
+        return ids_of
+    if name == "prompts":
+        return lambda prompts: [prompt.prompt_id for prompt in prompts]
+    if name == "metrics":
+        return _metrics_hash
+    return _short if name in _HASHES else lambda value: value
+
+
+def _short(value: str | bytes) -> str:
+    return (value if isinstance(value, str) else value.hex())[:_DIGITS]
+
+
+def _metrics_hash(metrics: Any) -> str:
+    text = repr(sorted(metrics.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
