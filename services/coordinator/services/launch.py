@@ -194,15 +194,14 @@ async def launch(
     """Yields the services for `config`: those of `given`, and the others, which are started here and always stopped.
 
     Only kinds in `services` are started, and with `on_cpu` they use no GPU. If `sharing` is given, each rank gets as
-    many CPU threads as in a run of that config, because sums depend on the number of threads. Replicas and reward
-    services that die are started again as `restarts` allows, or else `config.restart`; trainers are not.
+    many CPU threads as in a run of that config, because sums depend on the number of threads. All but trainers are
+    started again as `restarts` allows, or else `config.restart`.
     """
-    restarts = restarts or Restarts(config.restart)
     num_replicas = _replicas_to_start(config, given) if "rollout" in services else 0
     ranks = started_ranks(config, given) if "trainer" in services else {}
     split = partial(split_gpus, ranks, config, start_rollout=num_replicas > 0)
     gpus = dict.fromkeys(ranks, "") if on_cpu else split(available=visible_gpus())
-    children: list[Child] = []
+    children, of_config = list[Child](), Restarts(config.restart)
     started: set[str] = set()
     with contextlib.ExitStack() as ports:
         flags = ServiceFlags(config, _HOST, ports)
@@ -217,8 +216,8 @@ async def launch(
             command += flags.of(name)
             log_path = config.run_dir / "logs" / f"{name}.log"
             checkpoints = config.run_dir / CHECKPOINTS if config.resume != "never" else None
-            in_place = None if name in ranks else restarts
-            children.append(Child(name, command, log_path, in_place, gpus.get(name), checkpoints))
+            again = None if name in ranks else restarts or of_config
+            children.append(Child(name, command, log_path, again, gpus.get(name), checkpoints))
             started.add(address)
             return address
 
