@@ -162,6 +162,14 @@ def test_adapters_are_all_that_is_trained(dense: Path) -> None:
     )
 
 
+def test_adapters_are_all_that_fsdp_trains(dense: Path) -> None:
+    lora = {"rank": 4, "target_modules": ["linear_qkv"]}
+    config, model = make(dense, strategy="fsdp", num_ranks=2, lora=lora)
+    memory, adapters = fsdp_memory(config, model, is_gpu=True), 8 * 4 * (64 + 256)
+    assert memory.gradients == 4 * adapters and memory.optimizer == 8 * adapters // 2
+    assert memory.weights == 2 * memory.parameters + 4 * adapters // 2  # the base is bfloat16
+
+
 def test_adapters_of_matrices_that_checkpoints_fuse(tmp_path: Path) -> None:
     """The adapters are those of any family; published they have two matrices for q, k and v together."""
     lora = {"rank": 4, "target_modules": ["linear_qkv", "linear_fc1"], "publish": "adapter"}
