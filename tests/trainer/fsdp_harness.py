@@ -61,6 +61,15 @@ def samples(seed: int = 0) -> pa.Table:
     return table.set_column(index, table.schema.field(index), pa.array(reference, pa.list_(pa.float32())))
 
 
+def aligned_samples(seed: int, align: int) -> pa.Table:
+    """`samples`, prompts made longer until each sequence, without its last token, is a multiple of `align`."""
+    table = samples(seed)
+    prompts, tokens = table["prompt_tokens"].to_pylist(), table["tokens"].to_pylist()
+    longer = [p + p[: (1 - len(p) - len(t)) % align] for p, t in zip(prompts, tokens, strict=True)]
+    index = table.schema.get_field_index("prompt_tokens")
+    return table.set_column(index, table.schema.field(index), pa.array(longer, table.schema.field(index).type))
+
+
 def batch_of(name: str) -> pa.Table:
     """The samples that the scenario `name` trains on."""
     return with_routes(samples()) if name.startswith("routes") else samples()
