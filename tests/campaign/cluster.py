@@ -1,4 +1,4 @@
-"""The processes of a campaign: forked by the zygote, behind proxies, started again when they end, and seen at a gate."""
+"""The processes of a campaign: forked by the zygote, behind proxies, started again when they end, seen at a gate."""
 
 import asyncio
 import contextlib
@@ -87,7 +87,7 @@ Handler = Callable[[str], Awaitable[str]]
 
 
 class Cluster:
-    """Services that are warm between episodes. `on_event` is asked at the gate, and answers what the process is told."""
+    """Services that are warm between episodes. `on_event` is asked at the gate, and returns the answer."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -99,6 +99,7 @@ class Cluster:
         self.events: Counter[str] = Counter()
         self.gate = directory / "gate"
         self.num_restarts = 0
+        self._begins: dict[str, int] = {}
         self._keeping: list[asyncio.Task[None]] = []
 
     @contextlib.asynccontextmanager
@@ -131,8 +132,8 @@ class Cluster:
             log = self.directory / f"{name}.log"
             before = log.stat().st_size if log.exists() else 0
             args = ["--listen", f"127.0.0.1:{port}"]
+            self._begins[name] = before
             self.processes[name] = await self.zygote.fork(name, args, log, self.gate, self.directory)
-            self._begins = {**getattr(self, "_begins", {}), name: before}
             await self.processes[name].ended.wait()
             self.num_restarts += 1
 
@@ -145,7 +146,7 @@ class Cluster:
 
     def _listens(self, name: str) -> bool:
         process = self.processes.get(name)
-        if process is None or process.code is not None:
+        if process is None or process.code is not None or not process.log.exists():
             return False
         with process.log.open("rb") as log:
             log.seek(self._begins[name])

@@ -197,9 +197,9 @@ class Episode:
 
     def _check_rival(self, rival: Process, code: int | None) -> None:
         said = rival.log.read_text(errors="replace")
-        if self._plan.fault == "two-coordinators" and (code != 2 or "is open in another coordinator" not in said):
-            if "all steps are done" not in said and code != 0:
-                self._result.violations.append(f"the second coordinator ended with {code}: {said[-500:]}")
+        is_refused = code == 2 and "is open in another coordinator" in said
+        if self._plan.fault == "two-coordinators" and not is_refused and code != 0:
+            self._result.violations.append(f"the second coordinator ended with {code}: {said[-500:]}")
         if self._plan.fault == "another-run" and code not in (0, 2):
             self._result.violations.append(f"the other run ended with {code}: {said[-500:]}")
 
@@ -222,10 +222,9 @@ class Episode:
             wrong.append("metrics.jsonl is not that of the undisturbed run")
         wrong += [f"left behind: {path}" for path in run_dir.rglob("*.partial")]
         wrong += [f"left behind: {command}" for command in self._engines()]
-        with (run_dir / "ledger.lock").open() as lock:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return wrong
+        with (run_dir / "ledger.lock").open() as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return wrong
         return [*wrong, "the ledger is still locked"]
 
     def _engines(self) -> list[str]:

@@ -18,8 +18,9 @@ def sample(weights: bytes, prompt: Sequence[int], seed: int) -> list[int]:
     return [2 + byte % 50 for byte in content[1 : 2 + content[0] % (_MAX_TOKENS - 1)]] + [_EOS]
 
 
-def logprobs(tokens: Sequence[int]) -> list[float]:
-    return [-1.0 / (1 + token) for token in tokens]
+def logprobs(weights: bytes, tokens: Sequence[int]) -> list[float]:
+    """What both engine and trainer compute of a sample. Each is a binary fraction, and exact as float32."""
+    return [-(1 + weights[token % 32]) / 256 for token in tokens]
 
 
 def after(weights: bytes, batch: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The process of a toy engine: reads questions as lines of JSON and answers each; it can be killed and stopped alone."""
+"""The process of a toy engine, which can be killed and stopped alone: answers each line of JSON with another."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ def main() -> None:
             answer = {"digest": digest_of(weights)}
         else:
             tokens = sample(weights, asked["prompt"], asked["seed"])
-            answer = {"tokens": tokens, "logprobs": logprobs(tokens)}
+            answer = {"tokens": tokens, "logprobs": logprobs(weights, tokens)}
         sys.stdout.write(f"{json.dumps({'id': asked['id'], **answer})}\n")
         sys.stdout.flush()
 

@@ -1,10 +1,10 @@
 """A trainer of two ranks in two processes: the real servicer, commands and checkpoints, around a toy policy."""
 
-import asyncio
+import json
 import os
 import threading
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +19,33 @@ from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
+from services.trainer.ranks.sockets import RanksAddress
 from services.trainer.servicer import NAME, TrainerServicer
-from tests.campaign.policy import MODEL_WEIGHTS, after, digest_of, sample
+from tests.campaign.policy import MODEL_WEIGHTS, after, digest_of, logprobs
 
 _NUM_RANKS = 2
 
 
 class ToyRank:
-    """One rank. Every rank has the whole policy, and computes every sample again before it trains on it."""
+    """One rank. Every rank has the whole policy, and computes log-probabilities again before it trains."""
 
     def __init__(self, rank: int, store: ServedStore | None):
         self._rank, self._store = rank, store
-        self._weights, self._known = MODEL_WEIGHTS, {digest_of(MODEL_WEIGHTS): MODEL_WEIGHTS}
+        self._held, self._lag = [MODEL_WEIGHTS], 0  # the newest weights first, and those that samples may come from
         self._added = b""
         self._group = WeightGroup()
         self._killed = threading.Event()
 
+    @property
+    def _weights(self) -> bytes:
+        return self._held[0]
+
     @rank_command
-    def open(self, *, role: str, checkpoint_path: str, **_: Any) -> Message:
-        self._weights = MODEL_WEIGHTS
-        self._known = {}
+    def open(self, *, role: str, config_json: str, checkpoint_path: str, **_: Any) -> Message:
+        self._held, self._lag = [MODEL_WEIGHTS], json.loads(config_json)["lag"]["versions"]
         if checkpoint_path:
             content = (Path(checkpoint_path) / "state" / "weights").read_bytes()
-            held = [content[begin : begin + 32] for begin in range(0, len(content), 32)]
-            self._weights = held[0]
-            self._known = {digest_of(one): one for one in held}
-        self._known[digest_of(self._weights)] = self._weights
+            self._held = [content[begin : begin + 32] for begin in range(0, len(content), 32)]
         return Message({"data_rank": 0}, [WeightPlan(num_senders=1).SerializeToString()])
 
     @rank_command
@@ -60,17 +61,20 @@ class ToyRank:
     @rank_command
     def add_block(self, *, packs: list[int], frames: Sequence[bytes]) -> None:
         samples = batches.decode(frames)
-        for row in samples.to_pylist():
-            weights = self._known.get(row["policy_digest"])
-            is_whole = len(row["turn_begins"] or ()) <= 1
-            if weights is None or (is_whole and row["tokens"] != sample(weights, row["prompt_tokens"], row["seed"])):
-                raise InternalError(f"a sample was not drawn from the weights {row['policy_digest']} that it names")
+        found = [
+            (token, value)
+            for tokens, values in zip(samples["tokens"].to_pylist(), samples["logprobs"].to_pylist(), strict=True)
+            for token, value in zip(tokens, values, strict=True)
+            if value  # an environment's tokens have none
+        ]
+        tokens, values = [token for token, _ in found], [value for _, value in found]
+        if not any(values == logprobs(weights, tokens) for weights in self._held):
+            raise InternalError("a batch was not drawn from the weights that are trained")
         self._added += content_sha256(samples)
 
     @rank_command
     def apply_blocks(self, *, totals: dict[str, int], version: int) -> Message:
-        self._weights = after(self._weights, self._added)
-        self._known[digest_of(self._weights)] = self._weights
+        self._held = [after(self._weights, self._added), *self._held][: 1 + self._lag]
         metrics = {"entropy": 1.0, "grad_norm": float(self._weights[0]), "loss": float(self._weights[1])}
         return Message({"metrics": metrics | {"logprob_gap_max": 0.0, "logprob_gap_ess": 1.0}})
 
@@ -84,8 +88,7 @@ class ToyRank:
             return Message({})
         directory = checkpoint.staging(Path(path)) / "state"
         directory.mkdir()
-        others = [self._known[digest] for digest in state["digests"].values() if digest in self._known]
-        (directory / "weights").write_bytes(b"".join([self._weights, *others]))
+        (directory / "weights").write_bytes(b"".join(self._held))
         num_bytes, digest = checkpoint.finish(Path(path), checkpoint.TrainState(**state))
         return Message({"num_bytes": num_bytes, "manifest_digest": digest})
 
@@ -125,18 +128,16 @@ class ToyRank:
         self._store.tcp_store.set(f"{self._group.epoch} {name}", value)
 
     def _wait(self, name: str, why: str) -> None:
-        """Waits for every replica's `name`, in short turns so that a kill of the epoch is noticed."""
+        """Waits for every replica's `name`, until the epoch is killed."""
         assert self._store
         first = self._group.world_size - self._num_workers
         keys = [f"{self._group.epoch} {name} {rank}" for rank in range(first, self._group.world_size)]
-        for _ in range(int(self._group.timeout_s * 10)):
-            if self._killed.is_set():
-                raise Aborted("the epoch was given up")
-            try:
-                self._store.tcp_store.wait(keys, timedelta(milliseconds=100))
+        deadline = time.monotonic() + self._group.timeout_s
+        while time.monotonic() < deadline:
+            if self._store.tcp_store.check(keys):
                 return
-            except RuntimeError:
-                continue
+            if self._killed.wait(0.005):
+                raise Aborted("the epoch was given up")
         absent = [key.rpartition(" ")[2] for key in keys if not self._store.tcp_store.check([key])]
         raise Aborted(why, reason=Reason.EPOCH_ABORTED, absent=",".join(absent))
 
@@ -146,7 +147,7 @@ class ToyRank:
 
     @rank_command
     def close(self) -> None:
-        self._weights = MODEL_WEIGHTS
+        self._held = [MODEL_WEIGHTS]
 
     def kill_epoch(self) -> None:
         self._killed.set()
@@ -155,20 +156,24 @@ class ToyRank:
         raise AssertionError("nothing is saved in the background")
 
 
-async def serve(options: ServeOptions) -> int:
-    """Runs rank 0 in this process and rank 1 in a fork of it that is made before anything uses gRPC."""
+def fork_second_rank() -> int:
+    """Forks rank 1, before anything uses asyncio or gRPC; returns the pipe through which it gets rank 0's address."""
     reading, writing = os.pipe()
-    second = os.fork()
-    if second == 0:
-        os.close(writing)
-        from services.trainer.ranks.sockets import RanksAddress
+    if os.fork():
+        os.close(reading)
+        return writing
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        address = RanksAddress.unpack(pipe.read())
+    os._exit(0 if follow(1, address, ToyRank(1, None)) else 1)
 
-        address = RanksAddress.unpack(os.read(reading, 1 << 16))
-        os._exit(0 if await asyncio.to_thread(follow, 1, address, ToyRank(1, None)) else 1)
-    os.close(reading)
+
+async def serve(options: ServeOptions, writing: int) -> int:
+    """Runs rank 0."""
     server = Server()
     ranks = Ranks(_NUM_RANKS, "127.0.0.1", server.fail)
-    os.write(writing, ranks.address.pack())
+    os.write(writing, ranks.address.pack().encode())
+    os.close(writing)
     store = ServedStore("127.0.0.1")
     rank = ToyRank(0, store)
     threading.Thread(target=follow, args=(0, ranks.address, rank), daemon=True).start()
@@ -176,7 +181,7 @@ async def serve(options: ServeOptions) -> int:
     servicer = TrainerServicer(ranks, rank, store)  # type: ignore[arg-type]
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     await server.start(options.listen, [NAME])
-    code = await server.serve()
+    code = await server.serve(grace_s=0.5)
     if code == 0:
         await ranks.end()
     os._exit(code)

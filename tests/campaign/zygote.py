@@ -5,6 +5,7 @@ Lines of JSON on stdin ask for a process: {"kind", "args", "log", "gate", "cwd"}
 """
 
 import ctypes
+import functools
 import json
 import os
 import selectors
@@ -45,7 +46,10 @@ def _run(kind: str, args: list[str], gate: Path | None) -> None:
         return
     if gate:
         gates.guard_calls(gate, kind)
-    serve = {"trainer": toy_trainer.serve, "reward": run_reward}.get(kind, toy_rollout.serve)
+    if kind == "trainer":
+        serve = functools.partial(toy_trainer.serve, writing=toy_trainer.fork_second_rank())
+    else:
+        serve = run_reward if kind == "reward" else toy_rollout.serve
     serve_from_command_line(kind.partition("-")[0], serve, args)
 
 
@@ -69,7 +73,7 @@ def _become(asked: dict[str, Any]) -> None:
         if isinstance(error.code, str):
             sys.stderr.write(error.code)
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 a fork must never return to the zygote's loop
         traceback.print_exc()
     finally:
         sys.stdout.flush()

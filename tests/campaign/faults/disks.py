@@ -23,7 +23,7 @@ async def _read_only(scene: Scene, victim: str) -> None:
     scene.undos.append((_FOR_S, lambda: subprocess.run(again, check=True) and None))
 
 
-def _damage(pattern: str, change: Callable[[bytes, Scene], bytes]):  # noqa: ANN202 a coroutine function
+def _damage(pattern: str, change: Callable[[bytes, Scene], bytes]):
     async def damage(scene: Scene, victim: str) -> None:
         """Kills coordinator and trainer, and damages the newest file. It is restored when the run refuses it."""
         for one in ("coordinator", "trainer"):

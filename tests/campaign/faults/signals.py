@@ -13,7 +13,7 @@ async def _kill(scene: Scene, victim: str) -> None:
     _send(scene.pid_of(victim), signal.SIGKILL)
 
 
-def _stop(for_s: float):  # noqa: ANN202 a coroutine function
+def _stop(for_s: float):
     async def stop(scene: Scene, victim: str) -> None:
         pid = scene.pid_of(victim)
         _send(pid, signal.SIGSTOP)
