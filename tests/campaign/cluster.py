@@ -60,10 +60,9 @@ class Zygote:
             if "pid" in answer:
                 self._answers.put_nowait(answer["pid"])
                 continue
-            process = self._processes.pop(answer["exited"], None)
-            if process is None:  # it ended before `fork` has made its object
+            while answer["exited"] not in self._processes:  # it ended before `fork` has made its object
                 await asyncio.sleep(0)
-                process = self._processes.pop(answer["exited"])
+            process = self._processes.pop(answer["exited"])
             process.code = answer["code"]
             process.ended.set()
 

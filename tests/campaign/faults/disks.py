@@ -17,8 +17,11 @@ async def _fill(scene: Scene, victim: str) -> None:
 
 
 async def _read_only(scene: Scene, victim: str) -> None:
-    # A disk with files that are open for writing cannot be made read-only by the usual way.
-    subprocess.run(["mount", "-o", "remount,ro", scene.disk.path], check=False, capture_output=True)
+    try:
+        scene.disk.make_read_only()
+    except subprocess.CalledProcessError:  # the coordinator has a file open for writing
+        scene.notes["impossible"] = True
+        return
     again = ["mount", "-o", "remount,rw", scene.disk.path]
     scene.undos.append((_FOR_S, lambda: subprocess.run(again, check=True) and None))
 
