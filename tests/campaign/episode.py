@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime
 import fcntl
 import random
 import re
@@ -29,6 +30,7 @@ from tests.support import descendants
 _HANG_S = 150.0
 _MAX_SESSIONS = 6
 _REASON = re.compile(r"^lockstep: error: ([A-Z_]+): ", re.MULTILINE)
+_WARNING = re.compile(r"^(\S+ \S+) [WE] ")
 # Untyped, or a bug by its own word.
 _BAD_REASONS = {"INTERNAL"}
 
@@ -91,6 +93,7 @@ class Episode:
         self._seen: Counter[str] = Counter()
         self._scene: Scene | None = None
         self._injected_at: float | None = None
+        self._injected_time: float | None = None
         self._undoing: list[asyncio.Task[None]] = []
         self._disk: Any = None
 
@@ -138,7 +141,10 @@ class Episode:
         )
         cluster.on_event = self._at_gate
         code = await _ended(coordinator)
-        self._detected()
+        if code != 0:
+            self._detected(time.time())
+        elif said := self._first_warning():
+            self._detected(said)
         for task in self._undoing:
             task.cancel()
         await asyncio.gather(*self._undoing, return_exceptions=True)
@@ -168,7 +174,7 @@ class Episode:
             self._recovered()
         if scene is None or self._injected_at is not None or (event, number) != (plan.event, plan.nth):
             return "go"
-        self._injected_at = time.monotonic()
+        self._injected_at, self._injected_time = time.monotonic(), time.time()
         await FAULTS[plan.fault].inject(scene, plan.victim)
         self._result.injected = "impossible" not in scene.notes
         for after_s, undo in scene.undos:
@@ -187,10 +193,19 @@ class Episode:
                 undo()
             self._scene.undos = []
 
-    def _detected(self) -> None:
-        """Takes the time to the end of the session as that of the detection, unless the run went on before."""
-        if self._injected_at is not None and self._result.detection_s is None:
-            self._result.detection_s = round(time.monotonic() - self._injected_at, 3)
+    def _first_warning(self) -> float | None:
+        """Returns when the coordinator's log first warned after the injection; None if it never did."""
+        path, since = self._directory / "runs" / "run" / "logs" / "coordinator.log", self._injected_time
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+            if (found := _WARNING.match(line)) and since:
+                at = datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+                if at >= since - 0.001:
+                    return at
+        return None
+
+    def _detected(self, at: float) -> None:
+        if self._injected_time is not None and self._result.detection_s is None:
+            self._result.detection_s = round(max(0.0, at - self._injected_time), 3)
 
     def _recovered(self) -> None:
         if self._result.recovery_s is None and self._injected_at is not None:
@@ -212,6 +227,11 @@ class Episode:
         """Returns a sentence for everything that is not as after an undisturbed run."""
         run_dir, wrong = self._directory / "runs" / "run", []
         verdict = verify(run_dir)
+        if damaged := self._still_damaged():
+            if damaged not in verdict.violation:
+                wrong.append(f"lockstep verify does not notice that {damaged} is damaged")
+            restore(self._scene.notes if self._scene else {})
+            verdict = verify(run_dir)
         if verdict.violation:
             wrong.append("\n".join((f"lockstep verify: {verdict.violation}", *verdict.lines)))
         finished = [row.version for row in verdict.rows if row.kind == "finished"]
@@ -227,6 +247,11 @@ class Episode:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return wrong
         return [*wrong, "the ledger is still locked"]
+
+    def _still_damaged(self) -> str:
+        """Returns the name of a damaged file that no session has read or written again; "" if there is none."""
+        path, content = (self._scene.notes if self._scene else {}).get("restore", (Path(), b""))
+        return path.name if path.is_file() and path.read_bytes() != content and path.suffix == ".parquet" else ""
 
     def _engines(self) -> list[str]:
         replicas = [self._cluster.pid_of(name) for name in ("rollout-0", "rollout-1")]

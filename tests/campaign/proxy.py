@@ -32,6 +32,7 @@ class Proxy:
     def __init__(self, port: int):
         self._port = port
         self._connections: set[_Connection] = set()
+        self._serving: set[asyncio.Task[None] | None] = set()
         self._server: asyncio.Server | None = None
         self.is_cut = False
         """Whether nothing passes, not even a new connection."""
@@ -78,6 +79,7 @@ class Proxy:
             return
         connection = _Connection((writer, inner_writer))
         self._connections.add(connection)
+        self._serving.add(asyncio.current_task())  # nothing else refers to the task of a half-open connection
         try:
             passing = [
                 asyncio.create_task(self._pass(connection, reader, inner_writer)),
@@ -89,6 +91,7 @@ class Proxy:
             await asyncio.gather(*passing, return_exceptions=True)
         finally:
             self._connections.discard(connection)
+            self._serving.discard(asyncio.current_task())
             for one in connection.writers:
                 one.close()
 

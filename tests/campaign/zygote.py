@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 def _run(kind: str, args: list[str], gate: Path | None) -> None:
     from services.common.rpc.command import serve_from_command_line
-    from services.coordinator.cli.main import app
+    from services.coordinator.cli.main import main as main_of_command
     from services.reward.__main__ import run as run_reward
     from tests.campaign import gate as gates
     from tests.campaign import toy_trainer
@@ -42,7 +42,8 @@ def _run(kind: str, args: list[str], gate: Path | None) -> None:
     if kind == "coordinator":
         if gate:
             gates.guard_rows(gate)
-        app(["run", *args])
+        sys.argv = ["lockstep", "run", *args]
+        main_of_command()
         return
     if gate:
         gates.guard_calls(gate, kind)
