@@ -38,12 +38,13 @@ run-gpu: setup-gpu data/larger/model.safetensors
 	$(GPU_BIN)/lockstep run deploy/runs/gpu.yaml trainer.num_ranks=$(GPUS) rollout.num_replicas=$(GPUS) \
 	  name=gpu-$$(date +%Y%m%d-%H%M%S)
 
-# Services that wait for one another to start leave time for the tests of the other parts; sed keeps lines whole.
-test: setup lint
-	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-runs test-faults test-parts
+# Three at a time: services that wait for one another to start leave time for the others. sed keeps lines whole.
+test: setup
+	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-runs test-parts lint test-faults
 
+# RUNS, FAULTS with lint before it, and all others take about the same time.
 RUNS := tests/e2e tests/common tests/coordinator tests/deploy
-FAULTS := tests/fault tests/reward
+FAULTS := tests/fault tests/reward tests/rollout
 
 # Everything that starts no engine and no trainer ranks.
 test-fast: setup
@@ -67,6 +68,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
+	$(BIN)/mkdocs build --strict --site-dir $(abspath $(VENV))/site
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \

@@ -100,7 +100,10 @@ def _experts(world: int) -> Iterator[tuple[str, Case]]:
     """Yields cases of Qwen3-30B-A3B. 4 GPUs need gradients and states below float32, and cannot hold a reference."""
     if world == 1:
         model = "qwen3-a3b-8-layers"
-        yield f"{model} megatron 1 GPUs", Case(model, world, "megatron", 12288, has_reference=False)
+        router = {"megatron": {"transformer_config_kwargs": {"moe_router_fusion": True}}}
+        yield f"{model} megatron 1 GPUs", Case(model, world, "megatron", 16384, has_reference=False)
+        yield f"{model} megatron 1 GPUs fused router", Case(model, world, "megatron", 16384, router, False)
+        yield f"{model} megatron 1 GPUs recompute", Case(model, world, "megatron", 24576, _RECOMPUTE, False)
         return
     if world == 2:
         model = "qwen3-a3b-16-layers"

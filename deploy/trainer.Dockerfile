@@ -16,7 +16,7 @@ FROM python:3.11-slim-bookworm AS cpu-packages
 WORKDIR /src
 COPY requirements/cpu-torch.txt requirements/trainer-cpu.txt requirements/
 RUN python -m venv /opt/lockstep
-RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/cpu-torch.txt
+RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --index-url https://download.pytorch.org/whl/cpu -r requirements/cpu-torch.txt
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/trainer-cpu.txt
 COPY --from=source /wheel /wheel
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl

@@ -3,11 +3,17 @@
 To start a replica or a trainer takes longer than most runs on them.
 """
 
+import gc
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.e2e.lockstep_command import Lent
 
 # A shell starts background jobs with SIGINT ignored, and their children inherit that; tests send SIGINT to commands.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -17,16 +23,46 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 
 
-@pytest.fixture(scope="session")
-def lent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[str]]:
-    """Returns the options of `lockstep run` that name a running trainer of two ranks and two replicas, in this order.
+gc.disable()  # while modules are imported, which makes no garbage
 
-    They run in a directory of their own, so that the path of a model must be absolute.
-    """
-    from tests.e2e.lockstep_command import running_services
+
+def pytest_collection_finish() -> None:
+    """What was imported is never collected again: it takes half a second, and each role that a rank closes collects."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session")
+def lent_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Lent"]:
+    """Returns a running trainer of two ranks and two replicas: trainer, rollout-0 and rollout-1."""
+    from tests.e2e.lockstep_command import Lent, running_services
     from tests.support import free_port
 
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "rollout-0", "rollout-1")}
-    with running_services(addresses, tmp_path_factory.mktemp("lent")) as processes:
-        yield [f"--{name.partition('-')[0]}={address}" for name, address in addresses.items()]
+    directory = tmp_path_factory.mktemp("lent")
+    with running_services(addresses, directory) as processes:
+        lent = Lent(addresses, dict(zip(addresses, processes, strict=True)), directory)
+        yield lent
         assert all(process.poll() is None for process in processes), "a service that was only borrowed has ended"
+        logged = {name: len(lent.log(name)) for name in addresses}
+    assert not [name for name in addresses if "Traceback" in lent.log(name)[logged[name] :]], "not a quiet end"
+
+
+@pytest.fixture(scope="session")
+def lent(lent_services: "Lent") -> Sequence[str]:
+    """Returns the options of `lockstep run` that name the lent services, in their order.
+
+    They run in a directory of their own, so that the path of a model must be absolute.
+    """
+    return lent_services.options
+
+
+@pytest.fixture(scope="session")
+def undisturbed(lent_services: "Lent", tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the workspace of a run that nothing disturbed, which others are compared with."""
+    from tests.e2e.lockstep_command import reference
+
+    workspace = tmp_path_factory.mktemp("reference")
+    reference(workspace, lent_services)
+    return workspace

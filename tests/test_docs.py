@@ -11,8 +11,9 @@ from services.coordinator.cli.main import app
 from tests.support import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ROOM = re.compile(r"\b(?:services|protos|tests|deploy|benchmarks|requirements)/[\w./*<>-]*[\w*]")
-RESULTS = re.compile(r"`((?:algorithm|dataplane|experts|learn|loop|megatron|rollout|step|sync|train)\b[\w.*-]*\.json)`")
+ROOM = re.compile(r"\b(?:services|docs|protos|tests|deploy|benchmarks|requirements)/[\w./*<>-]*[\w*]")
+_KINDS = "algorithm|colocated|dataplane|experts|learn|loop|megatron|real|rollout|step|sync|train"
+RESULTS = re.compile(rf"`((?:{_KINDS})\b[\w.*-]*\.json)`")
 
 
 def missing_files(text: str) -> set[str]:
@@ -26,6 +27,13 @@ def test_the_readme_quotes_the_loop() -> None:
     assert quoted
     loop = (ROOT / "services" / "coordinator" / "rl" / "loop.py").read_text(encoding="utf-8")
     assert "".join(f"    {line}" for line in quoted[1].splitlines(keepends=True)) in loop
+
+
+def test_the_readme_shows_the_output_of_a_run() -> None:
+    shown = re.search(r"```\n\$ make run\n(.*?)```", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+    assert shown
+    whole = iter((ROOT / "benchmarks" / "results" / "quickstart.log").read_text(encoding="utf-8").splitlines())
+    assert [line for line in shown[1].splitlines() if line not in whole] == []  # in the order of the file
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -85,6 +85,12 @@ def test_source_keeps_the_rules(path: Path) -> None:
     assert large == []
 
 
+def test_files_of_tests_and_benchmarks_are_as_short() -> None:
+    files = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 200
+    assert [file for file in files if len(file.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES] == []
+
+
 @pytest.mark.parametrize(
     "source",
     [

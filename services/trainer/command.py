@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from services.common.rpc.command import ServeOptions, serve_from_command_line
+from services.common.extras import require_extra
+from services.common.rpc.command import ServeOptions, exit_on_error, serve_from_command_line
 from services.trainer.ranks.launcher import run_ranks
 
 
@@ -45,4 +46,6 @@ def main(args: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ or {"-h", "--help"} & set(rest):
         serve(args, own.threads_per_rank)
     else:
+        with exit_on_error("trainer"):
+            require_extra("trainer")
         sys.exit(run_ranks(own.nproc_per_node, partial(serve, args, own.threads_per_rank)))

@@ -97,7 +97,7 @@ def test_command_line_starts_without_torch() -> None:
 
 
 def test_coordinator_needs_no_torch() -> None:
-    """Where torch is installed, tensorboardX imports it; where it is not, everything still must."""
+    """tests/compat/test_tensorboardx.py shows the same of what a run imports late."""
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\n"
         "import services.coordinator.cli.main, services.coordinator.rl.session"

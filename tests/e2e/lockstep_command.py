@@ -1,7 +1,6 @@
 """The `lockstep` command as a user runs it, watched from outside through its files and processes."""
 
 import asyncio
-import functools
 import json
 import os
 import re
@@ -13,15 +12,18 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, chdir, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
+from typer.testing import CliRunner
 
 from services.common.rpc.client import Client
 from services.coordinator.checks.verify.session import verify
+from services.coordinator.cli.main import app
 from tests.support import PATIENCE_S, descendants, free_port, make_model, running, service_command, still_there
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
@@ -49,11 +51,17 @@ def invoke(*arguments: object, cwd: Path, timeout_s: float = RUN_S) -> subproces
     )
 
 
-def make_workspace(directory: Path, **overrides: object) -> Path:
+def make_sums(directory: Path) -> None:
+    """Writes `directory`/{train,test}.parquet, 64 and 8 rows: in this process, which has imported the command."""
+    options = ["--out", str(directory), "--num-train", "64", "--num-test", "8"]
+    made = CliRunner().invoke(app, ["data", "arithmetic", *options], catch_exceptions=False)
+    assert made.exit_code == 0, made.output
+
+
+def make_workspace(directory: Path, *, kind: str = "untied", **overrides: object) -> Path:
     """A directory with model, data, scorer and run.yaml: steps of a second or two, a group of 4 at once."""
-    make_model(directory / "model", "untied")
-    made = invoke("data", "arithmetic", "--out", "data", "--num-train", 64, "--num-test", 8, cwd=directory)
-    assert made.returncode == 0, made.stderr
+    make_model(directory / "model", kind)
+    make_sums(directory / "data")
     (directory / "gate.py").write_text(_GATE)
     config = {
         "name": "run",
@@ -210,26 +218,56 @@ def assert_gone(pids: Iterable[int]) -> None:
     assert not still_there(pids)
 
 
-@functools.cache
-def reference(base: Path) -> Path:
-    """Workspace, below pytest's `base`, of a run that nothing disturbed, with services given by address.
+@dataclass(frozen=True)
+class Lent:
+    """Running services, by name. They run in `directory`, where each has a log, and serve their metrics."""
 
-    What each service told Prometheus in the end is in <name>.prom.
+    addresses: dict[str, str]
+    processes: dict[str, subprocess.Popen[bytes]]
+    directory: Path
+
+    @property
+    def options(self) -> list[str]:
+        """The options of `lockstep run` that name them."""
+        return [f"--{name.partition('-')[0]}={address}" for name, address in self.addresses.items()]
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()
+
+    def metrics(self, name: str) -> bytes:
+        """What the service tells Prometheus."""
+        until_it_listens(self.directory / f"{name}.log")
+        (page,) = re.findall(r"metrics on (http://\S+)", self.log(name))
+        return urllib.request.urlopen(page, timeout=PATIENCE_S).read()
+
+
+def until_it_listens(log: Path) -> None:
+    """Waits until the service with this log accepts calls."""
+    deadline = time.monotonic() + RUN_S
+    while "listens on" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def reference(workspace: Path, lent: Lent) -> None:
+    """A run that nothing disturbs, on `lent` services and a reward service of its own.
+
+    Of each lent service, <name>.log has what it logged meanwhile, and <name>.{before,after}.prom what it told
+    Prometheus.
     """
-    workspace = base / "reference"
-    workspace.mkdir()
     make_workspace(workspace, model=str(workspace / "model"))
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "reward", "rollout-0", "rollout-1")}
-    with running_services(addresses, workspace) as processes:
-        options = [f"--{name.partition('-')[0]}={address}" for name, address in addresses.items()]
-        with LockstepRun(workspace, *options) as run:
+    address = f"127.0.0.1:{free_port()}"
+    with running_services({"reward": address}, workspace) as (reward,):
+        for name in lent.addresses:
+            (workspace / f"{name}.before.prom").write_bytes(lent.metrics(name))
+        logged = {name: len(lent.log(name)) for name in lent.addresses}
+        with LockstepRun(workspace, *lent.options, f"--reward={address}") as run:
             assert run.wait() == 0, run.output
             assert not run.below()
-        for name in addresses:
-            (page,) = re.findall(r"metrics on (http://\S+)", (workspace / f"{name}.log").read_text())
-            (workspace / f"{name}.prom").write_bytes(urllib.request.urlopen(page, timeout=PATIENCE_S).read())
-        assert all(process.poll() is None for process in processes), "a service that was only borrowed has ended"
-    return workspace
+        for name in lent.addresses:
+            (workspace / f"{name}.after.prom").write_bytes(lent.metrics(name))
+            (workspace / f"{name}.log").write_text(lent.log(name)[logged[name] :])
+        assert reward.poll() is None, "a service that was only borrowed has ended"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,12 @@ def published(directory: Path) -> dict[int, set[str]]:
 @pytest.mark.parametrize(
     "config", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("Megatron")) for name in CONFIGS]
 )
-def test_placement_changes_no_bit(config: str, tmp_path: Path):
-    workspace = make_workspace(tmp_path, **SETTINGS, **CONFIGS[config])
+def test_placement_changes_no_bit(config: str, tmp_path: Path, lent: Sequence[str]):
+    """The colocated run starts its services."""
+    workspace = make_workspace(tmp_path, model=str(tmp_path / "model"), **SETTINGS, **CONFIGS[config])
     found = []
-    for placement in ("colocated", "disaggregated"):
-        with LockstepRun(workspace, f"placement={placement}") as run:
+    for placement, given in (("colocated", ()), ("disaggregated", lent)):
+        with LockstepRun(workspace, f"placement={placement}", *given) as run:
             assert run.wait() == 0, run.output
             assert ("the engines sleep" in run.log) == (placement == "colocated")
         batches = [

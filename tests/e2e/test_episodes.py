@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from services.coordinator.text.tokenizer import Tokenizer
-from tests.e2e.lockstep_command import LockstepRun, invoke, numbers
+from tests.e2e.lockstep_command import LockstepRun, invoke, make_sums, numbers
 
 MODEL = Path(__file__).parents[2] / "deploy" / "quickstart" / "model"
 NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
@@ -39,8 +39,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> 
     """Returns the directory of a run that has ended."""
     directory = tmp_path_factory.mktemp("episodes")
     shutil.copytree(MODEL, directory / "model")
-    made = invoke("data", "arithmetic", "--out", "data", "--num-train", 64, "--num-test", 8, cwd=directory)
-    assert made.returncode == 0, made.stderr
+    make_sums(directory / "data")
     (directory / "game.py").write_text(_ENVIRONMENT)
     config = {
         "name": "run",

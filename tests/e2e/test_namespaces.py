@@ -4,14 +4,15 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, chdir
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.e2e.lockstep_command import LOCKSTEP, RUN_S, invoke, make_workspace, numbers, reference
+from services.coordinator.cli.main import app
+from tests.e2e.lockstep_command import LOCKSTEP, RUN_S, make_workspace, numbers, until_it_listens
 from tests.e2e.namespaces import Host, received_bytes, two_hosts
 from tests.support import running
 
@@ -51,22 +52,15 @@ def services(first: Host, second: Host) -> Iterator[tuple[str, list[str]]]:
         yield f"trainer-{rank}", host.command(*command, "--listen", f"0.0.0.0:{TRAINER}", "--tls", "certs/trainer")
 
 
-def make_certificates(workspace: Path, first: Host, second: Host) -> None:
-    """Below certs/, for the address by which each service is called, and for the operator who calls."""
+def make_certificates(first: Host, second: Host) -> None:
+    """Below certs/ here, for the address by which each service is called, and for the operator who calls."""
     hosts = {"coordinator": first, "reward": first, "trainer": first, "rollout": second, "operator": second}
     for arguments in (
         ("init",),
         *(("issue", role, "--host", host.address, "--out", f"certs/{role}") for role, host in hosts.items()),
     ):
-        made = invoke("certs", *arguments, cwd=workspace)
-        assert made.returncode == 0, made.stderr
-
-
-def until_it_listens(log: Path) -> None:
-    deadline = time.monotonic() + RUN_S
-    while "listens on" not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+        made = CliRunner().invoke(app, ["certs", *arguments], catch_exceptions=False)
+        assert made.exit_code == 0, made.output
 
 
 def doctor(host: Host, options: list[str]) -> str:
@@ -80,7 +74,7 @@ def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
     """Workspace and output of a run on two hosts, and how many bytes the second one received."""
     workspace = make_workspace(tmp_path_factory.mktemp("namespaces"))
     with two_hosts() as (first, second), ExitStack() as stack, chdir(workspace):
-        make_certificates(workspace, first, second)
+        make_certificates(first, second)
         for name, command in services(first, second):
             stack.enter_context(running(command, workspace / f"{name}.log"))
         for name in ("coordinator", "trainer-0", "rollout"):
@@ -103,14 +97,12 @@ def run_there(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]
         return workspace, done.stdout, received_bytes(second) - before
 
 
-def test_it_trains_over_the_network_with_the_numbers_of_loopback(
-    run_there: tuple[Path, str, int], tmp_path_factory: pytest.TempPathFactory
-):
+def test_it_trains_over_the_network_with_the_numbers_of_loopback(run_there: tuple[Path, str, int], undisturbed: Path):
     workspace, output, num_bytes = run_there
     assert f"{NUM_STEPS} steps done" in output
     model = (workspace / "model" / "model.safetensors").stat().st_size
     assert num_bytes > (1 + NUM_STEPS) * model  # each publication, and more
-    there, here = numbers(workspace), numbers(reference(tmp_path_factory.getbasetemp()))
+    there, here = numbers(workspace), numbers(undisturbed)
     kept = [line for line in there if line["step"] < NUM_STEPS or "train/loss" in line]
     assert [line["step"] for line in kept] == [0, 1, 2, 2, 3]
     assert kept == here[: len(kept)]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -19,9 +20,10 @@ KL_COEF = 0.1
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> Path:
     """Of a run of four steps that was killed after the third and went on from the second. `before` has the third step's
-    numbers before the kill. The critic has a trainer of its own, the reference is on the policy's ranks."""
+    numbers before the kill. The critic has a trainer of its own, the reference is on the policy's ranks. The first
+    replica is a borrowed one."""
     directory = make_workspace(
         tmp_path_factory.mktemp("ppo"),
         num_steps=4,
@@ -32,7 +34,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint={"save_freq": 2, "max_critic_ckpts_to_keep": 2},
         trace=True,
     )
-    with LockstepRun(directory, "rollout.num_replicas=1") as run:
+    with LockstepRun(directory, lent[1]) as run:
         run.until(lambda: (run.directory / "metrics.jsonl").exists() and steps(directory)[3:], "the third step")
         assert len(run.services("trainer")) == 2
         below = run.below()
@@ -82,7 +84,8 @@ def test_both_models_go_on_from_one_step(workspace: Path):
 def test_the_time_of_all_services_is_in_one_trace(workspace: Path):
     events = json.loads((workspace / "runs" / "run" / "trace.json").read_text())
     processes = {event["pid"]: event["args"]["name"].split()[0] for event in events if event["ph"] == "M"}
-    assert sorted(processes.values()) == sorted(2 * ["coordinator", "reward", "rollout", "trainer", "trainer"])
+    started = ["coordinator", "reward", "trainer", "trainer"]  # by each of the two runs
+    assert sorted(processes.values()) == sorted([*started, *started, "rollout"])
     spans: dict[str, set[str]] = {}
     for event in events:
         if event["ph"] == "b":

@@ -16,12 +16,7 @@ from safetensors.torch import load_file, save_file
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.replay.record import Record, require_positive
 from services.coordinator.replay.session import parse_what
-from tests.e2e.lockstep_command import NUM_STEPS, invoke, reference
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reference(tmp_path_factory.getbasetemp())
+from tests.e2e.lockstep_command import NUM_STEPS, invoke
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Search-R1 from end to end on the small corpus of deploy/quickstart: its questions, its run, the real services."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import chdir
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def teach(model: Path, num_updates: int = 40) -> None:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> Path:
     """Returns the directory of a run that has ended."""
     directory = tmp_path_factory.mktemp("search")
     with chdir(directory), pytest.MonkeyPatch.context() as patch:
@@ -48,11 +49,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_search.write_start(str(START), asyncio.run(make_search.write_homework()))
         teach(START)
     config = yaml.safe_load((ROOT / "deploy" / "runs" / "search.yaml").read_text())
-    config |= {"name": "run", "model": str(START), "num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {}}
+    config |= {
+        "name": "run",
+        "model": str(directory / START),
+        "num_steps": NUM_STEPS,
+        "evaluation": {},
+        "checkpoint": {},
+    }
     config["data"] |= {"prompts_per_step": NUM_PROMPTS, "eval": {}}
     config["rollout"] |= {"completions_per_prompt": NUM_SAMPLES, "max_samples": 16}
     (directory / "run.yaml").write_text(yaml.safe_dump(config))
-    with LockstepRun(directory, "checkpoint.export_at_end=false") as run:
+    with LockstepRun(directory, *lent[:2], "trainer.num_ranks=2", "checkpoint.export_at_end=false") as run:
         assert run.wait() == 0, run.output + run.log
     return directory
 

@@ -1,6 +1,7 @@
 """Runs with real services, two trainer ranks and two replicas: streaming changes no bit of what is trained."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,25 @@ def score(*, completion, **_):
 """
 
 
-def finished(directory: Path, streaming: str) -> Path:
+def finished(directory: Path, streaming: str, lent: Sequence[str]) -> Path:
     directory.mkdir()
     settings: dict[str, Any] = {"num_steps": 3, "selection": _SELECTION, "checkpoint": {"save_freq": 2}}
+    settings["model"] = str(directory / "model")
     workspace = make_workspace(directory, trainer={**_TRAINER, "streaming": streaming}, **settings)
     (workspace / "gate.py").write_text(_SCORER)
-    done = invoke("run", "run.yaml", cwd=workspace)
+    done = invoke("run", "run.yaml", *lent, cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
     require_legal(workspace / "runs" / "run")
     return workspace
 
 
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished(tmp_path_factory.mktemp("streaming") / "auto", "auto")
+def streamed(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> Path:
+    return finished(tmp_path_factory.mktemp("streaming") / "auto", "auto", lent)
 
 
-def test_the_weights_are_the_same_with_and_without(streamed: Path, tmp_path: Path) -> None:
-    whole = finished(tmp_path / "off", "off")
+def test_the_weights_are_the_same_with_and_without(streamed: Path, tmp_path: Path, lent: Sequence[str]) -> None:
+    whole = finished(tmp_path / "off", "off", lent)
     assert weights(streamed) == weights(whole) != {}
     assert numbers(streamed) == numbers(whole)
     assert sum(line.get("sampling/dropped_zero_variance", 0) for line in numbers(whole)) > 0
@@ -47,7 +49,7 @@ def test_the_weights_are_the_same_with_and_without(streamed: Path, tmp_path: Pat
         assert all(0 <= line["time/idle_rollout_s"] <= line["time/step_s"] for line in steps)
 
 
-def test_a_streamed_step_is_the_same_when_it_is_replayed_as_a_whole(streamed: Path) -> None:
-    done = invoke("replay", "runs/run", "--step", 3, "--what", "train", cwd=streamed)
+def test_a_streamed_step_is_the_same_when_it_is_replayed_as_a_whole(streamed: Path, lent: Sequence[str]) -> None:
+    done = invoke("replay", "runs/run", "--step", 3, "--what", "train", lent[0], cwd=streamed)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 3: identical to the record" in done.stdout + done.stderr

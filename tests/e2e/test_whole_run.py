@@ -12,12 +12,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.common.telemetry.watched import parse, value
-from tests.e2e.lockstep_command import NUM_STEPS, numbers, reference
+from tests.e2e.lockstep_command import NUM_STEPS, numbers
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reference(tmp_path_factory.getbasetemp())
+def workspace(undisturbed: Path) -> Path:
+    return undisturbed
 
 
 def ledger(workspace: Path) -> list[tuple[str, int, dict]]:
@@ -48,8 +48,9 @@ def test_every_step_is_on_policy_and_recorded_once(workspace: Path):
 
 
 def test_no_service_ends_a_run_or_itself_with_a_traceback(workspace: Path):
+    """The lent services end later, which their fixture looks at."""
     logs = {name: (workspace / f"{name}.log").read_text() for name in ("trainer", "reward", "rollout-0", "rollout-1")}
-    assert all("listens on" in log for log in logs.values())
+    assert "listens on" in logs["reward"]
     assert [name for name, log in logs.items() if "Traceback" in log] == []
 
 
@@ -68,28 +69,39 @@ def test_numbers_of_every_step(workspace: Path):
 
 
 def test_prometheus_reads_the_same_of_the_services(workspace: Path):
-    metrics = {name: parse((workspace / f"{name}.prom").read_text()) for name in ("trainer", "rollout-0", "rollout-1")}
-    trainer, replicas = metrics["trainer"], [metrics["rollout-0"], metrics["rollout-1"]]
+    """Other runs may have been on these services before."""
+    before, after = (
+        {name: parse((workspace / f"{name}.{when}.prom").read_text()) for name in ("trainer", "rollout-0", "rollout-1")}
+        for when in ("before", "after")
+    )
+
+    def gained(service: str, name: str, **labels: str) -> float:
+        earlier = before[service].get(name, {}).get(frozenset(labels.items()), 0.0)
+        return value(after[service], name, **labels) - earlier
+
+    replicas = ("rollout-0", "rollout-1")
     batches = [
         pq.read_table(workspace / "runs" / "run" / "batches" / f"step-{step:06d}.parquet") for step in range(NUM_STEPS)
     ]
     for part, column in (("prompt", "prompt_tokens"), ("completion", "tokens")):
         num_tokens = sum(len(tokens) for batch in batches for tokens in batch[column].to_pylist())
-        assert value(trainer, "lockstep_trainer_trained_tokens_total", role="policy", part=part) == num_tokens
-    generated = sum(value(replica, "lockstep_rollout_generated_tokens_total") for replica in replicas)
+        assert gained("trainer", "lockstep_trainer_trained_tokens_total", role="policy", part=part) == num_tokens
+    generated = sum(gained(replica, "lockstep_rollout_generated_tokens_total") for replica in replicas)
     assert generated > num_tokens  # the evaluations too
     # vLLM counts with nobody having asked it to.
-    assert all({"vllm:kv_cache_usage_perc", "vllm:num_requests_running"} <= replica.keys() for replica in replicas)
-    assert value(trainer, "lockstep_trainer_phase_seconds_count", phase="train", role="policy") == NUM_STEPS
-    assert value(trainer, "lockstep_rpc_finished_total", method="Train", code="OK") == NUM_STEPS
-    sent = value(trainer, "lockstep_trainer_publication_bytes_total")
+    assert all(
+        {"vllm:kv_cache_usage_perc", "vllm:num_requests_running"} <= after[replica].keys() for replica in replicas
+    )
+    assert gained("trainer", "lockstep_trainer_phase_seconds_count", phase="train", role="policy") == NUM_STEPS
+    assert gained("trainer", "lockstep_rpc_finished_total", method="Train", code="OK") == NUM_STEPS
+    sent = gained("trainer", "lockstep_trainer_publication_bytes_total")
     for replica in replicas:
-        assert value(replica, "lockstep_rollout_publication_bytes_total") == sent > 0
-        assert value(replica, "lockstep_rollout_publication_seconds_count") == NUM_STEPS + 1
-        assert value(replica, "lockstep_rollout_in_flight_samples") == 0
+        assert gained(replica, "lockstep_rollout_publication_bytes_total") == sent > 0
+        assert gained(replica, "lockstep_rollout_publication_seconds_count") == NUM_STEPS + 1
+        assert value(after[replica], "lockstep_rollout_in_flight_samples") == 0
     # The run has come to its end, and the services that were given to it hold it no longer.
-    assert "lockstep_trainer_version" not in trainer
-    assert not any("lockstep_rollout_served_info" in replica for replica in replicas)
+    assert "lockstep_trainer_version" not in after["trainer"]
+    assert not any("lockstep_rollout_served_info" in after[replica] for replica in replicas)
 
 
 def test_the_newest_checkpoints_and_the_model_are_kept(workspace: Path):

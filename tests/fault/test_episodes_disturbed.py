@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, chdir
 from pathlib import Path
 
@@ -46,7 +46,7 @@ _SECTIONS = {
         # What is in the cache when a turn begins depends on timing, and with it the last bits of log-probabilities.
         "engine": {"enable_prefix_caching": False},
     },
-    "trainer": {"num_ranks": 1, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
+    "trainer": {"num_ranks": 2, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
     "evaluation": {},
     "checkpoint": {"save_freq": 1},
 }
@@ -54,37 +54,34 @@ _SECTIONS = {
 
 def make(directory: Path) -> Path:
     (directory / "game.py").write_text(_GAME)
-    return make_workspace(directory, **_SECTIONS)
+    return make_workspace(directory, model=str(directory / "model"), **_SECTIONS)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> Path:
     workspace = make(tmp_path_factory.mktemp("undisturbed"))
-    with LockstepRun(workspace) as run:
+    with LockstepRun(workspace, *lent[:2]) as run:
         assert run.wait() == 0, run.output + run.log
     return workspace
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockstepRun]:
+def disturbed(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> Iterator[LockstepRun]:
     """Kills the reward service within the episodes of the first step, then the coordinator within those of a later."""
     workspace = make(tmp_path_factory.mktemp("disturbed"))
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "rollout", "reward")}
-    options = [f"--{name}={address}" for name, address in addresses.items()]
-    commands = {name: service_command(name, address) for name, address in addresses.items()}
+    address = f"127.0.0.1:{free_port()}"
+    command, log = service_command("reward", address), workspace / "reward.log"
+    options = [*lent[:2], f"--reward={address}"]
     stepped = workspace / "stepped"
     with ExitStack() as stack, chdir(workspace):
-        first, *_ = (
-            stack.enter_context(running(commands[name], workspace / f"{name}.log"))
-            for name in ("reward", "trainer", "rollout")
-        )
+        first = stack.enter_context(running(command, log))
         with LockstepRun(workspace, *options) as run:
             run.hold()
             run.until(stepped.exists, "a second turn")
             os.kill(first.pid, signal.SIGKILL)
             assert not still_there([first.pid])
             stepped.unlink()
-            stack.enter_context(running(commands["reward"], workspace / "reward.log"))
+            stack.enter_context(running(command, log))
             run.until(stepped.exists, "a second turn on the new service")
             run.release()
             run.until(lambda: run.has("published", 1), "version 1 to be served")

@@ -7,21 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, replica_info, running_services, weights
+from tests.e2e.lockstep_command import (
+    Lent,
+    LockstepRun,
+    make_workspace,
+    numbers,
+    replica_info,
+    running_services,
+    weights,
+)
 from tests.fault.stopping import stop_while_generating
 from tests.support import PATIENCE_S, free_port, running, service_command
 
-NAMES = ("trainer", "reward", "rollout-0", "rollout-1")
+RESTARTED = ("reward", "rollout-0")
 
 
 @pytest.fixture(scope="module")
-def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
-    """A run whose services have addresses, and are asked to end and started anew as an orchestrator does it."""
-    workspace = make_workspace(tmp_path_factory.mktemp("rolling"))
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in NAMES}
+def restarted(tmp_path_factory: pytest.TempPathFactory, lent_services: Lent) -> LockstepRun:
+    """A run whose services have addresses. Two of them are asked to end and started anew as an orchestrator does it."""
+    directory = tmp_path_factory.mktemp("rolling")
+    workspace = make_workspace(directory, model=str(directory / "model"))
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in RESTARTED}
     with ExitStack() as stack:
         started = stack.enter_context(running_services(addresses, workspace))
         services = dict(zip(addresses, started, strict=True))
+        addresses |= {name: lent_services.addresses[name] for name in ("trainer", "rollout-1")}
 
         def restart(name: str, stopped: int | None = None) -> None:
             services[name].terminate()
@@ -46,7 +56,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> LockstepRun:
             run.until(lambda: f"replica {addresses['rollout-0']} is back" in run.log, "the replica to be back")
             run.release()
             assert run.wait() == 0, run.output
-        assert [replica_info(addresses[name]).info.state for name in NAMES[2:]] == ["idle"] * 2
+        assert [replica_info(addresses[name]).info.state for name in ("rollout-0", "rollout-1")] == ["idle"] * 2
     return run
 
 

@@ -15,6 +15,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from services.common.rpc.client import Client
 from tests.e2e.lockstep_command import (
     NUM_STEPS,
+    Lent,
     LockstepRun,
     make_workspace,
     numbers,
@@ -27,15 +28,19 @@ from tests.support import PATIENCE_S, engine_of, free_port
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("survivors"))
+    directory = tmp_path_factory.mktemp("survivors")
+    return make_workspace(directory, model=str(directory / "model"))
 
 
 @pytest.fixture(scope="module")
-def services(workspace: Path) -> Iterator[dict[str, tuple[str, int]]]:
+def services(workspace: Path, lent_services: Lent) -> Iterator[dict[str, tuple[str, int]]]:
     """Address and pid of each service."""
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "reward", "rollout")}
-    with running_services(addresses, workspace) as processes:
-        yield {name: (addresses[name], process.pid) for name, process in zip(addresses, processes, strict=True)}
+    address = f"127.0.0.1:{free_port()}"
+    lent = {
+        name: (lent_services.addresses[name], lent_services.processes[name].pid) for name in ("trainer", "rollout-0")
+    }
+    with running_services({"reward": address}, workspace) as (reward,):
+        yield {"trainer": lent["trainer"], "reward": (address, reward.pid), "rollout": lent["rollout-0"]}
 
 
 def options(services: dict[str, tuple[str, int]]) -> list[str]:
@@ -57,10 +62,11 @@ def trainer_version(address: str) -> int:
 def test_a_run_that_another_replaces_on_its_services_ends_and_says_so(
     workspace: Path, services: dict[str, tuple[str, int]], tmp_path: Path
 ) -> None:
+    other = make_workspace(tmp_path, model=str(tmp_path / "model"))
     with LockstepRun(workspace, *options(services)) as first:
         first.hold()  # it waits for its first rewards
         first.until(lambda: first.has("published", 0), "the first publication")
-        with LockstepRun(make_workspace(tmp_path), *options(services), "num_steps=1") as second:
+        with LockstepRun(other, *options(services), "num_steps=1") as second:
             assert first.wait() == 2, first.output
             assert "was opened on this service and has replaced run run-" in first.output
             assert "Traceback" not in first.output

@@ -37,7 +37,7 @@ def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., con
         log = tmp_path_factory.mktemp("rollout") / "log"
         client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
         with running(service_command("rollout", address, *flags), log) as process:
-            yield Replica(client, process.pid), process
+            yield Replica(client, process.pid, log), process
             await client.close()
 
     return started

@@ -5,35 +5,53 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
-from lockstep.rollout.v1 import rollout_pb2 as pb
-from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2 import CloseRunRequest
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason, Unavailable
-from services.common.rpc.client import Client
 from services.common.weights.group import WeightGroup
 from tests.rollout.rollout_stack import PlayedTrainer, Replica
-from tests.support import PATIENCE_S, descendants, engine_of, free_port, running, service_command, still_there
+from tests.support import PATIENCE_S, descendants, engine_of, still_there
+
+
+@pytest.fixture(scope="module")
+def temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="") as name:  # of tmp_path, the paths of sockets would be too long
+        yield Path(name)
 
 
 @pytest_asyncio.fixture(scope="module")
-async def mortals(start_replica: Callable) -> AsyncIterator[list[tuple[Replica, object]]]:
+async def mortals(start_replica: Callable, temporary: Path) -> AsyncIterator[list[tuple[Replica, object]]]:
+    """The second has a directory for temporary files to itself."""
     async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(start_replica()) for _ in range(2)]
+        first = await stack.enter_async_context(start_replica())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", str(temporary))
+            second = await stack.enter_async_context(start_replica())
+        yield [first, second]
 
 
 @pytest_asyncio.fixture(scope="module")
 async def opened(mortals: list, model: Callable) -> list[tuple[Replica, object]]:
     await asyncio.gather(*(replica.open(model("untied"), "mortal") for replica, _ in mortals))
     return mortals
+
+
+async def test_an_engine_that_ends_in_order_leaves_no_files(mortals: list, temporary: Path, model: Callable):
+    replica, _ = mortals[1]
+    await replica.open(model("untied"), "first")
+    sockets = {path for path in temporary.rglob("*") if path.is_socket() and path.name != "engines"}
+    assert sockets, "vLLM makes its sockets elsewhere"
+    await replica.client.call(RolloutService.CloseRun, CloseRunRequest(run_id="first"), timeout_s=PATIENCE_S)
+    assert not [path for path in sockets if path.exists()]
+    assert "Traceback" not in replica.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +120,9 @@ async def test_a_killed_service_leaves_no_engine(opened: list):
     assert not still_there(below)
 
 
-async def test_a_killed_engine_ends_its_service_with_a_word(opened: list, model: Callable):
+async def test_a_killed_engine_ends_its_service_with_a_word_and_no_files(
+    opened: list, model: Callable, temporary: Path
+):
     replica, process = opened[1]
     played = PlayedTrainer(model("untied"), replica, "mortal")
     stamp = await played.publish(0)
@@ -116,25 +136,5 @@ async def test_a_killed_engine_ends_its_service_with_a_word(opened: list, model:
     assert raised.value.reason is Reason.ENGINE_DEAD
     assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
     assert not still_there(below)
-
-
-async def test_engines_leave_no_files(model: Callable, tmp_path: Path):
-    """One engine ends in order; the next is killed, and its service ends."""
-    address = f"127.0.0.1:{free_port()}"
-    client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
-    with tempfile.TemporaryDirectory(prefix="") as name:  # of tmp_path, the paths of sockets would be too long
-        temporary = Path(name)
-        with running(service_command("rollout", address), tmp_path / "log", {"TMPDIR": name}) as process:
-            replica = Replica(client, process.pid)
-            await replica.open(model("untied"), "first")
-            sockets = {path for path in temporary.rglob("*") if path.is_socket() and path.name != "engines"}
-            assert sockets, "vLLM makes its sockets elsewhere"
-            await client.call(RolloutService.CloseRun, pb.CloseRunRequest(run_id="first"), timeout_s=PATIENCE_S)
-            assert not [path for path in sockets if path.exists()]
-            assert "Traceback" not in (tmp_path / "log").read_text()
-            await replica.open(model("untied"), "second")
-            os.kill(engine_of(replica.pid), signal.SIGKILL)
-            assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
-        await client.close()
-        assert not list(temporary.iterdir())
-        assert "_remove_temp_dir" not in (tmp_path / "log").read_text()
+    assert not list(temporary.iterdir())
+    assert "_remove_temp_dir" not in replica.log.read_text()

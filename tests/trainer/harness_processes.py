@@ -1,5 +1,6 @@
 """Harnesses: processes beside the tests, forked from one that has imported both backends once, which takes 10 s."""
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -22,6 +23,7 @@ def start_harness(name: str, *arguments: object) -> BaseProcess:
 
 def _main(name: str, arguments: tuple[object, ...]) -> None:
     os.setsid()
+    gc.freeze()  # as in tests/conftest.py
     main: Callable[..., int | None] = import_module(f"tests.trainer.{name}").main
     raise SystemExit(main(*arguments))
 

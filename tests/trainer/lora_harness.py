@@ -1,4 +1,4 @@
-"""Real Megatron ranks that train adapters, in every layout.
+"""Real ranks that train adapters: Megatron in every layout, and FSDP.
 
 One process imports everything and forks the ranks of one world after the other. What came out lies in
 DIRECTORY/NAME.{safetensors,json} and NAME-export.
@@ -39,8 +39,12 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
         ("some", "untied", SOME, ["tp2", "pp2"]),
     ):
         yield f"{name}-1", _layout(kind, 1, {}, lora)
+        yield f"{name}-fsdp1", _layout(kind, 1, {}, lora, strategy="fsdp")
         for split in splits:
             yield f"{name}-{split}", _layout(kind, 2, two[split], lora)
+    yield "untied-lora-fsdp2", _layout("untied", 2, {}, LORA, strategy="fsdp")
+    yield "some-fsdp2", _layout("untied", 2, {}, SOME, strategy="fsdp", gradient_checkpointing=True)
+    yield "bfloat16-fsdp2", _layout("untied", 2, {}, CANONICAL, strategy="fsdp", compute_dtype="bfloat16")
     yield "untied-lora-dp2-overlap", _layout("untied", 2, OVERLAP, LORA)
     yield "untied-canonical-tp2-plain", _layout("untied", 2, TP | {"sequence_parallel": False}, CANONICAL)
     yield "tied-canonical-tp2-pp2", _layout("tied", 4, TP | PP, CANONICAL)
@@ -56,6 +60,8 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
     yield "dropout-tp2-plain", _layout("untied", 2, TP | {"sequence_parallel": False}, dropout)
     yield "bfloat16-1", _layout("untied", 1, {}, CANONICAL, compute_dtype="bfloat16")
     yield "reference-1", _layout("untied", 1, {}, LORA, loss={"kl_coef": 0.5, "entropy_coef": 0.5})
+    both = {"loss": {"kl_coef": 0.5, "entropy_coef": 0.5}, "strategy": "fsdp"}
+    yield "reference-fsdp1", _layout("untied", 1, {}, LORA, **both)
 
 
 def _layout(kind: str, world: int, megatron: Mapping[str, Any], lora: Mapping[str, Any], **changes: Any) -> Layout:
@@ -70,6 +76,7 @@ LOADS = {
     "untied-lora-tp2": "untied-lora-1",
     "untied-canonical-tp2": "untied-canonical-1",
     "some-pp2": "some-1",
+    "untied-lora-fsdp2": "untied-lora-fsdp1",
 }
 
 
@@ -111,6 +118,8 @@ def _state(harness: MegatronHarness) -> tuple[dict[str, torch.Tensor], list[list
 
 def _copies(harness: MegatronHarness) -> bool:
     """Whether the ranks of each tensor-parallel group hold the same of the adapters' matrices that are not cut."""
+    if harness.config.strategy == "fsdp":
+        return True
     parallelism = harness.backend._model.parallelism
     agree = torch.ones(())
     for chunk in harness.backend._model.bare_chunks():

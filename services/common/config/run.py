@@ -80,7 +80,8 @@ class Config(Strict):
     runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
     """Directory that holds the directories of all runs."""
     model: str
-    """Path of the starting model on the trainer's host: a directory in Hugging Face format."""
+    """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
+    trainer, a model on the Hugging Face Hub too: OWNER/NAME or OWNER/NAME@REVISION."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Random seed for data order, sampling and initialization."""
     num_steps: int = Field(default=100, ge=1)
@@ -265,6 +266,21 @@ class Config(Strict):
             raise ValueError(
                 f"advantage.kind {self.advantage.kind} compares the samples of a prompt with each other: "
                 "rollout.completions_per_prompt must be at least 2"
+            )
+        return self
+
+    @property
+    def wants_routes(self) -> bool:
+        """Whether the engines are asked for the experts that they choose. vLLM returns none of a sample that ends at a
+        stop string."""
+        return self.trainer.replays_routes and not self.rollout.sampling.stop
+
+    @model_validator(mode="after")
+    def _routes_are_returned(self) -> Self:
+        if self.trainer.moe.replay_routes == "on" and self.rollout.sampling.stop:
+            raise ValueError(
+                "trainer.moe.replay_routes on: vLLM returns no routes of a sample that ends at a stop string; leave "
+                "rollout.sampling.stop out, or set trainer.moe.replay_routes to auto"
             )
         return self
 

@@ -48,7 +48,8 @@ class SftConfig(Strict):
     runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # in JSON, a Path would be refused
     """Directory that holds the directories of all runs."""
     model: str
-    """Path of the starting model on the trainer's host: a directory in Hugging Face format."""
+    """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
+    trainer, a model on the Hugging Face Hub too: OWNER/NAME or OWNER/NAME@REVISION."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Random seed for data order and dropout."""
     num_steps: int | None = Field(default=None, ge=1)

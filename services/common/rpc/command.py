@@ -3,12 +3,13 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import LockstepError
+from services.common.extras import require_extra
 from services.common.process import allow_descriptors, configure_logging, exit_with, keep_files_private
 from services.common.rpc.identities import Role
 from services.common.rpc.server import INCARNATION
@@ -71,8 +72,9 @@ def serve_from_command_line(
     keep_files_private()
     if options.exit_with:
         exit_with(options.exit_with)
-    prepare()
-    try:
+    with exit_on_error(service):
+        require_extra(service)
+        prepare()
         tls = options.tls and Credentials(options.tls)
         if tls:
             # Services that `lockstep run --tls` starts use the coordinator's certificate.
@@ -82,6 +84,13 @@ def serve_from_command_line(
         trace = Trace(options.trace, f"{service} {options.listen}", otel)
         with closing(trace):
             code = asyncio.run(run(ServeOptions(options.listen, options.insecure, trace, tls, metrics)))
+        sys.exit(code)
+
+
+@contextmanager
+def exit_on_error(service: str) -> Generator[None]:
+    """Exits with one line about an error of Lockstep that the block raises, and code 1."""
+    try:
+        yield
     except LockstepError as error:
         sys.exit(f"lockstep-{service}: error: {error.reason}: {error.message}")
-    sys.exit(code)

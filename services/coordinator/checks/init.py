@@ -10,6 +10,7 @@ import pyarrow as pa
 from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture, read_content
 from services.coordinator.data.columns import is_messages, is_prompt, is_text
+from services.coordinator.data.hub import local_model
 from services.coordinator.data.sources import read_rows
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     """Returns the YAML of a config that `lockstep plan` accepts.
 
     Args:
-        model: A directory in the Hugging Face format.
+        model: A directory in the Hugging Face format, or the id of a model on the Hub.
         train: The file of prompts.
         file: Where the config will be written; its name is the run's.
         num_gpus: GPUs that the run can use; 0 computes on the CPU.
@@ -79,7 +80,8 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         LockstepError: The model or the file cannot be read, or the file has no column of prompts or of answers.
     """
     sizes = _ON_GPU if num_gpus else _ON_CPU
-    architecture, content = read_architecture(model), read_content(str(model))
+    directory = Path(local_model(str(model), has_weights=False, field="--model"))
+    architecture, content = read_architecture(directory), read_content(directory)
     rows = read_rows(train, field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)
@@ -88,7 +90,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     sizes = _Sizes(**{**vars(sizes), "prompt_tokens": prompt_tokens})
     ranks = max(1, num_gpus // 2)
     replicas = max(1, num_gpus - ranks)
-    is_text_of_chat = Tokenizer.load(model).has_chat_template and not is_messages(rows.schema.field(prompt).type)
+    is_text_of_chat = Tokenizer.load(directory).has_chat_template and not is_messages(rows.schema.field(prompt).type)
     chat = "\n  chat: true                     # text prompts become a user message of the chat template"
     return _TEMPLATE.format(
         gpus=_hosts(num_gpus),

@@ -154,7 +154,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
 
 
 def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memory:
-    """Returns the memory of any rank with strategy fsdp. Weights are float32; all is sharded.
+    """Returns the memory of any rank with strategy fsdp. What is trained is float32; all is sharded.
 
     Unless `reduce_each_microbatch` is set, gradients are unsharded until the last micro-batch. They are freed after the
     update.
@@ -162,15 +162,17 @@ def fsdp_memory(config: AnyConfig, model: Architecture, *, is_gpu: bool) -> Memo
     trainer, fsdp, ranks = config.trainer, config.trainer.fsdp, config.trainer.num_ranks
     count, held = -(-model.num_parameters // ranks), weight_bytes(trainer, is_gpu=is_gpu)
     layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
+    trained = adapter_parameters(trainer, model, layout) if trainer.lora.rank else model.num_parameters
+    own, frozen = -(-trained // ranks), held * count if trainer.lora.rank else 0
     ends = sum(map(model.weight_parameters, model.outside_layers))
     layer = model.layer_parameters() + model.num_experts * model.expert_parameters()
     # The next layer is gathered while one computes; without resharding all stay gathered.
     gathered = ends + (2 * layer if fsdp.reshard_after_forward else model.num_layers * layer)
     return Memory(
         parameters=count,
-        weights=_MASTER * count,
-        gradients=_GRADIENT * (count if fsdp.reduce_each_microbatch else model.num_parameters),
-        optimizer=_MOMENTS * count,
+        weights=frozen + _MASTER * own,
+        gradients=_GRADIENT * (own if fsdp.reduce_each_microbatch else trained),
+        optimizer=_MOMENTS * own,
         micro=microbatch(config, model, layout, is_gpu=is_gpu, is_last=True),
         reference=held * count if "reference" in config.models else 0,
         gathered=held * gathered,

@@ -21,6 +21,7 @@ from services.coordinator.cli.remote import run_on_coordinator
 
 if TYPE_CHECKING:
     from services.common.config.any import AnyConfig
+    from services.coordinator.data.hub import ConfigT
     from services.coordinator.services.launch import Addresses
 
 app = typer.Typer(
@@ -78,6 +79,8 @@ def run(
     services = addresses(given, is_operator=True)
     settings = load(Config, config)
     services.require_own(settings)
+    if not coordinator:
+        settings = _with_model(settings, services, has_weights=not dry_run)
     if dry_run:
         _check_only(settings, services, coordinator)
     if coordinator:
@@ -96,7 +99,8 @@ def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> N
     from services.coordinator.checks.plan import check_model
     from services.coordinator.sft.session import run_session, show_outcome
 
-    services, settings = addresses(given), load(SftConfig, config)
+    services = addresses(given)
+    settings = _with_model(load(SftConfig, config), services, has_weights=not dry_run)
     if dry_run:
         _check_only(settings, services)
     check_model(settings)
@@ -118,7 +122,8 @@ def evaluate(
     from services.coordinator.checks.plan import check_model
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation
 
-    services, settings = addresses(given), eval_config(load(Config, config), checkpoint, out)
+    services = addresses(given)
+    settings = _with_model(eval_config(load(Config, config), checkpoint, out), services)
     check_model(settings)
     show_evaluation(run_to_end(eval_session(settings, services, _console), settings.run_dir), _console)
 
@@ -193,14 +198,17 @@ def doctor(
     from services.common.config.any import load_any
     from services.coordinator.checks.doctor.session import examine
 
-    services, settings = addresses(given), load_any(config) if config else None
+    services = addresses(given)
+    settings = _with_model(load_any(config), services, has_weights=False) if config else None
     is_well = examine(settings, services, _console)
     raise typer.Exit(0 if is_well else 1)
 
 
 @app.command()
 def init(
-    model: Annotated[Path, typer.Option(help="Directory of the starting model, in the Hugging Face format.")],
+    model: Annotated[
+        Path, typer.Option(help="The starting model: a directory in the Hugging Face format, or OWNER/NAME on the Hub.")
+    ],
     data: Annotated[Path, typer.Option(help="File of prompts with answers: Parquet or JSON Lines.")],
     out: Annotated[Path, typer.Option(help="File to write; it must not exist.")] = Path("run.yaml"),
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use; by default all of this host.")] = None,
@@ -232,13 +240,14 @@ def plan(
     from services.coordinator.checks.nvidia import read_gpus
     from services.coordinator.checks.plan import show_plan
     from services.coordinator.checks.suggest import parse_gpus, show_suggestion
+    from services.coordinator.data.hub import with_local_models
     from services.coordinator.services.devices import visible_gpus
 
     if suggest or gpus:
         show_suggestion(config, parse_gpus(gpus) if gpus else [gpu.total_bytes for gpu in read_gpus()], _console)
         return
     is_gpu = device == "gpu" or (device == "auto" and bool(visible_gpus()))
-    show_plan(load_any(config), _console, is_gpu=is_gpu)
+    show_plan(with_local_models(load_any(config), has_weights=False), _console, is_gpu=is_gpu)
 
 
 @app.command()
@@ -259,6 +268,13 @@ def config(
         typer.echo(config_page(), nl=False)
         return
     show_keys(keys_with_prefix(prefix, list(keys(SftConfig if sft else Config))), _console)
+
+
+def _with_model(settings: "ConfigT", services: "Addresses", *, has_weights: bool = True) -> "ConfigT":
+    """Returns settings with directories in place of models on the Hub, unless another host has the models."""
+    from services.coordinator.data.hub import with_local_models
+
+    return settings if services.trainer else with_local_models(settings, has_weights=has_weights)
 
 
 def _check_only(settings: "AnyConfig", services: "Addresses", coordinator: str = "") -> NoReturn:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from services.coordinator.services.launch import Addresses
 
 _console = Console()
-_At = Annotated[str, typer.Option("--coordinator", help="HOST:PORT of a running coordinator daemon.")]
+_At = Annotated[
+    str,
+    typer.Option("--coordinator", envvar="LOCKSTEP_COORDINATOR", help="HOST:PORT of a running coordinator daemon."),
+]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -131,10 +130,8 @@ class HostedRun(Reporter):
     async def _run_session(self) -> Outcome:
         with logging_to(self.config):
             try:
-                # Tokenizing and the import that a reporter makes later take seconds; in threads they do not block the
-                # event loop, and so the other runs.
+                # Tokenizing takes seconds; in a thread it does not block the event loop, and so the other runs.
                 data = await asyncio.to_thread(load_data, self.config, self.given)
-                await asyncio.to_thread(import_module, "tensorboardX")
                 return await run_session(self.config, self.given, self, data)
             except Exception as error:
                 log.error("run %s failed: %s", self.config.name, error, exc_info=not isinstance(error, LockstepError))

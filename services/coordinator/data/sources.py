@@ -1,19 +1,17 @@
 """Reads the files of rows that a config names: Parquet or JSON Lines, on this host or on the Hugging Face Hub."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
 
-from services.common.errors import InvalidInput, NotFound, Unavailable
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.data.hub import dataset_file
 from services.coordinator.data.parquet import read_table
 
 _JSON_LINES = (".jsonl", ".ndjson")
-# As in fsspec, pandas and datasets. A Path has one slash where the URL had two.
-_HUB_FILE = re.compile(r"hf:/{1,2}datasets/(?P<id>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 
 
 def read_rows(path: Path, *, field: str) -> pa.Table:
@@ -30,7 +28,7 @@ def read_rows(path: Path, *, field: str) -> pa.Table:
         Unavailable: The Hub is unreachable, and the file was not downloaded before.
     """
     if str(path).startswith("hf:"):
-        path = _downloaded(str(path), field)
+        path = dataset_file(str(path), field)
     return _read_json_lines(path, field) if path.suffix in _JSON_LINES else read_table(path, field=field)
 
 
@@ -66,29 +64,3 @@ def _column(values: list[Any], what: str, field: str) -> pa.Array:
     except (pa.ArrowException, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise InvalidInput(f"{what} has values of different types: {reason}", field=field) from error
-
-
-def _downloaded(url: str, field: str) -> Path:
-    """Returns the file in the Hub's cache on this host; downloads it if the Hub has another version."""
-    import huggingface_hub  # slow, and few runs need it
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-
-    parts = _HUB_FILE.fullmatch(url)
-    if not parts:
-        raise InvalidInput(f"{field}: {url} is not hf://datasets/OWNER/NAME[@REVISION]/FILE", field=field)
-    name = f"file {parts['file']} of dataset {parts['id']}"
-    try:
-        return Path(
-            huggingface_hub.hf_hub_download(parts["id"], parts["file"], repo_type="dataset", revision=parts["revision"])
-        )
-    except LocalEntryNotFoundError as error:
-        message = f"{field}: {name} was not downloaded to this host before, and the Hugging Face Hub is unreachable"
-        raise Unavailable(f"{message} ({_first_line(error)}): use a local copy", field=field) from error
-    except (EntryNotFoundError, HfHubHTTPError) as error:
-        at = f" at revision {parts['revision']}" if parts["revision"] else ""
-        message = f"{field}: you cannot see {name}{at} on the Hugging Face Hub ({_first_line(error)})"
-        raise NotFound(message, field=field) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

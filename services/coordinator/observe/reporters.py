@@ -12,6 +12,7 @@ from rich.table import Table
 
 from services.common.config.any import AnyConfig
 from services.common.storage import writing
+from services.coordinator.compat.tensorboardx import import_event_writer
 from services.coordinator.data.conversation import Conversation
 from services.coordinator.observe.columns import fitting
 from services.coordinator.observe.episodes import show_conversation
@@ -32,7 +33,8 @@ class TensorBoard(Reporter):
     """
 
     def __init__(self, directory: Path, version: int):
-        from tensorboardX.event_file_writer import EventsWriter  # slow: it imports torch if that is installed
+        import_event_writer()
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
         # Protobuf makes their classes at import.

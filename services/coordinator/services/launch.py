@@ -14,6 +14,7 @@ from pathlib import Path
 from services.common.config.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
+from services.common.extras import require_extra
 from services.common.memory import killed_hint
 from services.common.rpc.address import parse_address
 from services.common.rpc.ports import hold_free_port
@@ -195,9 +196,11 @@ async def launch(
     with contextlib.ExitStack() as ports:
         flags = ServiceFlags(config, _HOST, ports)
 
-        def add(name: str, *module: str, restarts: int = 0) -> str:
+        def add(name: str, service: str, *sizes: str, restarts: int = 0) -> str:
+            require_extra(service)
             address = f"{_HOST}:{hold_free_port(_HOST, ports)}"
-            command = [sys.executable, *module, "--listen", address, "--exit-with", str(os.getpid())]
+            command = [sys.executable, "-m", f"services.{service}", *sizes]
+            command += ["--listen", address, "--exit-with", str(os.getpid())]
             command += ["--tls", str(given.transport.tls.directory)] if given.transport.tls else []
             command += ["--trace", str(trace_path(config.run_dir, name))] if config.trace else []
             command += flags.of(name)
@@ -211,16 +214,13 @@ async def launch(
         threads = str(_threads_per_rank(started_ranks(sharing or config, given)))
         for name, count in ranks.items():
             sizes = ("--nproc-per-node", str(count), "--threads-per-rank", threads)
-            trainers[name] = add(name, "-m", "services.trainer", *sizes)
+            trainers[name] = add(name, "trainer", *sizes)
         addresses = Addresses(
-            reward=given.reward or ((add("reward", "-m", "services.reward"),) if "reward" in services else ()),
+            reward=given.reward or ((add("reward", "reward"),) if "reward" in services else ()),
             **trainers,
             transport=given.transport,
             rollout=given.rollout
-            or tuple(
-                add(f"rollout-{index}", "-m", "services.rollout", restarts=_MAX_RESTARTS)
-                for index in range(num_replicas)
-            ),
+            or tuple(add(f"rollout-{index}", "rollout", restarts=_MAX_RESTARTS) for index in range(num_replicas)),
             started=frozenset(started),  # complete: the calls of add() above have been made
         )
         flags.write_targets()

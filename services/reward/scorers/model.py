@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from services.common.config.reward.model import ModelConfig
 from services.common.config.reward.section import RewardConfig
+from services.common.extras import missing_modules
 from services.reward.processes.pool import Target, WorkerPool
-from services.reward.scorers.base import Item, Scorer, ScoringError
+from services.reward.scorers.base import FailureReason, Item, Scorer, ScoringError
 from services.reward.scorers.worker import columns
 
 LOAD_FIELDS = {"path", "label", "template", "device", "dtype", "batch_size", "max_tokens"}
@@ -30,8 +31,11 @@ class ModelScorer(Scorer):
         """Loads the model. The version is the hash of its files and of the settings that affect the score.
 
         Raises:
-            ScoringError: The model cannot be loaded.
+            ScoringError: The extra is not installed, or the model cannot be loaded.
         """
+        if missing := missing_modules("reward-model"):
+            detail = f"{', '.join(missing)} is missing: pip install 'lockstep-rl[reward-model]'"
+            raise ScoringError(FailureReason.ERROR, detail)
         await self._pool.open()
         self.version = self._pool.source_digest
 

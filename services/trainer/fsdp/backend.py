@@ -1,6 +1,7 @@
 """Implements the FSDP2 backend: every rank holds a shard of every weight and trains on its own samples."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +9,37 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
-from services.trainer.backend import AddsBlocks, Backend, LossFunction, Offloads, Part, Role, compute_dtype
+from services.common.routes import route_shape
+from services.trainer.backend import (
+    Adapters,
+    AddsBlocks,
+    Backend,
+    LossFunction,
+    Offloads,
+    Part,
+    ReplaysRoutes,
+    Role,
+    compute_dtype,
+)
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.checkpoint.torch_writer import ThreadedWriter
+from services.trainer.fsdp.lora import AdapterStream, adapters_only, without_adapters
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
+from services.trainer.fsdp.routes import Replay
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.offload import OPTIMIZER, PARAMS, OffloadedParts, Offloader
 from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Pack
 
 
-class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
+class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, Offloads):
     """Implements a role on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -33,7 +47,7 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
         self._role, self._config, dtype = role, config, compute_dtype(config, device)
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         kind = ValueModel if role is Role.CRITIC else LogprobModel
-        kept = dtype if role is Role.REFERENCE else torch.float32
+        kept = dtype if role is Role.REFERENCE or config.lora.rank else torch.float32  # what is trained is float32
         self._model = build(kind, model_path, config, self._mesh, weight_dtype=kept, compute_dtype=dtype)
         groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: self._parameter_tensors}
         if role is Role.REFERENCE:
@@ -42,8 +56,13 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
             groups[OPTIMIZER] = self._state_tensors
             self._optimizer = make_adamw(config.optim, self._model.named_parameters())
         self._offloader = Offloader(groups, frozenset(), device)
+        self._replay: Replay | None = None
         if role is Role.POLICY:
             self._stream = WeightStream(self._model.causal_lm, dtype, device)
+            self._adapters = AdapterStream(self._model.causal_lm, self._stream)
+            shape = route_shape((Path(model_path) / "config.json").read_bytes())
+            if shape and config.replays_routes:
+                self._replay = Replay(self._model.causal_lm, shape, device)
 
     @property
     def data_rank(self) -> int:
@@ -51,9 +70,13 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
 
     def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         with torch.no_grad():
-            outputs = [self._model(pack, temperature) for pack in packs]
+            outputs = [self._outputs(pack, temperature) for pack in packs]
         reshard(self._model)
         return outputs
+
+    def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
+        with without_adapters(self._model):
+            return self.forward(packs, temperature)
 
     def accumulate(
         self, packs: Sequence[Pack], temperature: float, loss: LossFunction
@@ -61,15 +84,16 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
         assert isinstance(self._model, FSDPModule)  # fully_shard changed its class
         outputs: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
-        for index, pack in enumerate(packs):
-            is_last = index == len(packs) - 1
-            self._model.set_requires_gradient_sync(is_last or self._config.fsdp.reduce_each_microbatch)
-            outputs_KN = self._model(pack, temperature)
-            value, metrics = loss(outputs_KN, pack)
-            # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
-            (value * self._mesh.size()).backward()
-            outputs.append(outputs_KN.detach())
-            totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
+        with self._replay.passes() if self._replay else nullcontext():
+            for index, pack in enumerate(packs):
+                is_last = index == len(packs) - 1
+                self._model.set_requires_gradient_sync(is_last or self._config.fsdp.reduce_each_microbatch)
+                outputs_KN = self._outputs(pack, temperature)
+                value, metrics = loss(outputs_KN, pack)
+                # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
+                (value * self._mesh.size()).backward()
+                outputs.append(outputs_KN.detach())
+                totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
         return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
 
     def accumulate_block(
@@ -81,6 +105,10 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+    def replayed(self) -> torch.Tensor:
+        assert self._replay is not None, "only the policy's packs have routes, of a model with experts"
+        return self._replay.counts()
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         dist.all_reduce(value, op=op)
@@ -100,7 +128,16 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
         self._optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._adapters.merged()
+
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._stream
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._adapters
+
+    def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
+        return self._adapters.specs()
 
     def weight_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._stream.specs()
@@ -116,7 +153,10 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
         self._require_tensors_of(model, optimizer, directory)
         with typed_errors(f"checkpoint {directory}: not read"):
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
-        set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        options = StateDictOptions(strict=not self._config.lora.rank)  # the frozen base is in no checkpoint
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+        )
         for group in self._optimizer.param_groups:  # loading also set the values of the saved config
             group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
 
@@ -128,6 +168,11 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
 
     def close(self) -> None:
         pass
+
+    def _outputs(self, pack: Pack, temperature: float) -> torch.Tensor:
+        if self._replay:
+            self._replay.feed(pack)
+        return self._model(pack, temperature)
 
     def _parameter_tensors(self) -> Iterator[torch.Tensor]:
         return map(local_shard, self._model.parameters())
@@ -156,8 +201,8 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Offloads):
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         is_fresh = not self._optimizer.state
-        state = get_state_dict(self._model, self._optimizer)
+        model, optimizer = get_state_dict(self._model, self._optimizer)
         if is_fresh:  # torch made the state by an update with zero gradients; Adam's bias correction must not count it
             for moments in self._optimizer.state.values():
                 moments["step"].zero_()
-        return state
+        return adapters_only(model) if self._config.lora.rank else model, optimizer

@@ -18,6 +18,7 @@ from services.trainer.checkpoint.hf_config import load_config
 from services.trainer.checkpoint.model_files import require_finite
 from services.trainer.fsdp import attention
 from services.trainer.fsdp.files import load_weights, require_loadable
+from services.trainer.fsdp.lora import add_adapters
 from services.trainer.fsdp.supported import require_supported
 from services.trainer.fsdp.weights import local_shard
 from services.trainer.updates.logprobs import linear_logprobs
@@ -83,14 +84,15 @@ def build(
     """Loads `model_path` on rank 0 and shards it; forward and backward compute in `compute_dtype`.
 
     Raises:
-        InvalidInput: transformers does not know the model's architecture, FSDP does not support it here, or its files
-            do not have exactly its weights.
+        InvalidInput: transformers does not know the model's architecture, FSDP does not support it here, its files do
+            not have exactly its weights, or `config.lora` does not fit it.
     """
     kwargs: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": attention.NAME}
-    has_head = kind is not ValueModel
+    has_head, seed = kind is not ValueModel, torch.initial_seed() % 2**31
     with same_on_all_ranks():
         empty = _empty(model_path, compute_dtype, kwargs)
         require_loadable(empty, model_path, has_head=has_head)
+        add_adapters(empty, config.lora, seed=seed)
     model = kind(empty)
     model.eval()  # the policy that is trained is the one that sampled: without dropout or a router's jitter
     if config.gradient_checkpointing:
@@ -105,7 +107,9 @@ def build(
     full: dict[str, Any] = {}
     with same_on_all_ranks():
         if mesh.get_rank() == 0:
-            full = kind(load_weights(model_path, has_head=has_head, **kwargs)).state_dict()
+            whole = kind(load_weights(model_path, has_head=has_head, **kwargs))
+            add_adapters(whole.causal_lm, config.lora, seed=seed)
+            full = whole.state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     with same_on_all_ranks():
         require_finite(((name, local_shard(parameter)) for name, parameter in empty.named_parameters()), model_path)

@@ -20,15 +20,16 @@ _Named = list[tuple[str, nn.Parameter]]
 class WeightStream:
     """Iterates over the policy's tensors under checkpoint names, always in the same order, in `dtype`.
 
-    It gathers some tens of MB at a time. Buffers that checkpoints contain, such as a router's correction, come last and
-    keep their dtype.
+    Adapters are left out. It gathers some tens of MB at a time. Buffers that checkpoints contain, such as a router's
+    correction, come last and keep their dtype.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, dtype: torch.dtype, device: torch.device):
         self._causal_lm, self._dtype, self._device = causal_lm, dtype, device
-        self._runs = list(_runs(list(causal_lm.named_parameters())))
+        named = [(name, parameter) for name, parameter in causal_lm.named_parameters() if not is_adapter(name)]
+        self._runs = list(_runs(named))
         self._owners = list(_buffer_owners(causal_lm))
-        specs = ((name, self._meta(parameter)) for name, parameter in causal_lm.named_parameters())
+        specs = ((name, self.meta(parameter)) for name, parameter in named)
         self._specs = {name: self._as_checkpoint(name, spec) for name, spec in (*specs, *self._buffers())}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
@@ -37,7 +38,7 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for run in self._runs:
-            for (name, _), whole in zip(run, self._gather([parameter for _, parameter in run]), strict=True):
+            for (name, _), whole in zip(run, self.gather([parameter for _, parameter in run]), strict=True):
                 is_renamed = [spec for spec, _ in self._specs[name]] != [name]
                 yield from self._as_checkpoint(name, whole) if is_renamed else [(name, whole)]
         for name, buffer in self._buffers():
@@ -47,7 +48,8 @@ class WeightStream:
         for name, owner, attribute in self._owners:
             yield name, getattr(owner, attribute)
 
-    def _gather(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    def gather(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Returns whole parameters. All ranks call it together."""
         # Cast before gathering, which halves the bytes.
         local = [local_shard(parameter).to(self._device, self._dtype) for parameter in parameters]
         world = dist.get_world_size()
@@ -66,8 +68,14 @@ class WeightStream:
         """Splits weights that transformers fuses in memory, such as experts, by transformers' own rule."""
         return list(revert_weight_conversion(self._causal_lm, {name: tensor}).items())
 
-    def _meta(self, parameter: nn.Parameter) -> torch.Tensor:
+    def meta(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Returns a whole parameter's shape and its dtype in the stream as a meta tensor."""
         return torch.empty(parameter.shape, dtype=self._dtype, device="meta")
+
+
+def is_adapter(name: str) -> bool:
+    """Returns whether the parameter `name` belongs to an adapter."""
+    return name.rpartition(".")[2].startswith("lora_")
 
 
 def _buffer_owners(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.jit import jit_fuser
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -93,6 +94,7 @@ class GroupedExperts(MegatronModule):
         if self.config.perform_initialization:
             torch.nn.init.normal_(parameter, std=self.config.init_method_std)
         tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, cut, 1)
+        parameter.register_post_accumulate_grad_hook(_add_in_place)
         # Megatron sums an expert's gradient over the ranks that hold it, and any other over all data-parallel ranks.
         parameter.allreduce = self.config.expert_model_parallel_size == 1  # pyright: ignore[reportAttributeAccessIssue]
         return parameter
@@ -142,6 +144,17 @@ def with_grouped_experts(spec: TransformerBlockSubmodules) -> Any:
         experts = replace(parts.mlp.submodules, experts=ModuleSpec(module=GroupedExperts))
         layers.append(replace(layer, submodules=replace(parts, mlp=replace(parts.mlp, submodules=experts))))
     return replace(spec, layer_specs=layers)
+
+
+def _add_in_place(parameter: Any) -> None:
+    """Adds a gradient to Megatron's float32 buffer, which Megatron does not do again."""
+    _add(parameter.main_grad, parameter.grad)
+    parameter.grad_added_to_main_grad = True
+
+
+@jit_fuser  # on a GPU torch adds bfloat16 to float32 at half of the memory's speed
+def _add(total: torch.Tensor, part: torch.Tensor) -> None:
+    total.add_(part)
 
 
 def _require_supported(config: TransformerConfig, width: int) -> None:

@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from typer.testing import CliRunner
 
+from services.common.errors import InvalidInput
 from services.coordinator.cli.main import app
 
 
@@ -16,6 +17,11 @@ def test_without_a_command_it_lists_the_commands() -> None:
     shown = CliRunner().invoke(app, [])
     assert "Train language models" in shown.output
     assert all(command in shown.output for command in ("run", "sft", "eval", "replay", "doctor", "plan", "config"))
+
+
+def test_the_daemons_address_may_be_in_the_environment() -> None:
+    asked = CliRunner().invoke(app, ["status"], env={"LOCKSTEP_COORDINATOR": "nowhere"})
+    assert isinstance(asked.exception, InvalidInput) and "'nowhere' is not HOST:PORT" in str(asked.exception)
 
 
 def test_the_shell_completes_commands() -> None:

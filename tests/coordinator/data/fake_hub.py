@@ -1,4 +1,4 @@
-"""The part of the Hugging Face Hub's HTTP API that a download of one dataset needs."""
+"""The part of the Hugging Face Hub's HTTP API that a download of one dataset or model needs."""
 
 import json
 import threading
@@ -15,17 +15,17 @@ class _Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
-        if path.startswith(f"/api/datasets/{_ID}/revision/"):
+        if path.startswith((f"/api/datasets/{_ID}/revision/", f"/api/models/{_ID}/revision/")):
             siblings = [{"rfilename": name} for name in self.files]
             self._answer(json.dumps({"id": _ID, "sha": _SHA, "siblings": siblings}).encode())
-        elif path.startswith(f"/api/datasets/{_ID}/tree/"):
+        elif path.startswith((f"/api/datasets/{_ID}/tree/", f"/api/models/{_ID}/tree/")):
             tree = [
                 {"type": "file", "path": name, "size": len(content), "oid": name}
                 for name, content in self.files.items()
             ]
             self._answer(json.dumps(tree).encode())
         else:
-            _, _, file = path.partition(f"/datasets/{_ID}/resolve/")
+            _, _, file = path.partition(f"/{_ID}/resolve/")
             self._answer(self.files.get(file.partition("/")[2]))
 
     do_HEAD = do_GET
@@ -51,7 +51,7 @@ class _Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub(files: Mapping[str, bytes]) -> Iterator[str]:
-    """Serves `files` as the dataset openai/gsm8k, in every revision; its URL."""
+    """Serves `files` as the dataset and as the model openai/gsm8k, in every revision; its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"files": files}))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

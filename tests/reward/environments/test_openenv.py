@@ -69,7 +69,7 @@ async def server() -> AsyncIterator[Server]:
     await runner.cleanup()
 
 
-async def open_run(service, server: Server, **settings: object) -> None:
+async def open_run(server, service: Server, **settings: object) -> None:
     opened = await service.open(kind="openenv", url=server.url, num_workers=None, **settings)
     assert opened.environment == "openenv 1" and list(opened.roles) == ["user"]
     server.seen.clear()
@@ -80,8 +80,8 @@ def failure(response: pb.ResetResponse | pb.StepResponse) -> str:
     return name.removeprefix("ENVIRONMENT_FAILURE_REASON_") if response.HasField("failure") else ""
 
 
-async def test_an_episode_is_a_connection(service, server):
-    await open_run(service, server, action_field="move", observation_field="board")
+async def test_an_episode_is_a_connection(server, service):
+    await open_run(server, service, action_field="move", observation_field="board")
     server.answer = lambda message: observation({"board": message["data"].get("move", "start")}, reward=0.5)
     began = await service.reset(seed=2**40 + 3)
     assert [message.content for message in began.messages] == ["start"]
@@ -98,8 +98,8 @@ async def test_an_episode_is_a_connection(service, server):
     assert server.num_open == 0
 
 
-async def test_the_whole_observation_is_shown_by_default(service, server):
-    await open_run(service, server)
+async def test_the_whole_observation_is_shown_by_default(server, service):
+    await open_run(server, service)
     server.answer = lambda message: observation({"a": "é", "b": [1]})
     assert (await service.reset()).messages[0].content == '{"a": "é", "b": [1]}'
 
@@ -121,8 +121,8 @@ async def test_the_whole_observation_is_shown_by_default(service, server):
         ("silence", "TIMEOUT"),
     ],
 )
-async def test_a_server_that_fails_is_never_a_reward(service, server, answer, reason):
-    await open_run(service, server, **({"turn_s": 1.0} if answer == "silence" else {}))
+async def test_a_server_that_fails_is_never_a_reward(server, service, answer, reason):
+    await open_run(server, service, **({"turn_s": 1.0} if answer == "silence" else {}))
     await service.reset()
     server.answer = lambda message: answer
     server.closed.clear()
@@ -132,14 +132,14 @@ async def test_a_server_that_fails_is_never_a_reward(service, server, answer, re
     assert not failure(await service.reset("other"))
 
 
-async def test_an_episode_that_is_done_at_its_reset_is_refused(service, server):
-    await open_run(service, server)
+async def test_an_episode_that_is_done_at_its_reset_is_refused(server, service):
+    await open_run(server, service)
     server.answer = lambda message: observation(done=True)
     assert failure(await service.reset()) == "INVALID_REPLY"
 
 
-async def test_no_more_connections_are_open_than_may_be(service, server):
-    await open_run(service, server, max_concurrent=2)
+async def test_no_more_connections_are_open_than_may_be(server, service):
+    await open_run(server, service, max_concurrent=2)
     server.most_open = 0
 
     async def play(name: str) -> None:
@@ -151,8 +151,8 @@ async def test_no_more_connections_are_open_than_may_be(service, server):
     assert server.most_open == 2
 
 
-async def test_waiting_for_a_connection_is_no_timeout(service, server):
-    await open_run(service, server, max_concurrent=1, turn_s=1.0)
+async def test_waiting_for_a_connection_is_no_timeout(server, service):
+    await open_run(server, service, max_concurrent=1, turn_s=1.0)
     await service.reset("first")
     waiting = asyncio.create_task(service.reset("second"))
     server.answer = lambda message: "silence" if message["type"] == "step" else observation()
@@ -160,6 +160,6 @@ async def test_waiting_for_a_connection_is_no_timeout(service, server):
     assert not failure(await waiting)
 
 
-async def test_a_server_that_is_not_there_is_refused_when_the_run_opens(service, server, unused_tcp_port):
+async def test_a_server_that_is_not_there_is_refused_when_the_run_opens(server, service, unused_tcp_port):
     with pytest.raises(InvalidInput, match="no connection"):
         await service.open(kind="openenv", url=f"ws://127.0.0.1:{unused_tcp_port}/ws", num_workers=None)

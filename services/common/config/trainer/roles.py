@@ -17,7 +17,8 @@ class RoleConfig(Strict):
     deployment: Literal["shared", "own"] = "shared"
     """shared: run on the policy's ranks; own: run on a trainer service of its own."""
     model: str | None = None
-    """Path of the model on its trainer's host: a directory in Hugging Face format; null uses the policy's `model`."""
+    """Path of the model on its trainer's host, or a model on the Hugging Face Hub, as in `model`; null uses that of the
+    policy."""
     strategy: Literal["fsdp", "megatron"] | None = None
     """Training backend; null uses trainer.strategy."""
     num_ranks: int | None = Field(default=None, ge=1)

@@ -8,6 +8,7 @@ from services.common.config.base import Strict
 from services.common.config.trainer.lag import LagConfig, check_lag
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.megatron import MegatronConfig
+from services.common.config.trainer.routing import RoutingConfig, check_routing, ignores_routes
 
 
 class OptimConfig(Strict):
@@ -97,7 +98,7 @@ class LoraConfig(Strict):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha: the adapter's output is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of the adapter's input during training."""
+    """Dropout probability of the adapter's input during training, with strategy megatron."""
     kind: Literal["lora", "canonical_lora"] = "lora"
     """lora: one adapter per fused matrix, so that q, k and v share their A matrix, as do gate and up; canonical_lora:
     separate adapters for q, k, v, gate and up."""
@@ -185,8 +186,10 @@ class TrainerConfig(Strict):
     """Policy loss."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
+    moe: RoutingConfig = RoutingConfig()
+    """Mixture-of-experts layers, with any strategy."""
     lora: LoraConfig = LoraConfig()
-    """LoRA adapters; strategy megatron only."""
+    """LoRA adapters, which both strategies train in the same way."""
     fsdp: FsdpConfig = FsdpConfig()
     """FSDP2 settings, used by strategy fsdp."""
     megatron: MegatronConfig = MegatronConfig()
@@ -202,6 +205,12 @@ class TrainerConfig(Strict):
         is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
         return self.num_minibatches == self.num_epochs == 1 and is_sum and is_alone
 
+    @property
+    def replays_routes(self) -> bool:
+        """Whether the policy computes with the engine's routes, if the samples have them."""
+        is_possible = self.loss.is_sampled and not (self.strategy == "megatron" and ignores_routes(self.megatron))
+        return self.moe.replay_routes != "off" and is_possible
+
     @field_validator("streaming", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
@@ -213,9 +222,14 @@ class TrainerConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _lora_needs_megatron(self) -> Self:
-        if self.lora.rank and self.strategy != "megatron":
-            raise ValueError("lora.rank is above 0: adapters need strategy megatron")
+    def _routes_are_replayed(self) -> Self:
+        check_routing(self.moe, self.loss, self.strategy, self.megatron)
+        return self
+
+    @model_validator(mode="after")
+    def _dropout_needs_megatron(self) -> Self:
+        if self.lora.dropout and self.strategy != "megatron":
+            raise ValueError("lora.dropout is above 0: it needs strategy megatron")
         return self
 
 

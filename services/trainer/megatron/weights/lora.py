@@ -11,9 +11,6 @@ whose MLP has no shared expert and is not dense has adapters only in its attenti
 """
 
 import contextlib
-import fnmatch
-import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +28,9 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from services.common.config.trainer.section import LoraConfig
-from services.common.errors import InvalidInput, Reason
+from services.common.errors import InvalidInput
 from services.common.megatron.lora import FUSED, PARTS
+from services.trainer.adapters import excluded_modules, initial_a, target_parts
 from services.trainer.compat.megatron.model import set_class
 from services.trainer.compat.megatron.random import rng_tracker
 from services.trainer.compat.torch import CallableParameters
@@ -150,11 +148,12 @@ def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Paralle
     Raises:
         InvalidInput: `lora.kind` does not have a target, an exclusion matches nothing, or no target is left.
     """
-    targets = _targets(lora)
+    targets = target_parts(lora)
     sites = [site for chunk in chunks for site in _sites(chunk)]
     candidates = {site: [part for part in PARTS[lora.kind][site.layer] if part in targets] for site in sites}
     names = [f"{site.prefix}.{part}" for site, parts in candidates.items() for part in parts]
-    excluded = _excluded(lora, names, next(chunks[0].parameters()).device)
+    everywhere = gather_json(names, next(chunks[0].parameters()).device)
+    excluded = excluded_modules(lora, {name for theirs in everywhere for name in theirs})
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.pre_process:  # recomputation builds a graph only if its inputs require gradients
@@ -193,18 +192,6 @@ def _adapted(chunks: Sequence[Chunk]) -> list[_Adapted]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _Adapted)]
 
 
-def _targets(lora: LoraConfig) -> set[str]:
-    known = [part for parts in PARTS[lora.kind].values() for part in parts]
-    for target in lora.target_modules:
-        if target not in known:
-            raise InvalidInput(
-                f"trainer.lora.target_modules: kind {lora.kind} has no {target}, only {', '.join(known)}",
-                reason=Reason.INVALID_CONFIG,
-                field="trainer.lora.target_modules",
-            )
-    return set(lora.target_modules or known)
-
-
 def _sites(chunk: Chunk) -> Iterator[_Site]:
     for layer in chunk.layers():
         for name, module in layer.named_modules():
@@ -213,38 +200,14 @@ def _sites(chunk: Chunk) -> Iterator[_Site]:
                 yield _Site(f"decoder.layers.{layer.layer_number - 1}.{parent}", leaf, module)
 
 
-def _excluded(lora: LoraConfig, names: Sequence[str], device: torch.device) -> set[str]:
-    """Returns the names, over all ranks, that are excluded."""
-    all_names = {name for theirs in gather_json(list(names), device) for name in theirs}
-    excluded: set[str] = set()
-    for pattern in lora.exclude_modules:
-        matches = fnmatch.filter(all_names, pattern)
-        if not matches:
-            raise InvalidInput(
-                f"trainer.lora.exclude_modules: {pattern} excludes nothing; modules have names like "
-                f"{min(all_names, default='decoder.layers.0.self_attention.linear_qkv')}",
-                reason=Reason.INVALID_CONFIG,
-                field="trainer.lora.exclude_modules",
-            )
-        excluded |= set(matches)
-    if not all_names - excluded:
-        raise InvalidInput(
-            "trainer.lora: every target module of the model is excluded, or it has none, so there is nothing to train",
-            reason=Reason.INVALID_CONFIG,
-            field="trainer.lora",
-        )
-    return excluded
-
-
 def _adapt(site: _Site, parts: Sequence[str], lora: LoraConfig, parallelism: Parallelism, seed: int) -> None:
     module, shape = site.module, _shape(site, lora, parallelism)
     tp_rank, tp_size = parallelism.tp_index
     weight = module.get_parameter("weight")
     module.lora_A, module.lora_B = CallableParameters(), CallableParameters()
     for part in parts:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{site.prefix}.{part}".encode()) + seed)
-        a = torch.empty(lora.rank, weight.size(1) * (1 if shape.is_column else tp_size))
-        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        num_inputs = weight.size(1) * (1 if shape.is_column else tp_size)
+        a = initial_a(f"{site.prefix}.{part}", lora.rank, num_inputs, seed=seed)
         a = a if shape.is_column else a.chunk(tp_size, 1)[tp_rank]
         module.lora_A[part] = torch.nn.Parameter(a.to(weight).contiguous())
         module.lora_B[part] = torch.nn.Parameter(weight.new_zeros(shape.rows[part], lora.rank))

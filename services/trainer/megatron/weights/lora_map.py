@@ -6,8 +6,9 @@ from typing import NoReturn
 
 import torch
 
-from services.common.errors import InternalError, InvalidInput, Reason
+from services.common.errors import InternalError
 from services.common.megatron.lora import PARTS
+from services.trainer.adapters import peft_name, refuse_part
 from services.trainer.megatron.weights.lora import COLUMN_PARALLEL
 from services.trainer.megatron.weights.weight_map import Part, WeightMap
 
@@ -33,19 +34,14 @@ class AdapterMap:
         names = base.names
         if part != layer:
             if base.is_fused:
-                raise InvalidInput(
-                    f"lora.kind canonical_lora: the model's checkpoints have the parts of {layer} in one tensor, "
-                    f"{names[0]}, which an adapter file can only adapt as a whole; use kind lora",
-                    reason=Reason.INVALID_CONFIG,
-                    field="lora.kind",
-                )
+                raise refuse_part(layer, names[0])
             place = PARTS["canonical_lora"][layer].index(part)
             names = (names[place],)
         if matrix == ("A" if is_column else "B"):
             join = lambda shards: [shards[0]] * len(names)  # noqa: E731
         else:
             join = _join_rows if part != layer else base.join
-        peft_names = tuple(f"base_model.model.{name.removesuffix('.weight')}.lora_{matrix}.weight" for name in names)
+        peft_names = tuple(peft_name(name, matrix) for name in names)
         return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
 
     def is_published(self, name: str) -> bool:

@@ -1,4 +1,6 @@
-"""Adapters on Megatron: the same in every layout, nothing else changes, and PEFT's form of them is the same model."""
+"""Adapters: the same in every layout and on both backends, nothing else changes, and PEFT's form of them is the same
+model.
+"""
 
 import json
 import subprocess
@@ -28,7 +30,13 @@ TOLERANCE = 1e-5
 ADAPTER_TOLERANCE, MERGED_TOLERANCE = 3e-5, 1e-6
 GROUPS = ("untied-lora", "untied-canonical", "tied-canonical", "moe-lora", "some", "deep-lora")
 GROUPS += ("phi3-lora", "qwen2_moe-canonical")
-SPLITS = [name for name in LAYOUTS for group in GROUPS if name.startswith(group + "-") and LAYOUTS[name].world > 1]
+SPLITS = [
+    name
+    for name in LAYOUTS
+    for group in GROUPS
+    if name.startswith(group + "-") and (LAYOUTS[name].world > 1 or name == f"{group}-fsdp1")
+]
+STRATEGIES = pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +119,7 @@ def test_base_and_adapter_are_the_merged_weights(results: Path, name: str) -> No
         ("tied-canonical-tp2", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
         ("moe-lora-pp2", "q_proj k_proj v_proj o_proj"),
         ("some-tp2", "q_proj v_proj up_proj"),
+        ("some-fsdp2", "q_proj v_proj up_proj"),
     ],
 )
 def test_targets(results: Path, name: str, projections: str) -> None:
@@ -125,7 +134,10 @@ def test_targets(results: Path, name: str, projections: str) -> None:
     assert torch.equal(q, v) == ("lora" in name)
 
 
-@pytest.mark.parametrize("name", ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-tp2", "bfloat16-1"])
+EXPORTS = ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-tp2", "bfloat16-1", "some-fsdp2"]
+
+
+@pytest.mark.parametrize("name", EXPORTS)
 def test_export_holds_the_merged_model_and_the_adapter(results: Path, name: str) -> None:
     export = results / f"{name}-export"
     assert_same(load_file(export / "model-00001.safetensors"), part(results, f"{name}-after", "merged"))
@@ -137,7 +149,7 @@ def test_export_holds_the_merged_model_and_the_adapter(results: Path, name: str)
 
 
 FORWARDS = ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-pp2", "deep-lora-vpp2", "dropout-tp2"]
-FORWARDS += ["phi3-lora-tp2", "qwen2_moe-canonical-tp2"]
+FORWARDS += ["phi3-lora-tp2", "qwen2_moe-canonical-tp2", "untied-lora-fsdp2", "moe-lora-fsdp1", "phi3-lora-fsdp1"]
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -190,10 +202,11 @@ def _assert_logprobs(model: torch.nn.Module, got: list[list[float]]) -> None:
         np.testing.assert_allclose(values, want.numpy(), rtol=0, atol=2e-5)
 
 
-def test_reference_is_the_base(results: Path) -> None:
-    _, before = read(results, "reference-1-before")
-    _, after = read(results, "reference-1-after")
-    assert read(results, "reference-1")[1]["reference"] == before["logprobs"]
+@pytest.mark.parametrize("name", ["reference-1", "reference-fsdp1"])
+def test_reference_is_the_base(results: Path, name: str) -> None:
+    _, before = read(results, f"{name}-before")
+    _, after = read(results, f"{name}-after")
+    assert read(results, name)[1]["reference"] == before["logprobs"]
     assert after["logprobs"] != before["logprobs"]
 
 
@@ -233,9 +246,10 @@ def test_ranks_with_the_same_input_drop_the_same(results: Path, name: str, same_
         ({"exclude_modules": ["*"]}, "lora", "nothing to train"),
     ],
 )
-def test_a_wrong_setting_is_refused(rank: MegatronHarness, lora: dict, field: str, words: str) -> None:
+@STRATEGIES
+def test_a_wrong_setting_is_refused(rank: MegatronHarness, strategy: str, lora: dict, field: str, words: str) -> None:
     with pytest.raises(InvalidInput, match=words) as caught:
-        rank.open(Layout("untied", 1, {}, {"lora": {"rank": RANK, **lora}}))
+        rank.open(Layout("untied", 1, {}, {"lora": {"rank": RANK, **lora}, "strategy": strategy}))
     assert caught.value.metadata["field"].endswith(field)
 
 
@@ -247,11 +261,15 @@ def test_the_expert_that_computes_every_token_has_adapters(results: Path) -> Non
     assert not any(".mlp.experts." in name for name in names)
 
 
-def test_one_part_of_a_matrix_that_checkpoints_have_whole_is_refused(rank: MegatronHarness) -> None:
+@STRATEGIES
+def test_one_part_of_a_matrix_that_checkpoints_have_whole_is_refused(rank: MegatronHarness, strategy: str) -> None:
+    changes = {"lora": {"rank": RANK, "kind": "canonical_lora"}, "strategy": strategy}
     with pytest.raises(InvalidInput, match=r"canonical_lora: .* linear_qkv in one tensor, .*qkv_proj.*; use kind lora"):
-        rank.open(Layout("phi3", 1, {}, {"lora": {"rank": RANK, "kind": "canonical_lora"}}))
+        rank.open(Layout("phi3", 1, {}, changes))
 
 
-def test_a_model_without_a_target_is_refused(rank: MegatronHarness) -> None:
+@STRATEGIES
+def test_a_model_without_a_target_is_refused(rank: MegatronHarness, strategy: str) -> None:
+    lora = {"rank": RANK, "target_modules": ["linear_fc1", "linear_fc2"]}
     with pytest.raises(InvalidInput, match="nothing to train"):
-        rank.open(Layout("moe", 1, {}, {"lora": {"rank": RANK, "target_modules": ["linear_fc1", "linear_fc2"]}}))
+        rank.open(Layout("moe", 1, {}, {"lora": lora, "strategy": strategy}))

@@ -1,0 +1,76 @@
+"""Measures a real model on CPU: SmolLM2-135M-Instruct, on the recipe deploy/runs/smollm2.yaml.
+
+`python -m benchmarks.real_model [NAME] [key=value ...]` saves the result as NAME. The recipe says how to make its model
+and data.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.loop import KEPT
+from benchmarks.report import keep
+
+_CONFIG = "deploy/runs/smollm2.yaml"
+_COMMON = ["checkpoint.save_freq=0", "checkpoint.export_at_end=false"]
+_LOOK_S = 1.0
+
+
+def main() -> None:
+    """Runs the recipe, and saves its times, its curve and the services' memory."""
+    name, *overrides = sys.argv[1:] or ["real-model-cpu"]
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "services.coordinator", "run", _CONFIG, *_COMMON, *overrides]
+        begin = time.monotonic()
+        process = subprocess.Popen([*command, f"runs_dir={directory}", "name=run"], stdout=subprocess.DEVNULL)
+        samples = {f"peak memory of the {name} service [GiB]": [peak] for name, peak in peaks(process).items()}
+        samples["whole run, with starting the services [s]"] = [time.monotonic() - begin]
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        lines = list(map(json.loads, (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()))
+    steps = [line for line in lines if "time/step_s" in line]
+    samples |= {label: [step[key] for step in steps] for key, label in KEPT.items()}
+    for line in lines:
+        if "eval/held-out/reward" in line:
+            samples[f"held-out reward after {line['step']} steps"] = [line["eval/held-out/reward"]]
+    keep(
+        name,
+        samples,
+        libraries=("torch", "vllm", "transformers"),
+        config=_CONFIG,
+        overrides=_COMMON + overrides,
+        note="other programs ran on the same cores; load averages of 1, 5 and 15 minutes",
+        load_before=load_before,
+        load_after=os.getloadavg(),
+    )
+
+
+def peaks(process: subprocess.Popen[bytes]) -> dict[str, float]:
+    """Waits until the run ends. Returns the largest resident set that a process of each service has had."""
+    found: dict[str, float] = {}
+    while True:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            try:
+                words, status = child.cmdline(), Path(f"/proc/{child.pid}/status").read_text()
+            except (psutil.Error, OSError):
+                continue  # it has just ended
+            for service in ("trainer", "rollout", "reward"):
+                if f"services.{service}" in words and "VmHWM:" in status:
+                    kib = int(status.split("VmHWM:")[1].split()[0])
+                    found[service] = max(found.get(service, 0.0), kib / 2**20)
+        try:
+            process.wait(_LOOK_S)
+            return found
+        except subprocess.TimeoutExpired:
+            continue
+
+
+if __name__ == "__main__":
+    main()

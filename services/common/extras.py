@@ -1,0 +1,42 @@
+"""Checks that what a service needs is installed before it is imported. Without extras, only the coordinator runs."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import services
+from services.common.errors import PreconditionFailed, Reason
+
+# Modules of the packages in each extra of pyproject.toml.
+MODULES = {
+    "reward": ("aiohttp", "bm25s", "math_verify", "sympy"),
+    "reward-model": ("safetensors", "torch", "transformers"),
+    "rollout": ("psutil", "torch", "transformers", "vllm"),
+    "trainer": ("accelerate", "psutil", "safetensors", "torch", "transformers", "zmq"),
+}
+
+
+def missing_modules(extra: str) -> list[str]:
+    """Returns the modules of an extra that are not installed."""
+    return [name for name in MODULES.get(extra, ()) if find_spec(name) is None]
+
+
+def require_extra(service: str) -> None:
+    """Checks that the extra of `service` is installed, and that nothing else is imported in place of Lockstep.
+
+    Raises:
+        PreconditionFailed: UNSUPPORTED_VERSION. A module of the extra is missing, or the working directory has a
+            package `services`, which `python -m services.<service>` would take.
+    """
+    if missing := missing_modules(service):
+        raise PreconditionFailed(
+            f"the {service} service cannot run here without {', '.join(missing)}: pip install 'lockstep-rl[{service}]'",
+            reason=Reason.UNSUPPORTED_VERSION,
+            library=missing[0],
+        )
+    own = Path(services.__file__).parent
+    for hiding in (Path.cwd() / "services" / "__init__.py", Path.cwd() / "services.py"):
+        if hiding.exists() and not hiding.parent.samefile(own):
+            raise PreconditionFailed(
+                f"{hiding} hides Lockstep's own package of the name services: run in another directory",
+                reason=Reason.UNSUPPORTED_VERSION,
+            )

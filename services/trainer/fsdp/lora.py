@@ -1,0 +1,145 @@
+"""Adds low-rank adapters (arXiv 2106.09685) to linear layers: W x + alpha / rank * B A x.
+
+A [rank, in] and B [out, rank] are parameters of the layer itself, so all other parameters keep their names. Targets and
+kinds are named as with strategy megatron, which stacks q, k and v in one layer, and gate and up: with kind lora these
+share one A. The rest of the model is frozen. Experts get no adapters, except a shared expert.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from services.common.config.trainer.section import LoraConfig
+from services.common.errors import InvalidInput
+from services.common.families.architecture import Architecture, make_architecture
+from services.common.megatron.lora import PARTS, lora_layer
+from services.trainer.adapters import excluded_modules, initial_a, peft_name, refuse_part, target_parts
+from services.trainer.fsdp.weights import WeightStream, is_adapter
+
+_Named = Iterator[tuple[str, torch.Tensor]]
+
+
+class _Adapted(nn.Linear):
+    """Adds an adapter to a linear layer, which another layer may share the A of."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_scale: float
+    lora_is_on = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = super().forward(input)
+        if not self.lora_is_on:
+            return out
+        return out + F.linear(F.linear(input, self.lora_A) * self.lora_scale, self.lora_B)
+
+
+def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
+    """Freezes the model and adds adapters, unless `lora.rank` is 0. They are float32 and change no output at first.
+
+    Raises:
+        InvalidInput: The model's family is not known, `lora.kind` does not have a target, an exclusion matches nothing,
+            or no target is left.
+    """
+    if not lora.rank:
+        return
+    sites = dict(_sites(_architecture(causal_lm), lora))
+    excluded = excluded_modules(lora, sites.keys())
+    causal_lm.requires_grad_(False)
+    for name, layers in sites.items():
+        if name not in excluded:
+            _adapt([causal_lm.get_submodule(layer) for layer in layers], name, lora, seed)
+
+
+@contextlib.contextmanager
+def without_adapters(causal_lm: nn.Module) -> Iterator[None]:
+    """Turns the adapters off inside the context, which leaves the base model."""
+    layers = [layer for layer in causal_lm.modules() if isinstance(layer, _Adapted)]
+    for layer in layers:
+        layer.lora_is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.lora_is_on = True
+
+
+class AdapterStream:
+    """Iterates over the policy's adapters with PEFT's names, and over its weights with the adapters merged."""
+
+    def __init__(self, causal_lm: nn.Module, base: WeightStream):
+        self._base = base
+        named = causal_lm.named_modules()
+        self._layers = {f"{name}.weight": layer for name, layer in named if isinstance(layer, _Adapted)}
+
+    def specs(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns names and meta tensors of the adapters."""
+        return [
+            (peft_name(name, which), self._base.meta(matrix))
+            for name, layer in self._layers.items()
+            for which, matrix in (("A", layer.lora_A), ("B", layer.lora_B))
+        ]
+
+    def __iter__(self) -> _Named:
+        for name, layer in self._layers.items():
+            a, b = self._base.gather([layer.lora_A, layer.lora_B])
+            yield peft_name(name, "A"), a
+            yield peft_name(name, "B"), b
+
+    def merged(self) -> _Named:
+        """Yields the weights W + alpha / rank * B A, computed in float32, in the dtype of W."""
+        for name, weight in self._base:
+            if layer := self._layers.get(name):
+                a, b = self._base.gather([layer.lora_A, layer.lora_B])
+                weight = (weight.float() + layer.lora_scale * (b.float() @ a.float())).to(weight.dtype)
+            yield name, weight
+
+
+def adapters_only(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part of a model's state that is trained."""
+    return {name: tensor for name, tensor in state.items() if is_adapter(name)}
+
+
+def _architecture(causal_lm: PreTrainedModel) -> Architecture:
+    try:
+        return make_architecture(causal_lm.config.to_dict(), "its config.json")
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"trainer.lora: the layers of the model are not known; {error.message}", field="trainer.lora"
+        ) from error
+
+
+def _sites(model: Architecture, lora: LoraConfig) -> Iterator[tuple[str, list[str]]]:
+    """Yields Megatron's name of each target, such as decoder.layers.3.mlp.linear_fc1, and its layers here."""
+    targets = target_parts(lora)
+    for number, weight in itertools.product(range(model.num_layers), model.layer):
+        layer = lora_layer(weight.parameter)
+        if weight.is_expert or layer is None:
+            continue
+        parent = weight.parameter.removesuffix(f".{layer}.weight")
+        layers = [f"{model.family.layers}.{number}.{tensor}".removesuffix(".weight") for tensor in weight.tensors]
+        for place, part in enumerate(PARTS[lora.kind][layer]):
+            if part not in targets:
+                continue
+            if part != layer and weight.is_fused:
+                raise refuse_part(layer, layers[0])
+            yield f"decoder.layers.{number}.{parent}.{part}", layers if part == layer else [layers[place]]
+
+
+def _adapt(layers: list[nn.Module], name: str, lora: LoraConfig, seed: int) -> None:
+    shared: nn.Parameter | None = None
+    for layer in layers:
+        assert type(layer) is nn.Linear, "the families' matrices are linear layers"
+        device = layer.weight.device
+        if shared is None:
+            shared = nn.Parameter(initial_a(name, lora.rank, layer.in_features, seed=seed).to(device))
+        layer.__class__ = _Adapted
+        assert isinstance(layer, _Adapted)
+        layer.lora_A, layer.lora_scale = shared, lora.alpha / lora.rank
+        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, device=device))

@@ -1,0 +1,27 @@
+"""The event writer of tensorboardX comes without torch, and the rest of the package can still be imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import pathlib, sys
+from services.coordinator.observe.reporters import TensorBoard
+
+reporter = TensorBoard(pathlib.Path(sys.argv[1]), 0)
+reporter.step(1, {"loss": 0.5})
+reporter.close()
+print("torch" in sys.modules, "tensorboardX" in sys.modules)
+sys.modules["torch"] = None  # it takes seconds
+import tensorboardX
+from tensorboardX import event_file_writer
+print(tensorboardX.SummaryWriter.__name__, event_file_writer is sys.modules["tensorboardX.event_file_writer"])
+"""
+
+
+def test_the_event_writer_needs_no_torch(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False False", "SummaryWriter True"]
+    (file,) = tmp_path.iterdir()
+    assert b"loss" in file.read_bytes()
