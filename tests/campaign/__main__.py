@@ -61,7 +61,8 @@ def _save(options: argparse.Namespace, rows: list[dict[str, Any]], baselines: Ma
     content = {
         "benchmark": options.name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join(["python", "-m", "tests.campaign", *sys.argv[1:]]),
+        "command": f"python -m tests.campaign --seed {options.seed} --first {options.first} --episodes {len(rows)}"
+        + (f" --faults {options.faults}" if options.faults else ""),
         "services": "toy",
         "episodes": len(rows),
         "injected": sum(row["injected"] for row in rows),

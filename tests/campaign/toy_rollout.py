@@ -25,6 +25,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class Needs:
     adapter_rank: int = 0
     can_sleep: bool = False
+    routes: None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Sample:
     completion: Completion
     prompt_tokens: Sequence[int]
     num_cached_tokens: int
+    routes: bytes = b""
 
 
 class Receiver:
@@ -54,6 +56,7 @@ class ToyEngine:
         self._reading = asyncio.create_task(self._read(on_death))
         self.asleep: frozenset[str] = frozenset()
         self.num_workers = 1
+        self.routes = None
 
     @property
     def samples_in_flight(self) -> int:
