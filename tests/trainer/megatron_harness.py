@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from services.common import batch as batches
+from services.common.batches import batch as batches
 from services.common.config.trainer.roles import ReferenceConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size

@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import NAME, Strict
-from services.common.config.best import BestConfig, check_best
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
-from services.common.config.evaluation import EvaluationConfig, check_evaluation
+from services.common.config.evaluation.best import BestConfig, check_best
+from services.common.config.evaluation.section import EvaluationConfig, check_evaluation
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import Placement, check_placement
 from services.common.config.restart import RestartConfig

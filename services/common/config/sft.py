@@ -6,8 +6,8 @@ from typing import Literal, Self, cast
 from pydantic import Field, model_validator
 
 from services.common.config.base import NAME, Strict
-from services.common.config.best import EvaluationFrequency, check_best
 from services.common.config.data import FilesConfig
+from services.common.config.evaluation.best import EvaluationFrequency, check_best
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.restart import RestartConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import Unauthenticated, Unavailable
-from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
+from services.common.rpc.security.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
 
 # Interval and time limit of attempts to find out why there is no connection, while waiting for one.
 _EXPLAIN_S = 5.0

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import Reporter
 

@@ -7,7 +7,7 @@ from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
-from services.coordinator.rl.attendance import Attendance
+from services.coordinator.rl.sampling.attendance import Attendance
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.replica import Replica
 from services.coordinator.services.clients.rollout import Rollout

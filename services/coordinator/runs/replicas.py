@@ -12,8 +12,8 @@ from pathlib import Path
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.files.storage import writing
 from services.common.rpc.address import parse_address
-from services.common.storage import writing
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.recorded import RecordedLedger, is_running
 

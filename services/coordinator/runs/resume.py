@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.common.versions import installed
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 

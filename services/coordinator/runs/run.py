@@ -9,10 +9,10 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from typing_extensions import TypeVar
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import DataLoss, LockstepError, described
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.common.telemetry.context import within
 from services.coordinator.runs.best import best_of, evaluations, is_stalled, require_metric
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel

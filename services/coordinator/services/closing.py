@@ -13,7 +13,7 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.errors import LockstepError
 from services.common.rpc.client import Client, Method, Request
 from services.common.tasks import gather

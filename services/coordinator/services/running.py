@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, closing, contextmanager
 
 from rich.console import Console
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError, Reason, Unavailable
 from services.common.rpc.fence import new_token

@@ -12,7 +12,7 @@ from importlib.metadata import distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import LockstepError
 from services.common.rpc.address import parse_address

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from rich.console import Console
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.coordinator.checks.doctor.colocated import examine_colocated
 from services.coordinator.checks.doctor.environment import examine_environment

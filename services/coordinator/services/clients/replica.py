@@ -13,7 +13,7 @@ from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import InvalidInput, LockstepError
 from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.security.tls import LOCAL, Transport
 
 log = logging.getLogger(__name__)
 

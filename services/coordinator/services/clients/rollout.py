@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
+from services.common.batches.route_parts import from_parts
+from services.common.batches.token_hash import tokens_sha256
 from services.common.config.run import Config
 from services.common.errors import (
     DeadlineExceeded,
@@ -21,11 +23,9 @@ from services.common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from services.common.route_parts import from_parts
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.files.transfer import require_sealed
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.tasks import backoff_s, gather
-from services.common.token_hash import tokens_sha256
-from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.runs.lanes import Busy
