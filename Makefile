@@ -42,8 +42,9 @@ run-gpu: setup-gpu data/larger/model.safetensors
 test: setup
 	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-runs test-parts lint test-faults
 
+# RUNS, FAULTS with lint before it, and all others take about the same time.
 RUNS := tests/e2e tests/common tests/coordinator tests/deploy
-FAULTS := tests/fault tests/reward
+FAULTS := tests/fault tests/reward tests/rollout
 
 # Everything that starts no engine and no trainer ranks.
 test-fast: setup

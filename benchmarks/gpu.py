@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 _GRACE_S = 60.0
-_WITH_MODEL = ("sync", "step", "rollout", "colocated")
+_WITH_MODEL = ("sync", "step", "rollout", "colocated", "routing")
 _BF16 = "trainer.strategy=megatron trainer.compute_dtype=bfloat16"
 _SYNC = "rollout.engine.gpu_memory_utilization=0.5 rollout.engine.enforce_eager=true"
 _STEP = "rollout.engine.gpu_memory_utilization=0.8 rollout.engine.additional_config.shorter_by=4"
@@ -42,6 +42,7 @@ def commands() -> Iterator[tuple[int, str]]:
         yield world, f"train train-dense-{world} --only '{dense}'"
         if world > 1:
             yield world, f"train train-experts-{world} --only '*a3b*{world} GPUs*'"
+    yield 1, "routing routing-qwen3-a3b-8-layers qwen3-a3b-8-layers"
     yield from _publications()
     yield from _rollouts()
     yield from _colocated()

@@ -23,7 +23,7 @@ class Bare:
     def __init__(self, config: RolloutConfig, model: str, seed: int):
         from vllm import LLM
 
-        from services.rollout.engine import engine_arguments
+        from services.rollout.arguments import engine_arguments
 
         # The same weights as the service's, because the speed of a GPU's matrix products also depends on the values.
         vllm_s_own: dict[str, Any] = {

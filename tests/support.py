@@ -79,8 +79,8 @@ _OTHER_QWEN3: dict[str, dict[str, Any]] = {
 def make_model(directory: Path, kind: str) -> Path:
     """Writes a random model with a character tokenizer.
 
-    It is a Qwen3 model, `untied`, `tied`, `moe`, with 4 layers `deep`, or for GPUs, with the shape of the real one,
-    `qwen3-0.6b`; or it is of another family, `phi3` or `qwen2_moe`.
+    It is a Qwen3 model, `untied`, `tied`, `moe`, with 4 layers `deep` or `deep-moe`, or for GPUs, with the shape of the
+    real one, `qwen3-0.6b`; or it is of another family, `phi3` or `qwen2_moe`.
     """
     import torch
     from transformers import (
@@ -100,9 +100,9 @@ def make_model(directory: Path, kind: str) -> Path:
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # what is 1 or 0 everywhere hides a mistake in its place
                     parameter += 0.2 * torch.randn(parameter.shape)
-    elif kind == "moe":
-        experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, tie_word_embeddings=False))
+    elif kind in ("moe", "deep-moe"):
+        shape = _SHAPE | ({"num_hidden_layers": 4} if kind == "deep-moe" else {})
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **_EXPERTS, tie_word_embeddings=False))
     else:
         shape = _SHAPE | _OTHER_QWEN3.get(kind, {})
         model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=kind in ("tied", "qwen3-0.6b")))
@@ -155,6 +155,18 @@ def make_batch(num_groups: int, group_size: int, stamp: PolicyStamp, *, seed: in
                 }
             )
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def with_routes(samples: pa.Table, *, num_layers: int = 2) -> pa.Table:
+    """Returns the samples with random routes of the model kind `moe`: two different experts of four."""
+    random = np.random.default_rng(0)
+    routes = []
+    for row in samples.to_pylist():
+        num_rows = len(row["prompt_tokens"]) + len(row["tokens"]) - 1
+        order = random.random((num_rows, num_layers, _EXPERTS["num_experts"])).argsort(-1)
+        routes.append(order[..., : _EXPERTS["num_experts_per_tok"]].astype(np.uint8).tobytes())
+    index = samples.schema.get_field_index("routes")
+    return samples.set_column(index, samples.schema.field(index), pa.array(routes, pa.large_binary()))
 
 
 def free_port() -> int:

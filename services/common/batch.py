@@ -36,11 +36,20 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("turn_ends", pa.list_(pa.int32())),
         pa.field("turn_rewards", pa.list_(pa.float64())),
         pa.field("environment", pa.string()),
+        # The experts that the engine chose for each token but the last (common.routes); null if it returned none.
+        pa.field("routes", pa.large_binary()),
     ]
 )
 
 # Larger gRPC messages block the event loop; smaller ones cost more overhead per byte.
 FRAME_BYTES = 1 << 20
+
+
+def without_routes(samples: pa.Table) -> pa.Table:
+    """Returns `samples` with no routes in any row."""
+    index = samples.schema.get_field_index("routes")
+    field = samples.schema.field(index)
+    return samples.set_column(index, field, pa.nulls(samples.num_rows, field.type))
 
 
 def encode(table: pa.Table, *, frame_bytes: int = FRAME_BYTES) -> Iterator[bytes]:

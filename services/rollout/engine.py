@@ -10,12 +10,11 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, get_args
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import torch
 from lockstep.types.v1.types_pb2 import Completion, DeviceMemory, FinishReason, ModelCard, SamplingParams
 from vllm import SamplingParams as EngineSampling
-from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
@@ -25,15 +24,16 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
 from services.common.device_memory import DeviceState, changed, gib
-from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
+from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.model_card import write_model_card
+from services.common.routes import RouteShape
+from services.rollout.arguments import Needs, check_adapters_run, engine_arguments
 from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
-from services.rollout.compat.vllm.scheduler import scheduler
+from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
 from services.rollout.failures import log_size, see_log, start_failure
 from services.rollout.weights.adapter import adapter_request
 from services.rollout.weights.receiver import WeightReceiver
@@ -52,62 +52,6 @@ _ABORT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Says what the engine must be able to do in a run."""
-
-    adapter_rank: int = 0
-    """LoRA rank of adapters that are published beside a base; 0 if whole weights are published."""
-    can_sleep: bool = False
-    """Whether the engine must be able to free its memory."""
-
-
-def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: Needs = Needs()) -> dict[str, Any]:
-    """Returns the vLLM engine arguments; `config.engine` overrides all others."""
-    arguments: dict[str, Any] = {
-        "model": model_path,
-        "load_format": "dummy",  # the first publication fills in the weights
-        "skip_tokenizer_init": True,
-        "dtype": config.dtype if config.dtype != "auto" else "bfloat16",
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_samples,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "seed": seed,
-        # Log-probabilities of the distribution that is sampled from, temperature included. The trainer compares its own
-        # with these.
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
-        "scheduler_cls": f"{scheduler.__module__}.{scheduler.__qualname__}",
-        "disable_log_stats": True,
-    }
-    if torch.cuda.is_available():
-        # vLLM's default for LLM, with which whole batches of prompts start in few steps. AsyncLLM's is for low latency.
-        arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
-        if needs.can_sleep:
-            # vLLM takes this share of the GPU. The rest is for what stays of the trainer, such as its CUDA context.
-            arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": SHARED_UTILIZATION}
-    else:
-        arguments |= {
-            "dtype": config.dtype if config.dtype != "auto" else "float32",
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": 1 << 28,
-            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
-            # A part of a prompt with a seed ends vLLM's engine (seen with 0.32): it winds the random generator back,
-            # which torch cannot do on CPU. So a prompt is always computed as a whole.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
-        }
-    if needs.adapter_rank:
-        arguments |= {
-            "enable_lora": True,
-            "max_lora_rank": next(rank for rank in get_args(MaxLoRARanks) if rank >= needs.adapter_rank),
-            "max_loras": 1,
-            "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-        }
-    return arguments | config.engine
-
-
-@dataclass(frozen=True)
 class Sample:
     """One completion, and what the engine reports about its prompt."""
 
@@ -115,6 +59,8 @@ class Sample:
     prompt_tokens: Sequence[int]
     num_cached_tokens: int
     """Number of prompt tokens that were taken from the prefix cache."""
+    routes: bytes = b""
+    """The routes of all tokens but the last (services.common.routes); empty if there are none."""
 
 
 class Engine:
@@ -141,12 +87,14 @@ class Engine:
         self.samples_in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self.routes: RouteShape | None = None
+        """The shape of the routes that it returns; None if it returns none."""
         self.asleep: frozenset[str] = frozenset()
         """The parts of the engine, WEIGHTS and KV_CACHE, whose memory is freed."""
 
     @classmethod
     async def start(
-        cls, config: RolloutConfig, card: ModelCard, seed: int, on_death: Callable[[], None], needs: Needs = Needs()
+        cls, config: RolloutConfig, card: ModelCard, seed: int, on_death: Callable[[], None], needs: Needs
     ) -> "Engine":
         """Starts vLLM with dummy weights.
 
@@ -159,16 +107,24 @@ class Engine:
         write_model_card(card, Path(directory.name))
         os.environ["VLLM_RPC_BASE_PATH"] = directory.name  # vLLM never removes the sockets that it makes there
         try:
-            arguments = AsyncEngineArgs(**engine_arguments(config, directory.name, seed, needs))
+            made = engine_arguments(config, directory.name, seed, needs)
+            returning = returning_routes(made, is_gpu=torch.cuda.is_available()) if needs.routes else None
+            if returning:
+                keep_in_one_frame()
+            arguments = AsyncEngineArgs(**(returning or made))
             if needs.adapter_rank:
-                _check_adapters_run(arguments)
+                check_adapters_run(arguments)
             llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except (TypeError, ValueError) as error:  # vLLM raises these for unknown or invalid arguments
             message = " ".join(str(error).split())
             raise InvalidInput(f"rollout: vLLM refuses its arguments: {message}", field="rollout.engine") from error
         except RuntimeError as error:
             raise start_failure(error, begin) from error
-        return cls(llm, directory, on_death, adapter_request(directory.name) if needs.adapter_rank else None)
+        engine = cls(llm, directory, on_death, adapter_request(directory.name) if needs.adapter_rank else None)
+        if returning:
+            engine.routes = needs.routes
+            await engine.call_workers(WeightReceiver.lockstep_record_routes)
+        return engine
 
     @property
     def num_workers(self) -> int:
@@ -231,7 +187,8 @@ class Engine:
             finish_reason=_FINISH[result.finish_reason],
             seed=seed,
         )
-        return Sample(completion, output.prompt_token_ids or (), output.num_cached_tokens or 0)
+        routes = self._routes(output) if sampling.return_routes else b""
+        return Sample(completion, output.prompt_token_ids or (), output.num_cached_tokens or 0, routes)
 
     async def call_workers(
         self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments
@@ -304,6 +261,24 @@ class Engine:
         await asyncio.to_thread(self._llm.shutdown, timeout=0)
         self._directory.cleanup()
 
+    def _routes(self, output: RequestOutput) -> bytes:
+        """Returns the routes of a sample; none if the engine returns none.
+
+        Raises:
+            InternalError: vLLM returned none, or those of other tokens.
+        """
+        if self.routes is None:
+            return b""
+        routes_TLK = output.outputs[0].routed_experts
+        num_tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
+        if routes_TLK is None or len(routes_TLK) != num_tokens:
+            found = "no routes" if routes_TLK is None else f"routes of {len(routes_TLK)} tokens"
+            raise InternalError(f"vLLM returned {found} for a sample that it read {num_tokens} tokens of")
+        try:
+            return self.routes.encode(routes_TLK)
+        except ValueError as error:
+            raise InternalError(f"vLLM returned routes of another model: {error}") from error
+
     async def _load_tokenizer(self) -> None:
         async with self._loading_tokenizer:
             if self._has_tokenizer:
@@ -359,14 +334,6 @@ def _require_fit(part: str, fits: Sequence[Fit]) -> None:
                 reason=Reason.OUT_OF_MEMORY,
                 **fit,
             )
-
-
-def _check_adapters_run(arguments: AsyncEngineArgs) -> None:
-    if not torch.cuda.is_available() and arguments.create_model_config().is_moe:
-        raise InvalidInput(
-            "trainer.lora.publish: with adapters vLLM computes experts in Triton, which needs a GPU; use merged",
-            field="trainer.lora.publish",
-        )
 
 
 def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:

@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
+from services.common.route_parts import to_parts
+from services.common.routes import route_shape
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.stamps import require_stamp, show
@@ -20,8 +22,9 @@ from services.common.token_hash import tokens_sha256
 from services.common.transfer import seal
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
+from services.rollout.arguments import Needs
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
-from services.rollout.engine import Engine, Needs, Sample
+from services.rollout.engine import Engine, Sample
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
 from services.rollout.weights.receiver import WeightReceiver
 
@@ -72,7 +75,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if self._counts:
             config = with_statistics(config)
         run = OpenedRun(request.run_id, hashlib.sha256(request.config_json.encode()).hexdigest())
-        needs = Needs(adapter_rank=request.adapter_rank, can_sleep=request.can_sleep)
+        routes = route_shape(request.model_card.files["config.json"]) if request.return_routes else None
+        needs = Needs(adapter_rank=request.adapter_rank, can_sleep=request.can_sleep, routes=routes)
         async with self._changing:
             self._fence.take_over(request.run_id)
             if self._engine and (self._run, self._needs) != (run, needs):
@@ -81,7 +85,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 on_death = lambda: self._fail("the engine died")  # noqa: E731
                 self._engine = await Engine.start(config, request.model_card, request.seed, on_death, needs)
                 self._run, self._needs, self._max_samples = run, needs, config.max_samples
-        return rollout_pb2.OpenRunResponse(num_workers=self._engine.num_workers, max_samples=self._max_samples)
+        return rollout_pb2.OpenRunResponse(
+            num_workers=self._engine.num_workers,
+            max_samples=self._max_samples,
+            returns_routes=self._engine.routes is not None,
+        )
 
     @shielded
     async def CloseRun(self, request: rollout_pb2.CloseRunRequest, context: Context) -> rollout_pb2.CloseRunResponse:
@@ -95,13 +103,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         engine, stamp = self._open_engine(), self._served(request.expected_stamp)
 
-        async def answer(prompt: rollout_pb2.Prompt, tasks: list[asyncio.Task[Sample]]) -> rollout_pb2.GenerateResponse:
+        async def answer(
+            prompt: rollout_pb2.Prompt, tasks: list[asyncio.Task[Sample]]
+        ) -> list[rollout_pb2.GenerateResponse]:
             samples = await asyncio.gather(*tasks)
             # Answer with the current stamp, not with the requested one, because the caller compares the two.
             if self._stamp is None or self._stamp != stamp:
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
             self._metrics.tokens.inc(sum(len(sample.completion.tokens) for sample in samples))
-            return seal(request, _group(prompt.prompt_id, samples, self._stamp))
+            group = _group(prompt.prompt_id, samples, self._stamp)
+            return [seal(request, message) for message in (*_routes(group, samples), group)]
 
         tasks = [
             [asyncio.create_task(engine.sample(prompt.tokens, seed, request.sampling)) for seed in prompt.seeds]
@@ -111,7 +122,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             with self._fence.guarding():  # another run would close the engine
                 for finished in asyncio.as_completed(list(map(answer, request.prompts, tasks))):
-                    yield await finished
+                    for message in await finished:
+                        yield message
         finally:
             self._num_generating -= 1
             for task in itertools.chain(*tasks):  # if the caller is gone or a group failed, abort the rest
@@ -280,3 +292,11 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
         prompt_sha256=tokens_sha256(seen),
         num_cached_tokens=sum(sample.num_cached_tokens for sample in samples),
     )
+
+
+def _routes(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> list[rollout_pb2.GenerateResponse]:
+    """Returns the messages with the group's routes, which come before the group itself; none if it has none."""
+    if not any(sample.routes for sample in samples):
+        return []
+    parts = to_parts([sample.routes for sample in samples])
+    return [rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp, routes=[part]) for part in parts]

@@ -109,6 +109,19 @@ class AddsBlocks(Protocol):
 
 
 @runtime_checkable
+class ReplaysRoutes(Protocol):
+    """A backend that computes packs that have routes with the experts that these name."""
+
+    def replayed(self) -> torch.Tensor:
+        """Returns counts of the last `accumulate` or `accumulate_block`, float64 [2], summed over all ranks.
+
+        The first is the number of pairs of a token and a layer whose experts were replayed, the second the number of
+        these experts that the router would have chosen too.
+        """
+        ...
+
+
+@runtime_checkable
 class SeveralSenders(Protocol):
     """A backend whose ranks can share the sending of a publication because they hold different weights."""
 

@@ -1,5 +1,6 @@
 """The on-policy contract of the trainer: what a call must name, and what its samples must carry."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,10 +10,11 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.routes import RouteShape, route_shape
 from services.common.stamps import require_stamp
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
-from services.trainer.ranks.shards import check_samples, vocab_size_of
+from services.trainer.ranks.shards import check_routes, check_samples, vocab_size_of
 
 ROLES: Mapping[int, Role] = {
     pb.ROLE_UNSPECIFIED: Role.POLICY,
@@ -32,6 +34,16 @@ class OpenRole:
     data_ranks: Sequence[int]  # for each rank, the index of the samples that it gets
     state: TrainState
     digest: str = ""  # of the weights as they were published; empty if they have changed since
+
+    @property
+    def config_json(self) -> bytes:
+        """Returns the model's config.json."""
+        return self.opened.model_card.files["config.json"]
+
+    @functools.cached_property
+    def routes(self) -> RouteShape | None:
+        """Returns the shape of the model's routes, if all of its layers have experts."""
+        return route_shape(self.config_json)
 
     @property
     def stamp(self) -> types_pb2.PolicyStamp:
@@ -73,7 +85,7 @@ def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, held: 
         PreconditionFailed: A stamp or a version is not the one that is held.
     """
     check_header(header)
-    check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
+    check_values(samples, held)
     if role is Role.POLICY and held.config.loss.kind == "sft":
         _require_version(header.expected_stamp.version, held)  # the samples come from a data set, not from a policy
         return
@@ -107,6 +119,16 @@ def _drawn_stamp(header: pb.TrainHeader, held: OpenRole) -> types_pb2.PolicyStam
     published = types_pb2.PolicyStamp(version=drawn.version, digest=digest)
     require_stamp(drawn, published, who="among its last publications the trainer")
     return published
+
+
+def check_values(samples: pa.Table, held: OpenRole) -> None:
+    """Checks the values of all columns that the ranks get.
+
+    Raises:
+        InvalidInput: A column is invalid.
+    """
+    check_samples(samples, vocab_size=vocab_size_of(held.config_json))
+    check_routes(samples, held.routes)
 
 
 def check_header(header: pb.TrainHeader) -> None:

@@ -31,12 +31,20 @@ from services.trainer.backend import Part, Role
 from services.trainer.blocks import BlockReader, BlockTraining, OpenStream
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
-from services.trainer.contract import OpenRole, check_contract, check_header, check_temperature, replay, role_of
+from services.trainer.contract import (
+    OpenRole,
+    check_contract,
+    check_header,
+    check_temperature,
+    check_values,
+    replay,
+    role_of,
+)
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
 from services.trainer.ranks.network import published_host
 from services.trainer.ranks.publish import highest_cost
-from services.trainer.ranks.shards import check_samples, forward_parts, train_parts, vocab_size_of
+from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import CONFIGS, Worker
 from services.trainer.released import Released
 
@@ -105,9 +113,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         held = self._require_open(self._stand_in(role))
         self._released.require_here(self._stand_in(role), Part.PARAMETERS)
         check_temperature(header.temperature)
-        check_samples(samples, vocab_size=vocab_size_of(held.opened.model_card.files["config.json"]))
+        check_values(samples, held)
         data_ranks = held.data_ranks
-        parts, order = forward_parts(samples, held.config, max(data_ranks) + 1)
+        parts, order = forward_parts(samples, held.config, max(data_ranks) + 1, role)
         answers = await self._ranks.call(
             Worker.forward, [parts[rank] for rank in data_ranks], role=role, temperature=header.temperature
         )

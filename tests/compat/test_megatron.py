@@ -33,6 +33,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
@@ -42,6 +44,7 @@ from services.trainer.compat.megatron.cpu_modules import RMSNorm, SDPAttention, 
 from services.trainer.compat.megatron.groups import NO_GROUPS, current_groups, set_groups
 from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, set_class, take_apart
 from services.trainer.compat.megatron.optimizer import share_hybrid, take_range
+from services.trainer.compat.megatron.router import _Replay
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the shim does nothing")
 MEGATRON = Path(inspect.getfile(parallel_state)).parent
@@ -267,3 +270,32 @@ def test_tensors_that_this_rank_writes_go_to_torch_by_their_keys() -> None:
     own = ShardedTensor.from_rank_offsets("own", torch.ones(2))
     replica = ShardedTensor.from_rank_offsets("replica", torch.ones(2), replica_id=1)
     assert list(torch_tensors({"model": {"a": own, "b": replica}})) == ["own"]
+
+
+# ---- router
+
+
+def test_megatrons_router_asks_its_replay_for_experts_and_scores() -> None:
+    router = inspect.getsource(TopKRouter)
+    assert "self.router_replay = None" in router and "router_replay=self.router_replay" in router
+    scores = moe_utils.topk_routing_with_score_function
+    logits = torch.tensor([[1.0, 2.0, 3.0, 0.5], [4.0, 0.0, 1.0, 2.0]], requires_grad=True)
+    own, given = [[2, 1], [0, 3]], torch.tensor([[3, 0], [1, 2]])
+    asked = []
+    replay = _Replay(lambda experts: asked.append(experts.tolist()) or given)
+    probs, chosen = scores(logits, 2, use_pre_softmax=False, router_replay=replay)
+    assert asked == [own]
+    assert chosen.tolist() == [[True, False, False, True], [False, True, True, False]]
+    assert torch.allclose(probs.gather(1, given), logits.gather(1, given).softmax(-1))
+    probs.square().sum().backward()
+    assert (logits.grad != 0).tolist() == chosen.tolist()
+
+
+def test_a_fused_router_would_not_ask() -> None:
+    body = inspect.getsource(moe_utils.topk_routing_with_score_function)
+    assert body.index("return fused_topk_with_score_function(") < body.index("router_replay.get_replay_topk")
+
+
+def test_megatrons_own_replay_is_one_list_for_all_roles() -> None:
+    assert RouterReplay.global_router_replay_instances == []  # else use it
+    assert names(RouterReplay.get_replay_topk) == names(_Replay.get_replay_topk)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from services.common.compat.torch import allreduce, broadcast, copy_all, gloo_group
 from services.rollout.compat.torch import OperatorWatch, writes_input
-from services.trainer.compat.torch import CallableParameters, HostMemory, is_persistent, storage_id
+from services.trainer.compat.torch import CallableParameters, HostMemory, is_in_backward, is_persistent, storage_id
 
 TIMEOUT = timedelta(seconds=7)
 
@@ -89,6 +90,21 @@ def test_allocations_are_recorded_with_these_arguments() -> None:
     arguments = inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert {"enabled", "stacks", "max_entries", "clear_history"} <= arguments.keys()
     assert all(p.default is not p.empty for p in inspect.signature(torch.cuda.memory._snapshot).parameters.values())
+
+
+def test_a_backward_pass_is_noticed_also_inside_of_checkpoints() -> None:
+    seen: list[bool] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_in_backward())
+        return x.exp()
+
+    for reentrant in (False, True):
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [False, True, False, True]
+    assert not is_in_backward()
+    assert not hasattr(torch.autograd, "is_in_backward")  # else use that
 
 
 def test_a_storage_keeps_its_number_without_memory() -> None:

@@ -1,9 +1,10 @@
 """What the trainer uses inside transformers is there."""
 
+import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from services.trainer.compat.transformers import ignored_tensors
+from services.trainer.compat.transformers import ignored_tensors, routers, set_choice
 
 
 def test_a_model_says_which_tensors_it_leaves_out() -> None:
@@ -17,3 +18,38 @@ def test_a_model_says_which_tensors_it_leaves_out() -> None:
 
 def test_no_public_name_says_it() -> None:
     assert not hasattr(Qwen3ForCausalLM, "keys_to_ignore_on_load_unexpected")  # else use that
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_router_computes_with_the_experts_that_it_is_given(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **SMALL, num_key_value_heads=2, num_experts_per_tok=2)
+    found = routers(AutoModelForCausalLM.from_config(config))
+    assert len(found) == 2
+    with torch.no_grad():
+        found[0].weight.normal_()
+    hidden = torch.randn(5, 16)
+    logits, own_scores, own = found[0](hidden)
+    given = own.flip(-1) if kind == "mixtral" else own.roll(1, 0)
+    set_choice(found[0], lambda seen: given if torch.equal(seen, own) else seen)
+    _, scores, experts = found[0](hidden)
+    assert torch.equal(experts, given)
+    if kind == "mixtral":
+        assert torch.allclose(scores, own_scores.flip(-1))
+    else:
+        every = logits.softmax(-1).gather(-1, given)
+        is_normalized = found[0].norm_topk_prob
+        assert torch.allclose(scores, every / every.sum(-1, keepdim=True) if is_normalized else every)
+    scores.sum().backward()
+    assert is_finite_gradient(found[0].weight)
+
+
+def is_finite_gradient(weight: torch.Tensor) -> bool:
+    return weight.grad is not None and bool(weight.grad.isfinite().all())
+
+
+def test_a_dense_model_has_no_routers() -> None:
+    with torch.device("meta"):
+        assert routers(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1))) == []

@@ -25,7 +25,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod, routed_experts_capturer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 from vllm.utils.system_utils import get_mp_context
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -49,7 +50,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
-from services.rollout.compat.vllm import engine_fork, memory, reload
+from services.rollout.compat.vllm import engine_fork, memory, reload, routes
 from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.scheduler import kind_of
 from services.rollout.compat.vllm.worker import rank_of
@@ -287,3 +288,56 @@ def test_on_cpu_experts_are_packed_only_before_they_have_a_kernel() -> None:
 
 def test_on_cpu_a_layer_keeps_a_packed_copy_of_its_weight() -> None:
     assert "layer.cpu_linear = " in inspect.getsource(layer_utils.dispatch_cpu_unquantized_gemm)
+
+
+# ---- routes
+
+
+def test_this_vllm_returns_routes_on_cpu_through_the_hook_only() -> None:
+    eager = {"enforce_eager": True, "additional_config": {"mine": 1}}
+    hooked = routes.returning_routes(eager, is_gpu=False)
+    assert hooked is not None and hooked["additional_config"] == {"mine": 1, "lockstep_routes": True}
+    assert eager["additional_config"] == {"mine": 1}
+    assert routes.are_hooked(SimpleNamespace(additional_config=hooked["additional_config"]))
+    assert not routes.are_hooked(SimpleNamespace(additional_config={}))
+    for refused in (
+        {},
+        {"enforce_eager": True, "pipeline_parallel_size": 2},
+        {"enforce_eager": True, "data_parallel_size": 2},
+    ):
+        assert routes.returning_routes(refused, is_gpu=False) is None
+
+
+def test_vllms_own_routes_are_asked_for_with_an_argument_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "enable_return_routed_experts" in {field.name for field in fields(AsyncEngineArgs)}
+    assert "VLLM_MSGPACK_ZERO_COPY_THRESHOLD" in vllm.envs.environment_variables
+    monkeypatch.setattr(routes, "require_version", lambda _: "0.26.0")
+    assert routes.returning_routes({}, is_gpu=True) == {"enable_return_routed_experts": True}
+    assert routes.returning_routes({"enforce_eager": True}, is_gpu=False) is None
+    monkeypatch.setattr(routes, "require_version", lambda _: "0.32.0")
+    assert routes.returning_routes({}, is_gpu=True) is None
+
+
+def test_vllms_recorder_is_called_with_a_layer_and_experts() -> None:
+    assert names(routed_experts_capturer.bind_routed_experts_capturer) == ["model", "capturer"]
+    assert names(routed_experts_capturer.RoutedExpertsCapturer.capture)[1:] == names(routes._Recorder.capture)[1:]
+    assert "partial(capturer.capture, module.layer_id)" in inspect.getsource(routed_experts_capturer)
+
+
+def test_a_scheduler_frees_the_slots_of_a_request_here_only() -> None:
+    assert "self._free_request(request)" in inspect.getsource(Scheduler.update_from_output)
+    assert names(Scheduler._free_request)[:2] == ["self", "request"]
+    assert names(KVCacheManager.get_block_ids) == ["self", "request_id"]
+    assert "routed_experts" in {field.name for field in msgspec.structs.fields(EngineCoreOutput)}
+
+
+def test_experts_are_written_to_the_slots_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = np.full((8, 2, 2), 9, np.uint8)
+    mapping = {"layers.0": torch.tensor([5, 2, -1, 0])}
+    monkeypatch.setattr(routes, "get_forward_context", lambda: SimpleNamespace(slot_mapping=mapping))
+    routes._Recorder(slots).capture(1, torch.tensor([[1, 2], [3, 0], [7, 7]]))
+    assert slots[5, 1].tolist() == [1, 2] and slots[2, 1].tolist() == [3, 0]
+    assert (slots != 9).sum() == 4
+    mapping.clear()
+    routes._Recorder(slots).capture(1, torch.tensor([[1, 2]]))
+    assert (slots != 9).sum() == 4

@@ -58,9 +58,9 @@ def make_sums(directory: Path) -> None:
     assert made.exit_code == 0, made.output
 
 
-def make_workspace(directory: Path, **overrides: object) -> Path:
+def make_workspace(directory: Path, *, kind: str = "untied", **overrides: object) -> Path:
     """A directory with model, data, scorer and run.yaml: steps of a second or two, a group of 4 at once."""
-    make_model(directory / "model", "untied")
+    make_model(directory / "model", kind)
     make_sums(directory / "data")
     (directory / "gate.py").write_text(_GATE)
     config = {

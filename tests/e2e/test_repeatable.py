@@ -19,7 +19,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "trainer": {**TRAINER, "strategy": "megatron", "lora": {"rank": 4}, "loss": {"kl_coef": 0.1}},
         "critic": {"optim": {"lr": 1e-2}},
     },
-    "FSDP: GRPO with a KL loss": {"trainer": {**TRAINER, "loss": {"kl_coef": 0.1}}},
+    "FSDP: experts, and GRPO with a KL loss": {"trainer": {**TRAINER, "loss": {"kl_coef": 0.1}}},
 }
 
 
@@ -34,7 +34,8 @@ def digests(directory: Path) -> list[str]:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_two_runs_are_equal_to_the_last_bit(config: str, tmp_path: Path, lent: Sequence[str]):
     settings = {"num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {"export_at_end": False}}
-    workspace = make_workspace(tmp_path, model=str(tmp_path / "model"), **settings, **CONFIGS[config])
+    kind = "moe" if "experts" in config else "untied"
+    workspace = make_workspace(tmp_path, kind=kind, model=str(tmp_path / "model"), **settings, **CONFIGS[config])
     found = []
     for _ in range(2):
         with LockstepRun(workspace, *lent) as run:
@@ -47,6 +48,10 @@ def test_two_runs_are_equal_to_the_last_bit(config: str, tmp_path: Path, lent: S
     (first, first_numbers, first_batches), (second, second_numbers, second_batches) = found
     assert first == second
     assert first_numbers == second_numbers
+    # In float32 the trainer's routers choose what the engine chose.
+    agreements = [row["train/moe_route_agreement"] for row in first_numbers if "train/moe_route_agreement" in row]
+    assert agreements == ([1.0] * NUM_STEPS if kind == "moe" else [])
     for one, other in zip(first_batches, second_batches, strict=True):
         assert one["ref_logprobs"].null_count == 0
+        assert one["routes"].null_count == (0 if kind == "moe" else one.num_rows)
         assert one.equals(other)

@@ -3,9 +3,11 @@
 import asyncio
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from lockstep.rollout.v1 import rollout_pb2 as pb
@@ -58,11 +60,22 @@ class Replica:
     page: str = ""
 
     async def open(
-        self, model: Path, run_id: str, *, adapter_rank: int = 0, can_sleep: bool = False, **config: object
+        self,
+        model: Path,
+        run_id: str,
+        *,
+        adapter_rank: int = 0,
+        can_sleep: bool = False,
+        return_routes: bool = False,
+        **config: object,
     ) -> pb.OpenRunResponse:
-        config_json, card = json.dumps({"max_model_len": MAX_MODEL_LEN} | config), read_model_card(model)
         request = pb.OpenRunRequest(
-            run_id=run_id, config_json=config_json, model_card=card, adapter_rank=adapter_rank, can_sleep=can_sleep
+            run_id=run_id,
+            config_json=json.dumps({"max_model_len": MAX_MODEL_LEN} | config),
+            model_card=read_model_card(model),
+            adapter_rank=adapter_rank,
+            can_sleep=can_sleep,
+            return_routes=return_routes,
         )
         return await self.client.call(RolloutService.OpenRun, request, timeout_s=1200, wait_for_ready=True)
 
@@ -94,13 +107,19 @@ class Replica:
         seeds: Sequence[int] = (0,),
         **sampling: object,
     ) -> list[pb.GenerateResponse]:
-        """The finished groups in the order of `prompts`."""
+        """The finished groups in the order of `prompts`, with all their routes."""
         request = pb.GenerateRequest(
             expected_stamp=stamp,
             prompts=[pb.Prompt(prompt_id=str(i), tokens=p, seeds=seeds) for i, p in enumerate(prompts)],
             sampling=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | sampling),
         )
-        answers = [answer async for answer in self.client.stream(RolloutService.Generate, request, timeout_s=1200)]
+        answers, routes = [], defaultdict(list)
+        async for answer in self.client.stream(RolloutService.Generate, request, timeout_s=1200):
+            routes[answer.prompt_id].extend(answer.routes)
+            if answer.completions:
+                answers.append(answer)
+        for answer in answers:
+            answer.routes.extend(routes[answer.prompt_id])
         assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
         return sorted(answers, key=lambda answer: int(answer.prompt_id))
 
@@ -130,7 +149,7 @@ class Stack:
     epoch: int = 0
     members: list[Replica] = field(default_factory=list)
 
-    async def open(self, model: Path, trainer_config: dict[str, object], *, adapter_rank: int = 0) -> None:
+    async def open(self, model: Path, trainer_config: dict[str, object], **needs: Any) -> None:
         self.run_id = f"stack-{next(_run_numbers)}"
         request = trainer_pb2.OpenRunRequest(
             run_id=self.run_id,
@@ -140,7 +159,7 @@ class Stack:
         )
         self.opened, *_ = await asyncio.gather(
             self.trainer.call(TrainerService.OpenRun, request, timeout_s=1200, wait_for_ready=True),
-            *(replica.open(model, self.run_id, adapter_rank=adapter_rank) for replica in self.replicas),
+            *(replica.open(model, self.run_id, **needs) for replica in self.replicas),
         )
 
     async def publish(self, version: int) -> PolicyStamp:

@@ -21,7 +21,7 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
-from tests.support import make_batch
+from tests.support import make_batch, with_routes
 
 KINDS = ("untied", "tied", "moe")
 # eps is large against the second moment's root: Adam divides by it, and would otherwise blow the rounding of a tiny
@@ -43,6 +43,9 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "untied-reduced-each": ("untied", SMALL | {"fsdp": {"reduce_each_microbatch": True}}),
     "recompute": ("untied", SMALL | {"gradient_checkpointing": True}),
     "sum-norm": ("untied", SMALL | {"loss": {"aggregation": "seq_mean_token_sum_norm", "norm_tokens": 20}}),
+    "routes-large": ("moe", {}),
+    "routes-small": ("moe", SMALL),
+    "routes-recompute": ("moe", SMALL | {"gradient_checkpointing": True}),
     "full-large": ("untied", {"num_minibatches": 2, "loss": FULL_LOSS}),
     "full-small": ("untied", SMALL | {"num_minibatches": 2, "loss": FULL_LOSS}),
 }
@@ -56,6 +59,11 @@ def samples(seed: int = 0) -> pa.Table:
     reference = [[x + float(random.normal(0, 0.3)) for x in row] for row in table["logprobs"].to_pylist()]
     index = table.schema.get_field_index("ref_logprobs")
     return table.set_column(index, table.schema.field(index), pa.array(reference, pa.list_(pa.float32())))
+
+
+def batch_of(name: str) -> pa.Table:
+    """The samples that the scenario `name` trains on."""
+    return with_routes(samples()) if name.startswith("routes") else samples()
 
 
 def config(changes: Mapping[str, Any] = {}) -> TrainerConfig:
@@ -141,7 +149,7 @@ def run_all(harness: Harness, directory: Path) -> None:
     """Every scenario of UPDATES, then `_resume`."""
     for name, (kind, changes) in UPDATES.items():
         harness.open(kind, changes)
-        gradients, metrics = harness.gradients_of(samples())
+        gradients, metrics = harness.gradients_of(batch_of(name))
         after = harness.parameters()
         if harness.rank == 0:
             write(directory, f"{name}-gradients", gradients, metrics)

@@ -17,7 +17,7 @@ def main(out: Path, base: str, adapters: list[str]) -> None:
     from vllm.lora.request import LoRARequest
 
     from services.common.config.rollout import RolloutConfig
-    from services.rollout.engine import engine_arguments
+    from services.rollout.arguments import engine_arguments
 
     engine = {"load_format": "auto", "enable_lora": True, "max_lora_rank": 8}
     config = RolloutConfig(max_model_len=128, max_samples=8, engine=engine)

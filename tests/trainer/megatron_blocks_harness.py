@@ -7,6 +7,7 @@ DIRECTORY/NAME-{whole,off,on}.{safetensors,json}.
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from services.common.blocks import blocks_of, trained_tokens
 from services.trainer.ranks.shards import block_parts
+from tests.support import with_routes
 from tests.trainer.fsdp_harness import FULL_LOSS, TEMPERATURE, samples, write
 from tests.trainer.megatron_harness import (
     CP,
@@ -49,6 +51,7 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
         yield f"untied-{name}-kl", _layout("untied", 2, megatron, KL)
         yield f"untied-{name}-lora", _layout("untied", 2, megatron, LORA | KL)
     yield "moe-ep2", _layout("moe", 2, EP)
+    yield "routed-pp2", replace(_layout("moe", 2, PP, {"gradient_checkpointing": True}), has_routes=True)
     yield "deep-vpp2", _layout("deep", 2, PP | VPP)
     yield "untied-dp2-plain", _layout("untied", 2, {"use_distributed_optimizer": False})
     yield "untied-dp2-overlap", _layout("untied", 2, OVERLAP)
@@ -70,7 +73,7 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
         harness.open(LAYOUTS[name])
         metrics = []
         for seed in range(NUM_UPDATES):
-            batch = samples(seed)
+            batch = with_routes(samples(seed)) if LAYOUTS[name].has_routes else samples(seed)
             if mode == "whole":
                 metrics.append(harness.train(batch, version=seed))
             else:

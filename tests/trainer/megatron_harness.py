@@ -30,6 +30,7 @@ from services.common.megatron.layout import data_parallel_size
 from services.trainer.backend import Role
 from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
+from tests.support import with_routes
 from tests.trainer.fsdp_harness import BASE, FULL_LOSS, TEMPERATURE, samples, write
 
 # Three micro-batches on one data-parallel rank, two on each of two.
@@ -83,6 +84,8 @@ class Layout:
     align: int = 1
     """All sequences of the batches have a multiple of this many tokens."""
     num_updates: int = 2
+    has_routes: bool = False
+    """The samples have routes, which are not those that the routers would choose."""
     has_broken_norms: bool = False
     """The gradients of the norms are not summed over the tensor-parallel ranks."""
 
@@ -120,7 +123,30 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
     yield "deep-vpp2", Layout("deep", 2, PP | VPP, SMALL, "deep-1")
     yield "deep-vpp2-unpacked", Layout("deep", 2, PP | VPP | UNPACKED, SMALL, "deep-1")
     yield "deep-vpp2-tp2", Layout("deep", 4, TP | PP | VPP, SMALL, "deep-1")
+    yield from _routed()
     yield from _options()
+
+
+def _routed() -> Iterator[tuple[str, Layout]]:
+    """Replayed routes, in every layout that cuts tokens or layers, or computes them again."""
+    recompute = SMALL | {"gradient_checkpointing": True}
+    splits: dict[str, tuple[int, dict[str, Any]]] = {
+        "1": (1, {}),
+        "tp2": (2, TP),
+        "cp2": (2, CP),
+        "ep2": (2, EP),
+        "cp2-unpacked": (2, CP | UNPACKED),
+        "ep2-pp2": (4, EP | PP),
+    }
+    yield "routed-1", Layout("moe", 1, has_routes=True)
+    for name, (world, megatron) in splits.items():
+        yield f"routed-{name}-small", Layout("moe", world, megatron, SMALL, "routed-1", has_routes=True)
+    for name, megatron in (("recompute", {}), ("recompute-selective", SELECTIVE)):
+        yield f"routed-1-{name}", Layout("moe", 1, megatron, recompute, "routed-1-small", has_routes=True)
+    # Between the forward pass of a micro-batch and its recomputation, a pipeline computes others.
+    yield "routed-pp2-again", Layout("moe", 2, PP, recompute, "routed-1", has_routes=True)
+    yield "routed-deep-1", Layout("deep-moe", 1, {}, SMALL, has_routes=True)
+    yield "routed-deep-vpp2-again", Layout("deep-moe", 2, PP | VPP, recompute, "routed-deep-1", has_routes=True)
 
 
 def _options() -> Iterator[tuple[str, Layout]]:
@@ -289,7 +315,11 @@ class MegatronHarness:
 def run(harness: MegatronHarness, name: str, directory: Path) -> None:
     """Log-probabilities and weights before and after some updates; between the updates nothing asks for the weights."""
     layout = (LAYOUTS | FAMILY_LAYOUTS)[name]
-    batch = functools.partial(aligned_samples, align=layout.align)
+
+    def batch(seed: int) -> pa.Table:
+        table = aligned_samples(seed, layout.align)
+        return with_routes(table, num_layers=4 if layout.kind == "deep-moe" else 2) if layout.has_routes else table
+
     harness.open(layout)
     num_threads, num_files = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
     here = [harness.bytes_here()]

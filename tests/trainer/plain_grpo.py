@@ -1,5 +1,6 @@
 """Losses as the papers write them: float64, one sample at a time, plain torch. What the trainer is compared with."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,26 @@ class Result:
 def score(model: torch.nn.Module, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of each completion token."""
     prompt, completion = row["prompt_tokens"], row["tokens"]
+    if row.get("routes"):
+        _replay(model, row["routes"], len(prompt) + len(completion))
     logits = model(input_ids=torch.tensor([prompt + completion])).logits[0] / temperature
     logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
     return logprobs[range(len(completion)), completion], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def _replay(model: torch.nn.Module, routes: bytes, num_tokens: int) -> None:
+    """Makes the routers choose `routes`, which are of one byte, in the next forward; the last token's are arbitrary."""
+    layers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    read = torch.frombuffer(bytearray(routes), dtype=torch.uint8).long().view(num_tokens - 1, len(layers), -1)
+    chosen = torch.cat([read, read[-1:]])
+    for number, gate in enumerate(layers):
+        gate.forward = functools.partial(_gate, gate, chosen[:, number])
+
+
+def _gate(gate: Any, experts: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
+    scores = logits.softmax(-1).gather(-1, experts)
+    return logits, scores / scores.sum(-1, keepdim=True) if gate.norm_topk_prob else scores, experts
 
 
 def update(directory: Path, rows: Sequence[Row], config: TrainerConfig, temperature: float) -> Result:

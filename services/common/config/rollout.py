@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from services.common.config.base import Strict
 
@@ -66,4 +66,14 @@ class RolloutConfig(Strict):
     max_samples: int = Field(default=256, ge=1)
     """Maximum number of samples that one engine generates concurrently (vLLM max_num_seqs)."""
     engine: dict[str, Any] = Field(default={})
-    """Additional vLLM engine arguments, passed through unchanged."""
+    """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused."""
+
+    @field_validator("engine")
+    @classmethod
+    def _no_speculation(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        if engine.get("speculative_config"):
+            raise ValueError(
+                "speculative_config is refused: vLLM 0.32 on CPU returns NaN as the log-probability of drafted tokens, "
+                "and on GPUs they have not been compared with the trainer's; leave it out"
+            )
+        return engine

@@ -269,6 +269,21 @@ class Config(Strict):
             )
         return self
 
+    @property
+    def wants_routes(self) -> bool:
+        """Whether the engines are asked for the experts that they choose. vLLM returns none of a sample that ends at a
+        stop string."""
+        return self.trainer.replays_routes and not self.rollout.sampling.stop
+
+    @model_validator(mode="after")
+    def _routes_are_returned(self) -> Self:
+        if self.trainer.moe.replay_routes == "on" and self.rollout.sampling.stop:
+            raise ValueError(
+                "trainer.moe.replay_routes on: vLLM returns no routes of a sample that ends at a stop string; leave "
+                "rollout.sampling.stop out, or set trainer.moe.replay_routes to auto"
+            )
+        return self
+
     @model_validator(mode="after")
     def _samples_vary(self) -> Self:
         if not self.rollout.sampling.temperature > 0:

@@ -67,6 +67,7 @@ class Stream:
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    routes: bytearray = field(default_factory=bytearray)
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -78,8 +79,13 @@ class Stream:
         """Returns the number of tokens that the engine has seen, as prompts or by sampling them."""
         return len(self.prompt) + (self.ends[-1] if self.ends else 0)
 
-    def add_turn(self, completion: Completion) -> None:
-        """Appends a sampled turn."""
+    def add_turn(self, completion: Completion, routes: bytes = b"") -> None:
+        """Appends a sampled turn, and the routes of the tokens that have none yet.
+
+        `routes` are those of all tokens up to here but the last. Tokens of earlier turns keep the routes that they were
+        sampled with.
+        """
+        self.routes += routes[len(self.routes) :]
         self.begins.append(len(self.tokens))
         self.tokens.extend(completion.tokens)
         self.logprobs.extend(completion.logprobs)

@@ -31,6 +31,8 @@ class SampledGroup:
     """Sum over the completions of the prompt tokens that the engine took from its prefix cache."""
     episodes: Sequence[Episode] = field(default=(), kw_only=True)
     """The episode of each completion; empty without an environment."""
+    routes: Sequence[bytes] = field(default=(), kw_only=True)
+    """The routes of each completion with its prompt (common.routes); empty if the engine returned none."""
 
     def episode(self, sample: int) -> Episode | None:
         """Returns the episode of a completion; None without an environment."""
@@ -93,6 +95,7 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
             "scorer": group.scorer,
             "seed": completion.seed,
             **(vars(group.episodes[sample]) if group.episodes else {}),
+            **({"routes": group.routes[sample]} if group.routes else {}),
             **{name: rows[sample] for name, rows in group.columns.items()},
         }
         for group in sorted(groups, key=lambda g: g.index)

@@ -82,4 +82,5 @@ class Collector:
             top_p=draw.sampling.top_p,
             top_k=draw.sampling.top_k,
             min_p=draw.sampling.min_p,
+            return_routes=not draw.keep_failed,  # an evaluation trains on nothing
         )

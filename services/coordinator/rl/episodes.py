@@ -35,6 +35,7 @@ class _Played:
     completion: Completion
     episode: Episode
     failure: EpisodeFailed | None = None
+    routes: bytes = b""
 
 
 class EpisodeCollector(Collector):
@@ -60,7 +61,10 @@ class EpisodeCollector(Collector):
                 log.warning("prompt %s is left out: %s", prompt.prompt_id, failures[0].message)
                 return None
             completions, episodes = [one.completion for one in played], [one.episode for one in played]
-            group = SampledGroup(index, _shared_prompt(played), completions, draw.stamp, episodes=episodes)
+            routes = [one.routes for one in played] if any(one.routes for one in played) else []
+            group = SampledGroup(
+                index, _shared_prompt(played), completions, draw.stamp, episodes=episodes, routes=routes
+            )
             with self._rewards.least_loaded() as reward:
                 scored = await reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
         if scored is None:
@@ -100,7 +104,7 @@ class EpisodeCollector(Collector):
             (completion,) = group.completions
             if turn:
                 self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
-            stream.add_turn(completion)
+            stream.add_turn(completion, *group.routes)
             text = self._dialog.text(completion.tokens)
             reply = await client.step(text, len(completion.tokens), completion.finish_reason)
             stream.rewards.append(self._settings.weight * reply.reward)
@@ -113,7 +117,8 @@ class EpisodeCollector(Collector):
                 break
             if turn + 1 < self._settings.max_turns:
                 stream.add_context(added)
-        return _Played(first, *stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment))
+        completion, episode = stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment)
+        return _Played(first, completion, episode, routes=bytes(stream.routes))
 
     def _turn_seed(self, prompt: Prompt, draw: Draw, sample: int, turn: int) -> int:
         """Returns the seed of a turn; that of the first is the seed of a single completion."""

@@ -17,6 +17,7 @@ from services.common.weights.group import WeightGroup
 from services.common.weights.pairs.members import BACKEND as PAIRS
 from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.plan import Plan, unpack
+from services.rollout.compat.vllm.routes import record_routes
 from services.rollout.compat.vllm.worker import model_of, rank_of, weight_loading
 from services.rollout.weights.adapter import load_adapter
 from services.rollout.weights.loading import Arrivals, Loading
@@ -49,6 +50,10 @@ class Received(TypedDict):
 
 class WeightReceiver(SleepingWorker):
     """Joins an epoch, and receives, loads and hashes weights."""
+
+    def lockstep_record_routes(self) -> None:
+        """Begins to record routes, if the engine was started to return them."""
+        record_routes(self)
 
     def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
         """Joins the epoch; returns the plan's digest as computed here, or the error."""

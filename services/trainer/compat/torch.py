@@ -38,6 +38,14 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_in_backward() -> bool:
+    """Returns whether the caller runs inside a backward pass, where checkpointed layers are computed again.
+
+    Reason: torch has no public function for it. Its own checkpoints use this one.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Returns whether the module's checkpoints contain the buffer.
 

@@ -1,7 +1,11 @@
 """Wraps private attributes of transformers that the trainer needs. Seen with transformers 5.17.0 and 5.19.0."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from services.common.compat.versions import require_version
@@ -15,3 +19,51 @@ def ignored_tensors(causal_lm: PreTrainedModel) -> Iterable[str]:
     Reason: transformers keeps them in a private attribute of the model.
     """
     return causal_lm._keys_to_ignore_on_load_unexpected or ()
+
+
+# Routers whose forward calls torch.topk once, on the scores of all experts, and computes with its results.
+_ROUTERS = ("MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+
+# Takes the experts that the router chooses, [rows, top_k]; returns those to compute with.
+Choose = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Chosen(TorchFunctionMode):
+    """Replaces the result of torch.topk by the scores of the experts that `choose` returns."""
+
+    def __init__(self, choose: Choose):
+        super().__init__()
+        self.num_calls = 0
+        self._choose = choose
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.topk:
+            return result
+        self.num_calls += 1
+        experts = self._choose(result[1])
+        return args[0].gather(-1, experts), experts
+
+
+def routers(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    """Returns the routers of the model's layers of experts, in the order of the layers, if their class is known."""
+    return [module for module in causal_lm.modules() if type(module).__name__ in _ROUTERS]
+
+
+def set_choice(router: nn.Module, choose: Choose) -> None:
+    """Makes a router compute with what `choose` returns.
+
+    Reason: transformers has no way to give a layer its experts.
+    """
+    forward = router.forward
+
+    @torch.compiler.disable  # it counts, and keeps the experts of earlier calls
+    def replaying(*args: Any, **kwargs: Any) -> Any:
+        with _Chosen(choose) as chosen:
+            result = forward(*args, **kwargs)
+        assert chosen.num_calls == 1, f"{type(router).__name__} called torch.topk {chosen.num_calls} times"
+        return result
+
+    router.forward = replaying

@@ -1,6 +1,7 @@
 """Implements the FSDP2 backend: every rank holds a shard of every weight and trains on its own samples."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,30 @@ from torch.distributed.tensor import DTensor
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
-from services.trainer.backend import Adapters, AddsBlocks, Backend, LossFunction, Offloads, Part, Role, compute_dtype
+from services.common.routes import route_shape
+from services.trainer.backend import (
+    Adapters,
+    AddsBlocks,
+    Backend,
+    LossFunction,
+    Offloads,
+    Part,
+    ReplaysRoutes,
+    Role,
+    compute_dtype,
+)
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.checkpoint.torch_writer import ThreadedWriter
 from services.trainer.fsdp.lora import AdapterStream, adapters_only, without_adapters
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
+from services.trainer.fsdp.routes import Replay
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.offload import OPTIMIZER, PARAMS, OffloadedParts, Offloader
 from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Pack
 
 
-class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Adapters, Offloads):
+class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, Offloads):
     """Implements a role on torch FSDP2."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -43,9 +56,13 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Adapters, Offloads):
             groups[OPTIMIZER] = self._state_tensors
             self._optimizer = make_adamw(config.optim, self._model.named_parameters())
         self._offloader = Offloader(groups, frozenset(), device)
+        self._replay: Replay | None = None
         if role is Role.POLICY:
             self._stream = WeightStream(self._model.causal_lm, dtype, device)
             self._adapters = AdapterStream(self._model.causal_lm, self._stream)
+            shape = route_shape((Path(model_path) / "config.json").read_bytes())
+            if shape and config.replays_routes:
+                self._replay = Replay(self._model.causal_lm, shape, device)
 
     @property
     def data_rank(self) -> int:
@@ -53,7 +70,7 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Adapters, Offloads):
 
     def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         with torch.no_grad():
-            outputs = [self._model(pack, temperature) for pack in packs]
+            outputs = [self._outputs(pack, temperature) for pack in packs]
         reshard(self._model)
         return outputs
 
@@ -67,15 +84,16 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Adapters, Offloads):
         assert isinstance(self._model, FSDPModule)  # fully_shard changed its class
         outputs: list[torch.Tensor] = []
         totals: dict[str, torch.Tensor] = {}
-        for index, pack in enumerate(packs):
-            is_last = index == len(packs) - 1
-            self._model.set_requires_gradient_sync(is_last or self._config.fsdp.reduce_each_microbatch)
-            outputs_KN = self._model(pack, temperature)
-            value, metrics = loss(outputs_KN, pack)
-            # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
-            (value * self._mesh.size()).backward()
-            outputs.append(outputs_KN.detach())
-            totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
+        with self._replay.passes() if self._replay else nullcontext():
+            for index, pack in enumerate(packs):
+                is_last = index == len(packs) - 1
+                self._model.set_requires_gradient_sync(is_last or self._config.fsdp.reduce_each_microbatch)
+                outputs_KN = self._outputs(pack, temperature)
+                value, metrics = loss(outputs_KN, pack)
+                # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
+                (value * self._mesh.size()).backward()
+                outputs.append(outputs_KN.detach())
+                totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
         return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
 
     def accumulate_block(
@@ -87,6 +105,10 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Adapters, Offloads):
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+    def replayed(self) -> torch.Tensor:
+        assert self._replay is not None, "only the policy's packs have routes, of a model with experts"
+        return self._replay.counts()
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         dist.all_reduce(value, op=op)
@@ -146,6 +168,11 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, Adapters, Offloads):
 
     def close(self) -> None:
         pass
+
+    def _outputs(self, pack: Pack, temperature: float) -> torch.Tensor:
+        if self._replay:
+            self._replay.feed(pack)
+        return self._model(pack, temperature)
 
     def _parameter_tensors(self) -> Iterator[torch.Tensor]:
         return map(local_shard, self._model.parameters())

@@ -18,6 +18,7 @@ from services.trainer.backend import (
     BackgroundSaves,
     LossFunction,
     Offloads,
+    ReplaysRoutes,
     Role,
     SeveralSenders,
     compute_dtype,
@@ -52,7 +53,9 @@ from services.trainer.updates.packing import Pack
 T = TypeVar("T")
 
 
-class MegatronBackend(OffloadedParts, Backend, AddsBlocks, SeveralSenders, Adapters, BackgroundSaves, Offloads):
+class MegatronBackend(
+    OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, SeveralSenders, Adapters, BackgroundSaves, Offloads
+):
     """Implements a role on Megatron-Core."""
 
     def __init__(self, role: Role, config: TrainerConfig, model_path: str, device: torch.device):
@@ -87,6 +90,8 @@ class MegatronBackend(OffloadedParts, Backend, AddsBlocks, SeveralSenders, Adapt
         self._offloader = Offloader(groups, config.megatron.offloads, self.device)
         if self._role is Role.POLICY:
             self._make_streams()
+            if config.replays_routes and model_architecture(self._hf).num_experts:
+                self._model.replay_routes()
         self._offloader.release(*groups)
 
     @property
@@ -125,6 +130,10 @@ class MegatronBackend(OffloadedParts, Backend, AddsBlocks, SeveralSenders, Adapt
     def complete_blocks(self, factor: float) -> None:
         self._offloader.load(PARAMS)  # which the step needs too
         self._model.complete_blocks(factor)
+
+    def replayed(self) -> torch.Tensor:
+        assert self._model.replay is not None, "only the policy's packs have routes, of a model with experts"
+        return self._model.replay.counts()
 
     def reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         dist.all_reduce(value, op=op, group=self._model.parallelism.dp_group)

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch.distributed import ProcessGroup
 
 from services.trainer.compat.megatron.context_parallel import zigzag
+from services.trainer.routes import NO_ROUTE
 from services.trainer.updates.packing import Pack
 
 
@@ -45,6 +46,9 @@ class MicroBatch:
     rows_M: torch.Tensor
     targets_M: torch.Tensor
     where_M: torch.Tensor
+    routes: torch.Tensor | None = None
+    """Experts of each token in each layer of the whole model, int32 [B, S, L, K] or [1, T, L, K], NO_ROUTE where there
+    is only padding; None if the pack has none."""
 
     def whole(self, values_KM: torch.Tensor, cp_group: ProcessGroup) -> torch.Tensor:
         """Returns the values [K, N] of all predictions, gathered from all CP ranks; only its own M get gradients."""
@@ -95,7 +99,13 @@ def _cut_pack(pack: Pack, cut: Cut, *, num_tokens: int, num_sequences: int) -> M
         rows_M=torch.from_numpy(rows_M).to(device),
         targets_M=pack.targets_N[where],
         where_M=where,
+        routes=None if pack.routes_TLK is None else _own_routes(pack.routes_TLK, index),
     )
+
+
+def _own_routes(routes_TLK: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    routes = routes_TLK.to(torch.int32)[index.clamp(min=0)]
+    return torch.where(index[..., None, None] >= 0, routes, NO_ROUTE)
 
 
 def _padded_lengths(pack: Pack, cut: Cut, num_tokens: int, num_sequences: int) -> list[int]:

@@ -18,6 +18,7 @@ from services.trainer.compat.megatron.model import take_apart
 from services.trainer.megatron.microbatch import Cut, MicroBatch, cut_packs
 from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.routes import Replay
 from services.trainer.updates.packing import Pack
 
 # Takes a micro-batch and the outputs [K, N] at its pack's predictions; returns a value for the schedule to collect.
@@ -29,6 +30,8 @@ class MegatronModel:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, parallelism: Parallelism):
         self.chunks, self.config, self.parallelism = list(chunks), config, parallelism
+        self.replay: Replay | None = None
+        """Set by `replay_routes`."""
         self._cut = Cut(
             cp_size=config.context_parallel_size,
             cp_rank=dist.get_rank(parallelism.cp_group),
@@ -39,6 +42,11 @@ class MegatronModel:
     def cut(self, packs: Sequence[Pack]) -> list[MicroBatch]:
         """Returns the micro-batches that this rank computes for the packs."""
         return cut_packs(packs, self._cut, is_fixed_size=len(self.chunks) > 1)
+
+    def replay_routes(self) -> None:
+        """Makes the layers, all of which have experts, compute with the routes of packs that have them."""
+        device = next(self.chunks[0].parameters()).device
+        self.replay = Replay(self.bare_chunks(), self.parallelism.tp_group, device)
 
     def forward(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         """Returns the model's outputs [K, N] of each pack, on all pipeline stages, without gradients."""
@@ -99,8 +107,12 @@ class MegatronModel:
             chunk.train(not is_forward_only)
         tokens = micros[0].tokens
         iterators = [iter(micros) for _ in self.chunks]
-        return get_forward_backward_func()(
-            forward_step_func=functools.partial(_forward_step, temperature=temperature, collect=collect),
+        if self.replay:
+            self.replay.model.begin()
+        kept = get_forward_backward_func()(
+            forward_step_func=functools.partial(
+                _forward_step, temperature=temperature, collect=collect, replay=self.replay
+            ),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(micros),
@@ -109,6 +121,9 @@ class MegatronModel:
             forward_only=is_forward_only,
             collect_non_loss_data=is_forward_only,
         )
+        if self.replay:
+            self.replay.model.end()
+        return kept
 
     def close(self) -> None:
         """Frees the memory of the chunks and their references to process groups."""
@@ -126,9 +141,11 @@ class MegatronModel:
 
 
 def _forward_step(
-    micros: Any, chunk: torch.nn.Module, *, temperature: float, collect: Collect
+    micros: Any, chunk: torch.nn.Module, *, temperature: float, collect: Collect, replay: Replay | None
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     micro = next(micros)
+    if replay:
+        replay.feed(unwrap(chunk), micro)
 
     def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> Any:
         return collect(micro, micro.whole(output_KM, group_of(parallel_state.get_context_parallel_group())))

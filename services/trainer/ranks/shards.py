@@ -13,6 +13,7 @@ from services.common.blocks import trained_tokens
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.megatron.layout import packs_multiple
+from services.common.routes import RouteShape
 from services.trainer.backend import Role
 from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Message
@@ -48,6 +49,30 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
             raise InvalidInput(f"{name}: token {largest} is outside the vocabulary of {vocab_size}", field=name)
 
 
+def check_routes(samples: pa.Table, shape: RouteShape | None) -> None:
+    """Rejects routes that are not those of `samples` and of a model whose routes have `shape`.
+
+    Raises:
+        InvalidInput: Some rows have routes and others none, or the model has none; routes have another number of
+            tokens, name an expert that does not exist, or name one twice for a token.
+    """
+    routes = samples["routes"]
+    if routes.null_count == samples.num_rows:
+        return
+    if shape is None:
+        raise InvalidInput("routes: this model has no layers of experts, or not in every layer", field="routes")
+    _refuse(routes.is_null().to_numpy(), "routes", "is missing")
+    num_rows = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
+    _refuse(pc.binary_length(routes).to_numpy() != num_rows * shape.row_bytes, "routes", "has another number of tokens")
+    for index, row in enumerate(routes):
+        experts_TLK = shape.decode(row.as_buffer())
+        if experts_TLK.max() >= shape.num_experts:
+            raise InvalidInput(f"routes: row {index} names expert {experts_TLK.max()} of {shape.num_experts}")
+        # Slots of the engine that were never written would name expert 0 twice.
+        if shape.top_k > 1 and (experts_TLK[..., 1:] == experts_TLK[..., :-1]).any():
+            raise InvalidInput(f"routes: row {index} names an expert twice for one token", field="routes")
+
+
 def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY) -> list[Message]:
     """Returns each rank's samples for `Worker.train`, in the order of its packs, and how they are packed.
 
@@ -67,7 +92,7 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: 
         for rank, packs in enumerate(_assign(part, config, num_ranks)):
             orders[rank] += [int(rows[index]) for pack in packs for index in pack]
             minibatches[rank].append({"packs": [len(pack) for pack in packs], "totals": asdict(totals)})
-    narrow = samples.select(_COLUMNS)
+    narrow = samples.select(_columns(samples, config, role))
     return [
         Message({"minibatches": minibatches[rank]}, list(batches.encode(narrow.take(pa.array(orders[rank])))))
         for rank in range(num_ranks)
@@ -81,15 +106,17 @@ def block_parts(block: pa.Table, config: TrainerConfig, num_ranks: int) -> list[
         InvalidInput: As in `train_parts`.
     """
     _require_needed(block, config, Role.POLICY)
-    return [part for part, _ in _packed(block, config, num_ranks)]
+    return [part for part, _ in _packed(block, config, num_ranks, Role.POLICY)]
 
 
-def forward_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> tuple[list[Message], np.ndarray]:
+def forward_parts(
+    samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role = Role.POLICY
+) -> tuple[list[Message], np.ndarray]:
     """Returns each rank's samples for `Worker.forward`, and the order that restores the rows of `samples`.
 
     Row i of `samples` is row order[i] of the concatenated answers.
     """
-    packed = _packed(samples, config, num_ranks)
+    packed = _packed(samples, config, num_ranks, role)
     return [part for part, _ in packed], np.argsort([row for _, rows in packed for row in rows])
 
 
@@ -99,9 +126,9 @@ def vocab_size_of(config_json: bytes) -> int:
     return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
 
 
-def _packed(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[tuple[Message, list[int]]]:
+def _packed(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: Role) -> list[tuple[Message, list[int]]]:
     """Returns for each rank its samples, in the order of its packs, with the packs' sizes; and its rows."""
-    narrow = samples.select(_COLUMNS)
+    narrow = samples.select(_columns(samples, config, role))
     found = []
     for packs in _assign(samples, config, num_ranks):
         rows = [index for pack in packs for index in pack]
@@ -116,11 +143,18 @@ def _require_needed(samples: pa.Table, config: TrainerConfig, role: Role) -> Non
             raise InvalidInput(f"{name}: required to train the {role} with this loss", field=name)
 
 
+def _columns(samples: pa.Table, config: TrainerConfig, role: Role) -> list[str]:
+    """Returns the columns that the ranks need: routes only for the policy, since other models choose themselves."""
+    replays = role is Role.POLICY and config.replays_routes and not samples["routes"].null_count
+    return [*_COLUMNS, "routes"] if replays else _COLUMNS
+
+
 def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
     if role is Role.CRITIC:
         return ("values", "returns")
     advantages = () if config.loss.kind == "sft" else ("advantages",)
-    return (*advantages, "ref_logprobs") if config.loss.kl_coef else advantages
+    routes = ("routes",) if config.moe.replay_routes == "on" else ()
+    return (*advantages, *(("ref_logprobs",) if config.loss.kl_coef else ()), *routes)
 
 
 def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:

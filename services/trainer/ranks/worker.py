@@ -22,6 +22,7 @@ from services.common.config.trainer.roles import CriticSettings
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.common.model_card import read_model_card
+from services.common.routes import RouteShape, route_shape
 from services.common.storage import storage_error, writing
 from services.common.weights.digest import Sums
 from services.common.weights.plan import NamedTensors, Plan
@@ -64,6 +65,7 @@ class Worker(MemoryCommands):
         self._base_sums: Sums | None = None  # hash sums of the frozen base, once it was sent
         self._group: SendingMember | None = None
         self._model_path = ""
+        self._routes: RouteShape | None = None  # of the policy's model
         self._profiler: Profiler | None = None
         self._saving: futures.Future[dict[str, Any]] | None = None
         self._num_updates = 0
@@ -102,7 +104,7 @@ class Worker(MemoryCommands):
         return_free_memory(self._device)  # of loading; what a step takes first would stay in the middle of it
         frames = []
         if role is Role.POLICY:
-            self._model_path = model_path
+            self._model_path, self._routes = model_path, route_shape((Path(model_path) / "config.json").read_bytes())
             self._profiler, self._num_updates = Profiler(config.profiler, self._rank), 0
             self._plan, self._base_sums = self._make_plan(bucket_bytes), None
             frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
@@ -127,7 +129,7 @@ class Worker(MemoryCommands):
     @rank_command
     def forward(self, *, role: str, packs: list[int], temperature: float, frames: Sequence[bytes]) -> Message:
         """Returns log-probabilities and entropy, or a critic's values, of this rank's samples in their order."""
-        held = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
+        held = self._packs(batches.decode(frames), packs)
         outputs = self._forward_of(Role(role))(held, temperature)
         columns = {}
         for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
@@ -149,8 +151,7 @@ class Worker(MemoryCommands):
         samples, built, begin = batches.decode(frames), [], 0
         for minibatch in minibatches:
             sizes = minibatch["packs"]
-            parts = _split(samples.slice(begin, sum(sizes)), sizes)
-            packs = [build_pack(part).to(self._device) for part in parts]
+            packs = self._packs(samples.slice(begin, sum(sizes)), sizes)
             built.append(Minibatch(packs, Totals(**minibatch["totals"])))
             begin += sum(sizes)
         if role == Role.CRITIC:
@@ -178,7 +179,7 @@ class Worker(MemoryCommands):
     def add_block(self, *, packs: list[int], frames: Sequence[bytes]) -> None:
         """Adds the gradient of this rank's samples of a block."""
         assert self._blocks is not None, "the servicer begins an update before it adds a block"
-        built = [build_pack(part).to(self._device) for part in _split(batches.decode(frames), packs)]
+        built = self._packs(batches.decode(frames), packs)
         with self._profiled.pop_all() as profiled:  # an error ends the profile
             self._blocks.add(built)
             self._profiled = profiled.pop_all()
@@ -306,6 +307,11 @@ class Worker(MemoryCommands):
             raise storage_error(final, error) from error
         return Message({"num_bytes": num_bytes})
 
+    def _packs(self, samples: pa.Table, sizes: Sequence[int]) -> list[Pack]:
+        begins = itertools.accumulate(sizes, initial=0)
+        parts = [samples.slice(begin, size) for begin, size in zip(begins, sizes, strict=False)]
+        return [build_pack(part, self._routes).to(self._device) for part in parts]
+
     def _make_plan(self, bucket_bytes: int) -> Plan:
         backend, lora = self._open(), self._configs[Role.POLICY].lora
         base = backend.weight_specs()
@@ -378,11 +384,6 @@ class Worker(MemoryCommands):
         store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
-
-
-def _split(samples: pa.Table, sizes: Sequence[int]) -> list[pa.Table]:
-    begins = itertools.accumulate(sizes, initial=0)
-    return [samples.slice(begin, size) for begin, size in zip(begins, sizes, strict=False)]
 
 
 def _exhaust(weights: Iterable[object]) -> None:

@@ -9,6 +9,7 @@ from services.trainer.losses import Totals
 from services.trainer.updates.gap import Gaps, require_agreement
 from services.trainer.updates.packing import Pack
 from services.trainer.updates.policy import apply_gradient, pack_loss
+from services.trainer.updates.replayed import Replayed
 
 # Metrics that are divided by the same count as the loss; the others are means over tokens.
 _LOSSES = ("loss", "policy_loss")
@@ -26,7 +27,7 @@ class BlockUpdate:
         self._backend, self._blocks = backend, backend
         self._config, self._temperature = config, temperature
         self._sums: dict[str, float] = {}
-        self._gaps = Gaps()
+        self._gaps, self._replayed = Gaps(), Replayed()
         backend.discard_gradients()
 
     def add(self, packs: Sequence[Pack]) -> None:
@@ -35,6 +36,7 @@ class BlockUpdate:
         outputs, sums = self._blocks.accumulate_block(packs, self._temperature, loss)
         self._sums = {name: self._sums.get(name, 0.0) + float(value) for name, value in sums.items()}
         self._gaps.add(packs, outputs)
+        self._replayed.add(self._backend, packs)
 
     def apply(self, totals: Totals, version: int) -> dict[str, float]:
         """Applies the gradient to the policy, which is at `version`. Returns metrics, the same on every rank.
@@ -49,7 +51,7 @@ class BlockUpdate:
         self._blocks.complete_blocks(1 / count)
         applied = apply_gradient(self._backend, self._config, version)
         means = {name: value / (count if name in _LOSSES else totals.num_tokens) for name, value in self._sums.items()}
-        return means | applied | gap
+        return means | applied | gap | self._replayed.metrics()
 
     def drop(self) -> None:
         """Discards the gradients."""

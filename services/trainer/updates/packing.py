@@ -9,6 +9,7 @@ import pyarrow as pa
 import torch
 
 from services.common.errors import InvalidInput
+from services.common.routes import RouteShape
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Pack:
     targets_N: torch.Tensor
     completion_lengths: tuple[int, ...]
     columns: dict[str, torch.Tensor]
+    routes_TLK: torch.Tensor | None = None
+    """The K experts that the engine chose for each token in each of L layers, if they are to be replayed."""
 
     @property
     def max_seqlen(self) -> int:
@@ -101,8 +104,11 @@ def _longest_first(lengths: Sequence[int], num_packs: int) -> list[tuple[int, li
     return packs
 
 
-def build_pack(samples: pa.Table) -> Pack:
-    """Packs all rows of `samples` (common.batch.SAMPLE_SCHEMA), in their order."""
+def build_pack(samples: pa.Table, shape: RouteShape | None = None) -> Pack:
+    """Packs all rows of `samples` (common.batch.SAMPLE_SCHEMA), in their order.
+
+    `shape` is that of the model's routes; without it, or without routes in `samples`, the pack has none.
+    """
     prompts, completions = _arrays(samples, "prompt_tokens"), _arrays(samples, "tokens")
     inputs = [np.concatenate([p, c])[:-1] for p, c in zip(prompts, completions, strict=True)]
     lengths = np.array([len(sequence) for sequence in inputs])
@@ -130,7 +136,13 @@ def build_pack(samples: pa.Table) -> Pack:
         targets_N=torch.from_numpy(np.concatenate(completions).astype(np.int64)),
         completion_lengths=tuple(counts.tolist()),
         columns={name: torch.from_numpy(np.array(values, dtype=np.float32)) for name, values in columns.items()},
+        routes_TLK=_routes(samples, shape) if shape and "routes" in samples.column_names else None,
     )
+
+
+def _routes(samples: pa.Table, shape: RouteShape) -> torch.Tensor:
+    routes_TLK = np.concatenate([shape.decode(row.as_buffer()) for row in samples["routes"]])
+    return torch.from_numpy(routes_TLK if shape.dtype == np.uint8 else routes_TLK.astype(np.int32))
 
 
 def _arrays(samples: pa.Table, name: str) -> list[np.ndarray]:

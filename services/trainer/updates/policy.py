@@ -16,6 +16,7 @@ from services.trainer.losses.covariance import covariance, covariance_sums
 from services.trainer.updates.gap import Gaps, require_agreement
 from services.trainer.updates.optim import learning_rate, weight_decay
 from services.trainer.updates.packing import Pack
+from services.trainer.updates.replayed import Replayed
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,14 @@ def update(
         later_outputs = backend.forward(later, temperature) if later else []
         _set_old(later, later_outputs)
     metrics: list[dict[str, float]] = []
+    replayed = Replayed()
     num_updates = config.num_epochs * len(minibatches)
     for index, minibatch in enumerate(minibatches * config.num_epochs):
         if config.loss.needs_covariance:
             _set_covariance(backend, minibatch)
         loss = functools.partial(pack_loss, config=config.loss, totals=minibatch.totals)
         outputs, sums = backend.accumulate(minibatch.packs, temperature, loss)
+        replayed.add(backend, minibatch.packs)
         if config.loss.is_sampled and index == 0:
             gaps = Gaps()
             packs = [pack for minibatch in compared for pack in minibatch.packs]
@@ -64,7 +67,7 @@ def update(
                 _set_old(minibatch.packs, outputs)  # for the epochs after the first
         applied = apply_gradient(backend, config, version * num_updates + index)
         metrics.append({name: float(value) for name, value in sums.items()} | applied)
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]} | gap
+    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]} | gap | replayed.metrics()
 
 
 def _set_old(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:

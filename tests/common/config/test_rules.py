@@ -1,10 +1,13 @@
 """Rules between fields: every error names the keys, and the nearest configs that keep the rule are accepted."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from services.common.config.load import load
 from services.common.config.run import Config
-from tests.common.config.smallest import refused
+from tests.common.config.smallest import SMALLEST, refused, write
 
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
@@ -50,6 +53,33 @@ CROSS_FIELD = {
         ["trainer.lag.versions=1"],
         ["lag.versions 1 with loss.old_logprobs recompute", "to engine"],
         ["trainer.lag.versions=1", "trainer.loss.old_logprobs=engine"],
+    ),
+    "a fused router ignores routes": (
+        [
+            "trainer.moe.replay_routes=on",
+            "trainer.strategy=megatron",
+            "trainer.megatron.transformer_config_kwargs={moe_router_fusion: true}",
+        ],
+        ["moe.replay_routes on", "transformer_config_kwargs.moe_router_fusion"],
+        ["trainer.moe.replay_routes=on", "trainer.strategy=megatron"],
+    ),
+    "sinkhorn ignores routes": (
+        [
+            "trainer.moe.replay_routes=on",
+            "trainer.strategy=megatron",
+            "trainer.megatron.moe.load_balancing_type=sinkhorn",
+        ],
+        ["moe.replay_routes on", "load_balancing_type sinkhorn"],
+        [
+            "trainer.moe.replay_routes=auto",
+            "trainer.strategy=megatron",
+            "trainer.megatron.moe.load_balancing_type=sinkhorn",
+        ],
+    ),
+    "stop strings end without routes": (
+        ["trainer.moe.replay_routes=on", "rollout.sampling.stop=[x]"],
+        ["trainer.moe.replay_routes on", "rollout.sampling.stop"],
+        ["trainer.moe.replay_routes=auto", "rollout.sampling.stop=[x]"],
     ),
     "groups divide": (
         ["data.prompts_per_step=11", "trainer.num_minibatches=4"],
@@ -197,3 +227,20 @@ def test_default_of_the_other_strategy_may_be_written(file: str) -> None:
         Config,
         [file, "trainer.megatron={tensor_model_parallel_size: 1, ddp_config: {}, moe: {}}", "reference.megatron={}"],
     )
+
+
+def test_routes_are_asked_for_where_they_can_be_replayed() -> None:
+    assert Config.model_validate(SMALLEST).wants_routes
+    for without in (
+        {"trainer": {"moe": {"replay_routes": "off"}}},
+        {"rollout": {"sampling": {"stop": ["x"]}}},
+        {"trainer": {"strategy": "megatron", "megatron": {"transformer_config_kwargs": {"moe_router_fusion": True}}}},
+        {"trainer": {"strategy": "megatron", "megatron": {"moe": {"load_balancing_type": "sinkhorn"}}}},
+    ):
+        assert not Config.model_validate(SMALLEST | without).wants_routes
+
+
+@pytest.mark.parametrize("word", ["on", "off"])
+def test_on_and_off_may_be_written_without_quotes(tmp_path: Path, word: str) -> None:
+    path = write(tmp_path, "c.yaml", json.dumps(SMALLEST)[:-1] + f", trainer: {{moe: {{replay_routes: {word}}}}}}}")
+    assert load(Config, [path]).trainer.moe.replay_routes == word

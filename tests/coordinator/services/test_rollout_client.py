@@ -22,6 +22,8 @@ from services.common.errors import (
     Unauthenticated,
     Unavailable,
 )
+from services.common.route_parts import to_parts
+from services.common.transfer import seal
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients import rollout as fleet
 from services.coordinator.services.clients.replica import ReplicaState
@@ -68,6 +70,51 @@ async def test_a_token_that_changed_on_the_way_is_no_sample():
         with pytest.raises(DataLoss, match="changed on the way") as caught:
             await generate(rollout, 0)
     assert caught.value.reason is Reason.CORRUPT_TRANSFER
+
+
+class RoutedReplica(FakeReplica):
+    """Sends two bytes of routes for each sample, in messages before the group, `num_lost` of them too few."""
+
+    num_lost = 0
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
+        answer = await super().OpenRun(request, context)
+        answer.returns_routes = request.return_routes
+        return answer
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        (prompt,) = request.prompts
+        for part in list(to_parts([b"a%d" % index for index in range(len(prompt.seeds))]))[self.num_lost :]:
+            yield seal(request, pb.GenerateResponse(prompt_id=prompt.prompt_id, stamp=STAMP, routes=[part]))
+        async for answer in super().Generate(request, context):
+            yield answer
+
+
+async def test_routes_arrive_with_their_samples():
+    async with replicas(1, RoutedReplica) as fakes, serving(fakes) as rollout:
+        group = await generate(rollout, 0, num_samples=3)
+        assert group.routes == [b"a0", b"a1", b"a2"]
+        fakes[0].num_lost = 1
+        with pytest.raises(InternalError, match="routes"):
+            await generate(rollout, 1, num_samples=3)
+
+
+async def test_a_group_without_routes_has_none():
+    async with replicas(1) as fakes, serving(fakes) as rollout:
+        assert (await generate(rollout, 0)).routes == []
+
+
+async def test_an_engine_without_routes_is_refused_if_they_must_be_replayed():
+    config = make_config(trainer={"moe": {"replay_routes": "on"}})
+    async with replicas(1) as fakes:
+        replica = fleet.Replica(fakes[0].address, config.timeouts)
+        with pytest.raises(InvalidInput, match="replay_routes on: the engine at"):
+            await replica.open("run", config, ModelCard())
+        await replica.close()
+    async with replicas(1, RoutedReplica) as fakes:
+        replica = fleet.Replica(fakes[0].address, config.timeouts)
+        await replica.open("run", config, ModelCard())
+        await replica.close()
 
 
 async def test_a_group_goes_where_the_fewest_tokens_are_in_flight():

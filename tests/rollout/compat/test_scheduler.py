@@ -13,8 +13,9 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from services.common.config.rollout import RolloutConfig
+from services.rollout.arguments import engine_arguments
+from services.rollout.compat.vllm.routes import ReturnsRoutes, returning_routes
 from services.rollout.compat.vllm.scheduler import InChunks
-from services.rollout.engine import engine_arguments
 
 QUEUED, PREEMPTED = EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED
 LENGTH = {"finish_reason": FinishReason.LENGTH}
@@ -136,12 +137,20 @@ def test_what_is_aborted_is_forgotten() -> None:
     assert list(played._held) == ["b"]
 
 
+@pytest.mark.parametrize("returns_routes", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(
+    is_async: bool, returns_routes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler.__init__", lambda self, **arguments: None)
     monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **arguments: None)
     named = engine_arguments(RolloutConfig(max_model_len=8), "model", seed=0)["scheduler_cls"]
+    arguments = returning_routes({"enforce_eager": True}, is_gpu=False) if returns_routes else {}
+    given = (arguments or {}).get("additional_config", {})
     made = resolve_obj_by_qualname(named)(
-        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=is_async), additional_config=given
+        )
     )
     assert isinstance(made, InChunks) and isinstance(made, AsyncScheduler) == is_async
+    assert isinstance(made, ReturnsRoutes) == returns_routes

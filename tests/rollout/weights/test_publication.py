@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,15 +54,15 @@ async def export(stack: Stack, path: Path) -> Path:
     return path
 
 
-def to_batch(samples: list[Completion], stamp: PolicyStamp) -> pa.Table:
-    """The samples of PROMPTS x SEEDS as a batch with random advantages."""
+def to_batch(samples: list[Completion], stamp: PolicyStamp, prompts: Sequence[Sequence[int]] = PROMPTS) -> pa.Table:
+    """The samples of `prompts` x SEEDS as a batch with random advantages."""
     random = np.random.default_rng(stamp.version)
     rows = [
         {
             "prompt_id": str(index // len(SEEDS)),
             "group": index // len(SEEDS),
             "sample": index % len(SEEDS),
-            "prompt_tokens": PROMPTS[index // len(SEEDS)],
+            "prompt_tokens": prompts[index // len(SEEDS)],
             "tokens": completion.tokens,
             "logprobs": completion.logprobs,
             "reward": 0.0,

@@ -13,7 +13,7 @@ from services.common.errors import PreconditionFailed, Reason
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.updates.optim import make_adamw
 from tests.trainer import plain_grpo
-from tests.trainer.fsdp_harness import KINDS, SMALL, TEMPERATURE, UPDATES, Harness, config, read, samples
+from tests.trainer.fsdp_harness import KINDS, SMALL, TEMPERATURE, UPDATES, Harness, batch_of, config, read, samples
 
 # A gradient is a float32 sum over about 100 tokens through 2 layers. Another split changes the order of the additions:
 # roundings of 2^-24 = 6e-8 relative to the largest term, up to 2.4e-6 of the largest entry here, where one update
@@ -61,7 +61,7 @@ def _splits(kind: str) -> list[tuple[int, str]]:
     return [(world, name) for world in (1, 2) for name in UPDATES if name.startswith(kind)]
 
 
-@pytest.mark.parametrize("group", [*KINDS, "full"])
+@pytest.mark.parametrize("group", [*KINDS, "full", "routes"])
 def test_gradient_is_the_same_for_any_split(worlds: dict[int, Path], group: str) -> None:
     want, want_metrics = read(worlds[1], f"{group}-large-gradients")
     for world, name in _splits(group):
@@ -70,7 +70,7 @@ def test_gradient_is_the_same_for_any_split(worlds: dict[int, Path], group: str)
         assert_metrics_close(metrics, want_metrics, SPLIT_TOLERANCE)
 
 
-@pytest.mark.parametrize("group", [*KINDS, "full"])
+@pytest.mark.parametrize("group", [*KINDS, "full", "routes"])
 def test_weights_after_the_update_are_the_same_for_any_split(worlds: dict[int, Path], group: str) -> None:
     want, _ = read(worlds[1], f"{group}-large-weights")
     for world, name in _splits(group):
@@ -78,16 +78,31 @@ def test_weights_after_the_update_are_the_same_for_any_split(worlds: dict[int, P
         assert_close(got, want, SPLIT_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["untied-large", "tied-small", "moe-small", "full-small", "sum-norm"])
+@pytest.mark.parametrize("name", ["untied-large", "tied-small", "moe-small", "routes-small", "full-small", "sum-norm"])
 def test_update_is_that_of_plain_torch(worlds: dict[int, Path], trainer_files: Path, name: str) -> None:
     kind, changes = UPDATES[name]
-    want = plain_grpo.update(trainer_files / "models" / kind, samples().to_pylist(), config(changes), TEMPERATURE)
+    rows = batch_of(name).to_pylist()
+    want = plain_grpo.update(trainer_files / "models" / kind, rows, config(changes), TEMPERATURE)
     gradients, metrics = read(worlds[2], f"{name}-gradients")
     weights, _ = read(worlds[2], f"{name}-weights")
     assert_close(gradients, want.gradients, REFERENCE_TOLERANCE)
     assert_close(weights, want.weights, REFERENCE_TOLERANCE)
     for metric, value in want.metrics.items():
         assert metrics[metric] == pytest.approx(value, rel=REFERENCE_TOLERANCE, abs=REFERENCE_TOLERANCE), metric
+
+
+def test_replayed_routes_are_used_and_the_router_learns(worlds: dict[int, Path]) -> None:
+    gradients, metrics = read(worlds[2], "routes-small-gradients")
+    own, without = read(worlds[2], "moe-small-gradients")
+    num_tokens = sum(len(row["prompt_tokens"]) + len(row["tokens"]) - 1 for row in samples().to_pylist())
+    assert metrics["moe_replayed_tokens"] == num_tokens
+    assert 0.3 < metrics["moe_route_agreement"] < 0.7  # a random half of the experts
+    assert "moe_replayed_tokens" not in without
+    for name, gradient in gradients.items():
+        if name.endswith("mlp.gate.weight"):
+            assert gradient.abs().max() > 1e-3
+    with pytest.raises(AssertionError):
+        assert_close(gradients, own, 100 * REFERENCE_TOLERANCE)
 
 
 def test_the_comparison_sees_a_wrong_normalisation(worlds: dict[int, Path]) -> None:

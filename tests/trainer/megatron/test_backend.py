@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support import make_model
+from tests.support import make_model, with_routes
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
 from tests.trainer.harness_processes import run_harness
@@ -52,7 +52,8 @@ class Result:
 @pytest.fixture(scope="session")
 def megatron(trainer_files: Path) -> Path:
     """All layouts, one world size after the other; DIRECTORY/world<n>."""
-    make_model(trainer_files / "models" / "deep", "deep")
+    for kind in ("deep", "deep-moe"):
+        make_model(trainer_files / "models" / kind, kind)
     for world in WORLDS:
         directory = trainer_files / "megatron" / f"world{world}"
         directory.parent.mkdir(exist_ok=True)
@@ -130,6 +131,19 @@ def test_the_comparison_is_of_updates_that_change_much(megatron: Path) -> None:
         assert np.abs(shift).max() > 0.1
 
 
+def test_replayed_routes_are_used_by_every_layer_and_the_router_learns(megatron: Path) -> None:
+    result, own = Result(megatron, "routed-1"), Result(megatron, "moe-1")
+    for seed, update in enumerate(result.updates):
+        rows = samples(seed).to_pylist()
+        num_tokens = sum(len(row["prompt_tokens"]) + len(row["tokens"]) - 1 for row in rows)
+        assert update["moe_replayed_tokens"] == num_tokens
+        assert 0.3 < update["moe_route_agreement"] < 0.7  # a random half of the experts
+    moved = [(result.after[key] - tensor).abs().max() for key, tensor in result.before.items() if "mlp.gate." in key]
+    assert min(moved) > 1e-3
+    with pytest.raises(AssertionError):  # the comparisons of layouts would see routers that choose for themselves
+        assert_rows_close(result.logprobs, own.logprobs, 100 * LOGPROB_TOLERANCE)
+
+
 def test_the_comparison_sees_a_missing_all_reduce(megatron: Path) -> None:
     """Tensor parallelism in which each rank keeps its own part of the norms' gradients."""
     got, want = Result(megatron, "untied-tp2-broken"), Result(megatron, "untied-tp2")
@@ -191,11 +205,12 @@ def transformers_logprobs(model_path: Path) -> list[list[float]]:
         return [plain_grpo.score(model, row, TEMPERATURE)[0].tolist() for row in samples().to_pylist()]
 
 
-@pytest.mark.parametrize("name", ["untied-1", "tied-1", "moe-1", "untied-1-full"])
+@pytest.mark.parametrize("name", ["untied-1", "tied-1", "moe-1", "routed-1", "untied-1-full"])
 def test_updates_are_those_of_fsdp(megatron: Path, harness: Harness, name: str) -> None:
     layout, result = LAYOUTS[name], Result(megatron, name)
     harness.open(layout.kind, {"loss": LOSS, **layout.changes})
-    updates = [harness.train(samples(seed), version=seed) for seed in range(layout.num_updates)]
+    batches = [with_routes(samples(seed)) if layout.has_routes else samples(seed) for seed in range(layout.num_updates)]
+    updates = [harness.train(batch, version=seed) for seed, batch in enumerate(batches)]
     assert_updates_close(result.updates, updates, METRIC_TOLERANCE)
     weights = {key: tensor.clone() for key, tensor in harness.backend.weights()}
     assert_weights_close(result.after, weights, WEIGHT_TOLERANCE)

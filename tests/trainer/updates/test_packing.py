@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from services.common import batch as batches
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
-from services.trainer.ranks.shards import forward_parts, train_parts
+from services.common.routes import RouteShape
+from services.trainer.backend import Role
+from services.trainer.ranks.shards import check_routes, forward_parts, train_parts
 from services.trainer.updates.packing import assign, build_pack
+from tests.support import with_routes
 from tests.trainer.fsdp_harness import samples
+
+SHAPE = RouteShape(2, 4, 2)
 
 
 @settings(max_examples=300, deadline=None)
@@ -159,3 +164,66 @@ def test_forward_order_undoes_the_packing(num_ranks: int) -> None:
     parts, order = forward_parts(table, TrainerConfig(max_tokens_per_microbatch=40), num_ranks)
     answered = pa.concat_tables([batches.decode(part.frames) for part in parts])
     assert answered.take(pa.array(order)).equals(table.select(answered.schema.names))
+
+
+def test_routes_go_with_their_tokens_into_the_packs() -> None:
+    table = with_routes(samples())
+    pack = build_pack(table, SHAPE)
+    assert pack.routes_TLK is not None and pack.routes_TLK.shape == (len(pack.tokens_T), 2, 2)
+    rows = [np.frombuffer(row, np.uint8).reshape(-1, 2, 2) for row in table["routes"].to_pylist()]
+    assert np.array_equal(pack.routes_TLK.numpy(), np.concatenate(rows))
+    assert build_pack(table).routes_TLK is None
+
+
+def _sent(role: Role, routed: bool = True, **moe: str) -> list[str]:
+    table, config = with_routes(samples()) if routed else samples(), TrainerConfig.model_validate({"moe": moe})
+    parts, _ = forward_parts(table, config, 1, role)
+    return batches.decode(parts[0].frames).column_names
+
+
+def test_only_a_policy_that_replays_gets_routes() -> None:
+    assert "routes" in _sent(Role.POLICY)
+    assert "routes" not in _sent(Role.POLICY, replay_routes="off")
+    assert "routes" not in _sent(Role.POLICY, routed=False)
+    assert "routes" not in _sent(Role.REFERENCE)
+
+
+def test_a_batch_without_routes_is_refused_if_they_must_be_replayed() -> None:
+    config = TrainerConfig.model_validate({"moe": {"replay_routes": "on"}})
+    with pytest.raises(InvalidInput, match="routes: required"):
+        train_parts(samples(), config, 1)
+    assert train_parts(with_routes(samples()), config, 1)
+
+
+def _changed(change: dict[int, bytes | None]) -> pa.Table:
+    table = with_routes(samples())
+    rows = table["routes"].to_pylist()
+    for index, row in change.items():
+        rows[index] = row
+    column = pa.array(rows, pa.large_binary())
+    return table.set_column(table.schema.names.index("routes"), table.schema.field("routes"), column)
+
+
+WHOLE = with_routes(samples())["routes"][2].as_py()
+BAD_ROUTES = {
+    "one is missing": ({2: None}, "row 2 is missing"),
+    "a row too few": ({2: WHOLE[:-4]}, "row 2 has another number of tokens"),
+    "a row too many": ({2: WHOLE + WHOLE[:4]}, "row 2 has another number of tokens"),
+    "an expert that does not exist": ({2: b"\4" + WHOLE[1:]}, "row 2 names expert 4 of 4"),
+    "slots that were never written": ({2: bytes(len(WHOLE))}, "row 2 names an expert twice"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROUTES)
+def test_routes_that_are_not_those_of_the_samples_are_refused(case: str) -> None:
+    change, why = BAD_ROUTES[case]
+    with pytest.raises(InvalidInput, match=why):
+        check_routes(_changed(change), SHAPE)
+
+
+def test_routes_are_checked_only_if_there_are_any_and_a_dense_model_has_none() -> None:
+    check_routes(with_routes(samples()), SHAPE)
+    check_routes(samples(), SHAPE)
+    check_routes(samples(), None)
+    with pytest.raises(InvalidInput, match="no layers of experts"):
+        check_routes(with_routes(samples()), None)

@@ -8,6 +8,7 @@ from services.common.config.base import Strict
 from services.common.config.trainer.lag import LagConfig, check_lag
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.megatron import MegatronConfig
+from services.common.config.trainer.routing import RoutingConfig, check_routing, ignores_routes
 
 
 class OptimConfig(Strict):
@@ -185,6 +186,8 @@ class TrainerConfig(Strict):
     """Policy loss."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
+    moe: RoutingConfig = RoutingConfig()
+    """Mixture-of-experts layers, with any strategy."""
     lora: LoraConfig = LoraConfig()
     """LoRA adapters, which both strategies train in the same way."""
     fsdp: FsdpConfig = FsdpConfig()
@@ -202,6 +205,12 @@ class TrainerConfig(Strict):
         is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
         return self.num_minibatches == self.num_epochs == 1 and is_sum and is_alone
 
+    @property
+    def replays_routes(self) -> bool:
+        """Whether the policy computes with the engine's routes, if the samples have them."""
+        is_possible = self.loss.is_sampled and not (self.strategy == "megatron" and ignores_routes(self.megatron))
+        return self.moe.replay_routes != "off" and is_possible
+
     @field_validator("streaming", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
@@ -210,6 +219,11 @@ class TrainerConfig(Strict):
     @model_validator(mode="after")
     def _lag_is_bounded(self) -> Self:
         check_lag(self.lag, self.loss, self.num_minibatches)
+        return self
+
+    @model_validator(mode="after")
+    def _routes_are_replayed(self) -> Self:
+        check_routing(self.moe, self.loss, self.strategy, self.megatron)
         return self
 
     @model_validator(mode="after")

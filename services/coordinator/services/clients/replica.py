@@ -10,7 +10,7 @@ from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as Rollo
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
 from services.common.config.run import Config, TimeoutsConfig
-from services.common.errors import LockstepError
+from services.common.errors import InvalidInput, LockstepError
 from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S
 from services.common.rpc.tls import LOCAL, Transport
@@ -50,10 +50,17 @@ class Replica:
             seed=config.seed,
             adapter_rank=config.trainer.lora.published_rank,
             can_sleep=config.placement == "colocated",
+            return_routes=config.wants_routes,
         )
         answer = await self._client.call(
             RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
         )
+        if config.trainer.moe.replay_routes == "on" and not answer.returns_routes:
+            raise InvalidInput(
+                f"trainer.moe.replay_routes on: the engine at {self.address} returns no routes, because the model has "
+                "no layers of experts or its vLLM cannot return them; set trainer.moe.replay_routes to auto",
+                field="trainer.moe.replay_routes",
+            )
         self.num_workers, self.max_samples = answer.num_workers, answer.max_samples
         self.num_opens += 1
         self.state = ReplicaState.STALE

@@ -21,6 +21,7 @@ from services.common.errors import (
     Unauthenticated,
     Unavailable,
 )
+from services.common.route_parts import from_parts
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import backoff_s, gather
 from services.common.token_hash import tokens_sha256
@@ -203,9 +204,9 @@ class Rollout:
 
 
 def _group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.GenerateResponse]) -> SampledGroup:
-    if len(answers) != 1 or len(answers[0].completions) != num_samples:
+    if not answers or len(answers[-1].completions) != num_samples or any(part.completions for part in answers[:-1]):
         raise InternalError(f"a replica returned an incomplete group for prompt {prompt.prompt_id}")
-    (answer,) = answers
+    answer = answers[-1]
     sent, seen = tokens_sha256(prompt.tokens), answer.prompt_sha256
     if (answer.prompt_num_tokens, seen) != (len(prompt.tokens), sent):
         raise InternalError(
@@ -213,4 +214,11 @@ def _group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.Ge
             f"used {answer.prompt_num_tokens} tokens ({seen[:8] or 'no SHA-256'})",
             reason=Reason.PROMPT_MISMATCH,
         )
-    return SampledGroup(index, prompt, answer.completions, answer.stamp, num_cached_tokens=answer.num_cached_tokens)
+    return SampledGroup(
+        index,
+        prompt,
+        answer.completions,
+        answer.stamp,
+        num_cached_tokens=answer.num_cached_tokens,
+        routes=from_parts((part for message in answers for part in message.routes), num_samples),
+    )

@@ -65,7 +65,7 @@ class Model:
 
     async def forward(self, batch: pa.Table) -> pa.ChunkedArray:
         """Returns the log-probability, or the critic's value, of every completion token of `batch`."""
-        header = pb.ForwardHeader(role=self._role, temperature=self._temperature)
+        header, batch = pb.ForwardHeader(role=self._role, temperature=self._temperature), self._needed(batch)
 
         async def forward(timeout_s: float) -> list[bytes]:
             requests = to_messages(pb.ForwardRequest, batches.encode(batch), header)
@@ -88,7 +88,7 @@ class Model:
         Returns the new version and metrics. Safe to repeat: the trainer applies each batch id only once, and
         answers it again with the same metrics.
         """
-        header = self._header(batch_id, stamp, critic_version, drawn)
+        header, batch = self._header(batch_id, stamp, critic_version, drawn), self._needed(batch)
         async with self._gpus.held_by(Side.TRAINER):
             with self.busy.working():
                 answer = await self._client.call(
@@ -145,6 +145,12 @@ class Model:
             critic_version=critic_version,
             groups_per_block=groups_per_block(config) if is_policy and isinstance(config, Config) else 0,
         )
+
+    def _needed(self, batch: pa.Table) -> pa.Table:
+        """Returns the batch without routes for a model that does not replay them; they can be most of its bytes."""
+        if self._role == pb.ROLE_POLICY:
+            return batch
+        return batches.without_routes(batch)
 
     @property
     def _temperature(self) -> float:

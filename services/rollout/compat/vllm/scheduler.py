@@ -19,6 +19,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from services.rollout.compat.vllm.routes import ReturnsRoutes, are_hooked
+
 # The last step of a chunk may add several tokens. A chunk must stay below 64, because vLLM sends an array of 64 numbers
 # as a frame of its own, and vLLM 0.26 then overwrites the memory of a long message that ZeroMQ has not sent yet.
 _CHUNK_TOKENS = 32
@@ -99,7 +101,8 @@ def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
     return AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
 
 
-def scheduler(vllm_config: VllmConfig, **arguments: object) -> Scheduler:
-    """Returns vLLM's scheduler with InChunks mixed in; this is the engine argument `scheduler_cls`."""
-    made: Scheduler = type("Scheduler", (InChunks, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
+def scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+    """Returns vLLM's scheduler with our mixins; this is the engine argument `scheduler_cls`."""
+    mixins = (ReturnsRoutes, InChunks) if are_hooked(vllm_config) else (InChunks,)
+    made: Scheduler = type("Scheduler", (*mixins, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
     return made

@@ -8,6 +8,7 @@ Import this package before megatron itself: it makes Megatron-Core run on CPU if
     groups            reads and sets the globals that hold the process groups
     random            returns the tracker of random number generators
     model             changes a model's chunks and frees them
+    router            makes the routers of layers of experts use given experts
     optimizer         makes and sets the state of the distributed and the hybrid optimizer
     checkpoint        converts sharded tensors for torch's distributed checkpoint
 """

@@ -1,0 +1,65 @@
+"""Encodes routes: for each token, the experts that every layer of a mixture-of-experts model chose.
+
+The routes of a sample of n tokens (prompt and completion) are n - 1 rows, because the model does not read the last
+token. A row has `num_layers` x `top_k` expert numbers, in the order of layers, as uint8, or as little-endian uint16 if
+there are more than 256 experts.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from services.common.errors import InvalidInput
+from services.common.families.architecture import make_architecture
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """Describes the routes of a model, all of whose layers have experts."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Returns the type of an expert's number."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else "<u2")
+
+    @property
+    def row_bytes(self) -> int:
+        """Returns the number of bytes of a token's routes."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+    def encode(self, routes_TLK: np.ndarray) -> bytes:
+        """Returns the bytes of routes [tokens, layers, top_k].
+
+        Raises:
+            ValueError: The routes are not those of this model, or have a number that is no expert's.
+        """
+        if routes_TLK.shape[1:] != (self.num_layers, self.top_k):
+            expected = f"[tokens, {self.num_layers}, {self.top_k}]"
+            raise ValueError(f"routes have the shape {list(routes_TLK.shape)}, expected {expected}")
+        if routes_TLK.size and not 0 <= routes_TLK.min() <= routes_TLK.max() < self.num_experts:
+            raise ValueError(f"routes name experts up to {routes_TLK.max()}, and there are {self.num_experts}")
+        return routes_TLK.astype(self.dtype).tobytes()
+
+    def decode(self, data: bytes | memoryview) -> np.ndarray:
+        """Returns routes [tokens, layers, top_k] without copying them."""
+        return np.frombuffer(data, self.dtype).reshape(-1, self.num_layers, self.top_k)
+
+
+def route_shape(config_json: bytes | str) -> RouteShape | None:
+    """Returns the shape of the routes of the model with this config.json.
+
+    Returns None if its layers are dense, or not all the same, or its family is unknown.
+    """
+    try:
+        model = make_architecture(json.loads(config_json), "config.json")
+    except InvalidInput:
+        return None
+    if not model.num_experts:
+        return None
+    return RouteShape(model.num_layers, model.num_experts, model.num_experts_per_tok)

@@ -1,0 +1,82 @@
+"""Makes the arguments of a vLLM engine."""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from vllm.config.lora import MaxLoRARanks
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from services.common.config.placement import SHARED_UTILIZATION
+from services.common.config.rollout import RolloutConfig
+from services.common.errors import InvalidInput
+from services.common.routes import RouteShape
+from services.rollout.compat.vllm.scheduler import scheduler
+from services.rollout.weights.receiver import WeightReceiver
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Says what the engine must be able to do in a run."""
+
+    adapter_rank: int = 0
+    """LoRA rank of adapters that are published beside a base; 0 if whole weights are published."""
+    can_sleep: bool = False
+    """Whether the engine must be able to free its memory."""
+    routes: RouteShape | None = None
+    """The shape of the routes to return with samples, if the engine can; None if the model has none."""
+
+
+def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: Needs = Needs()) -> dict[str, Any]:
+    """Returns the vLLM engine arguments; `config.engine` overrides all others."""
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "load_format": "dummy",  # the first publication fills in the weights
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype if config.dtype != "auto" else "bfloat16",
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_samples,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "seed": seed,
+        # Log-probabilities of the distribution that is sampled from, temperature included. The trainer compares its own
+        # with these.
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
+        "scheduler_cls": f"{scheduler.__module__}.{scheduler.__qualname__}",
+        "disable_log_stats": True,
+    }
+    if torch.cuda.is_available():
+        # vLLM's default for LLM, with which whole batches of prompts start in few steps. AsyncLLM's is for low latency.
+        arguments["max_num_batched_tokens"] = max(16384, config.max_samples)
+        if needs.can_sleep:
+            # vLLM takes this share of the GPU. The rest is for what stays of the trainer, such as its CUDA context.
+            arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": SHARED_UTILIZATION}
+    else:
+        arguments |= {
+            "dtype": config.dtype if config.dtype != "auto" else "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 28,
+            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+            # A part of a prompt with a seed ends vLLM's engine (seen with 0.32): it winds the random generator back,
+            # which torch cannot do on CPU. So a prompt is always computed as a whole.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
+        }
+    if needs.adapter_rank:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": next(rank for rank in get_args(MaxLoRARanks) if rank >= needs.adapter_rank),
+            "max_loras": 1,
+            "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        }
+    return arguments | config.engine
+
+
+def check_adapters_run(arguments: AsyncEngineArgs) -> None:
+    """Raises InvalidInput if the model has experts and this device cannot compute adapters beside them."""
+    if not torch.cuda.is_available() and arguments.create_model_config().is_moe:
+        raise InvalidInput(
+            "trainer.lora.publish: with adapters vLLM computes experts in Triton, which needs a GPU; use merged",
+            field="trainer.lora.publish",
+        )

@@ -1,0 +1,99 @@
+"""Replays routes: makes the layers of experts of a model choose what the engine chose, and counts that they did.
+
+Suffixes: R rows that a layer computes (tokens, some of them padding), K experts for each row, L layers, E experts.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from services.common.errors import InternalError
+from services.trainer.compat.torch import is_in_backward
+
+# Stands for the routes of padding, which the router chooses itself.
+NO_ROUTE = -1
+
+
+class LayerReplay:
+    """Gives the router of one layer the experts of the micro-batch that it computes.
+
+    A layer that is recomputed in the backward pass gets those of its forward pass: with pipelining, other micro-batches
+    come in between, but the backward passes of a layer have the order of its forward passes.
+    """
+
+    def __init__(self) -> None:
+        self._next_RK: torch.Tensor | None = None
+        self._computed: deque[torch.Tensor | None] = deque()
+        self._num_computed = 0
+        self.counts_2: torch.Tensor | None = None
+        """Rows that were replayed in forward passes, and the experts among them that the router would have chosen too;
+        without padding, float64."""
+
+    def feed(self, routes_RK: torch.Tensor | None) -> None:
+        """Sets the experts of the forward pass that follows; None lets the router choose."""
+        self._next_RK = routes_RK
+
+    def choose(self, own_RK: torch.Tensor) -> torch.Tensor:
+        """Returns the experts to compute with, int64, instead of the router's `own_RK`."""
+        is_again = is_in_backward()
+        routes_RK = self._computed.popleft() if is_again else self._next_RK
+        if not is_again:
+            self._computed.append(routes_RK)
+            self._num_computed += 1
+        if routes_RK is None:
+            return own_RK
+        if routes_RK.shape != own_RK.shape:
+            raise InternalError(f"a router computes {list(own_RK.shape)}, and its routes are {list(routes_RK.shape)}")
+        chosen_RK = routes_RK.long()
+        is_padding_R1 = chosen_RK[:, :1] == NO_ROUTE
+        if not is_again:
+            self._count(chosen_RK, own_RK, is_padding_R1)
+        return torch.where(is_padding_R1, own_RK, chosen_RK)
+
+    def begin(self) -> None:
+        """Forgets the micro-batches that were computed, and the counts."""
+        self._computed.clear()
+        self._num_computed, self.counts_2 = 0, None
+
+    def end(self) -> None:
+        """Checks that all micro-batches were recomputed since `begin`, or none.
+
+        Raises:
+            InternalError: Some were, so that routes may have been those of another micro-batch.
+        """
+        if len(self._computed) not in (0, self._num_computed):
+            done = self._num_computed - len(self._computed)
+            raise InternalError(f"a layer of experts was recomputed for {done} of {self._num_computed} micro-batches")
+
+    def _count(self, chosen_RK: torch.Tensor, own_RK: torch.Tensor, is_padding_R1: torch.Tensor) -> None:
+        agrees_RK = (own_RK[:, :, None] == chosen_RK[:, None, :]).any(-1) & ~is_padding_R1
+        counts_2 = torch.stack([(~is_padding_R1).sum(), agrees_RK.sum()]).double()
+        self.counts_2 = counts_2 if self.counts_2 is None else self.counts_2 + counts_2
+
+
+class ModelReplay:
+    """Holds the replay of each layer of a rank's part of a model, in their order."""
+
+    def __init__(self, layers: Sequence[LayerReplay], device: torch.device):
+        self._layers, self._device = layers, device
+
+    def begin(self) -> None:
+        """Begins a pass over micro-batches; forgets what was counted before."""
+        for layer in self._layers:
+            layer.begin()
+
+    def end(self) -> None:
+        """Ends a pass over micro-batches that may have had a backward pass.
+
+        Raises:
+            InternalError: Only some micro-batches were recomputed.
+        """
+        for layer in self._layers:
+            layer.end()
+
+    def counts(self) -> torch.Tensor:
+        """Returns the sums of the layers' counts since `begin`, float64 [2]."""
+        counts = [layer.counts_2 for layer in self._layers if layer.counts_2 is not None]
+        zero_2 = torch.zeros(2, dtype=torch.float64, device=self._device)
+        return torch.stack([zero_2, *counts]).sum(0)
