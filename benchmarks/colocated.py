@@ -23,7 +23,7 @@ from benchmarks.loop import KEPT
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.step import TINY, TOKENIZER, WHOLE, fixed
-from services.common.config.load import load
+from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.coordinator.observe.frontend import TerminalFrontend
 from services.coordinator.rl import colocated

@@ -23,14 +23,14 @@ from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp
 
 from benchmarks.report import keep
+from services.common.batches.token_hash import tokens_sha256
 from services.common.config.run import Config
+from services.common.files.transfer import seal
 from services.common.rpc.server import Server
 from services.common.tasks import gather
-from services.common.token_hash import tokens_sha256
-from services.common.transfer import seal
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.rl.collect import Draw
-from services.coordinator.rl.episodes import EpisodeCollector
+from services.coordinator.rl.sampling.collect import Draw
+from services.coordinator.rl.sampling.episodes import EpisodeCollector
 from services.coordinator.services.clients.environment import Environments
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.report import keep
-from services.common.config.load import load
+from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.coordinator.observe.frontend import TerminalFrontend
 from services.coordinator.observe.report.lanes import drawing

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from benchmarks.megatron_layouts import CP, PP, TP, Layout, layouts, samples
-from services.common import batch as batches
+from services.common.batches import batch as batches
 from services.common.config.trainer.section import TrainerConfig
 from services.trainer.checkpoint.manifest import begin as begin_checkpoint
 from services.trainer.megatron import backend

@@ -30,7 +30,7 @@ from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.rollout_ends import Bare, Batch, Drawn, Service, bare_engine, serving
 from benchmarks.rollout_lengths import by_seed
-from services.common.config.load import load
+from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.common.tasks import gather
 from services.coordinator.data.prompts import Prompt

@@ -25,7 +25,7 @@ from services.common.tasks import gather
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import seed_of
-from services.coordinator.rl.collect import Collector
+from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Trainer
 from services.coordinator.services.launch import Addresses, launch

@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks.publishing import open_publisher
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
-from services.common.config.load import load
+from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.common.tasks import gather
 from services.common.weights.plan import Plan

@@ -26,7 +26,7 @@ from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.train_cases import Case, cases, make_samples, sample_lengths
-from services.common import batch as batches
+from services.common.batches import batch as batches
 from services.common.families.architecture import read_architecture
 from services.trainer.backend import Role
 from services.trainer.ranks.calls import Message

@@ -207,4 +207,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, target: str) -> LockstepError
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
             return cls(message, reason=Reason(info.reason), **info.metadata)
+    if code is grpc.StatusCode.INTERNAL:  # a service names its own bugs above: this one is gRPC's, about broken bytes
+        return DataLoss(
+            f"{target}: what was sent or answered did not arrive as it was sent: {message}",
+            reason=Reason.CORRUPT_TRANSFER,
+            target=target,
+        )
     return cls(f"{target}: {message}", target=target)

@@ -7,13 +7,13 @@ import logging
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 
-from services.common.config.load import parse_json
+from services.common.config.reading.load import parse_json
 from services.common.config.reward.section import RewardConfig
 from services.common.errors import InvalidInput
+from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.context import within
-from services.common.transfer import seal
 from services.reward.environments.servicer import EnvironmentServicer, parse_environment
 from services.reward.metrics import RewardMetrics
 from services.reward.requests import finish_reason, parse_object, require_run

@@ -7,10 +7,10 @@ import torch
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from services.common.batches.routes import RouteShape
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import InvalidInput
-from services.common.routes import RouteShape
 from services.rollout.compat.vllm.scheduler import scheduler
 from services.rollout.weights.receiver import WeightReceiver
 

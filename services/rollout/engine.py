@@ -24,11 +24,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from services.common.batches.routes import RouteShape
 from services.common.config.rollout import MIN_TEMPERATURE, RolloutConfig
-from services.common.device_memory import DeviceState, changed, gib
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
-from services.common.model_card import write_model_card
-from services.common.routes import RouteShape
+from services.common.files.model_card import write_model_card
+from services.common.memory.device import DeviceState, changed, gib
 from services.rollout.arguments import Needs, check_adapters_run, engine_arguments
 from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
@@ -60,7 +60,7 @@ class Sample:
     num_cached_tokens: int
     """Number of prompt tokens that were taken from the prefix cache."""
     routes: bytes = b""
-    """The routes of all tokens but the last (services.common.routes); empty if there are none."""
+    """The routes of all tokens but the last (services.common.batches.routes); empty if there are none."""
 
 
 class Engine:

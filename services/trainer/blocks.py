@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
-from services.common import batch as batches
-from services.common.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.batches import batch as batches
+from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.losses import Totals

@@ -8,9 +8,9 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1 import types_pb2
 
+from services.common.batches.routes import RouteShape, route_shape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.routes import RouteShape, route_shape
 from services.common.stamps import require_stamp
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState

@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from benchmarks import colocated, gpu, rollout, step, train_cases
 from benchmarks.megatron_layouts import MODELS
 from benchmarks.rollout_ends import Service
-from services.common.config.load import load
+from services.common.config.reading.load import load
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput

@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed, Reason
 from services.common.rpc.server import Server
-from services.coordinator.rl.episodes import EpisodeCollector
+from services.coordinator.rl.sampling.episodes import EpisodeCollector
 from services.coordinator.services.clients.environment import Environments
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout

@@ -12,12 +12,12 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, PolicyStamp
 
 from services.common.config.run import Config
-from services.common.transfer import seal
+from services.common.files.transfer import seal
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.prompts import PromptDataset
-from services.coordinator.rl.collect import Collector
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.metrics import step_metrics
+from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.rl.step import collect
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.resume import open_run

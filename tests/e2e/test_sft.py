@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from services.common.model_card import read_model_card
+from services.common.files.model_card import read_model_card
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.e2e.lockstep_command import LOCKSTEP, LockstepRun, numbers, weights
 from tests.support import make_model

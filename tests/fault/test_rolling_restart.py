@@ -1,6 +1,7 @@
-"""Reward service and one replica are replaced, one after the other, while a run goes on: nothing of it is lost."""
+"""The reward service is restarted and a replica leaves for another one while a run goes on: nothing of it is lost."""
 
 import os
+import re
 import signal
 from contextlib import ExitStack, chdir
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tests.e2e.lockstep_command import (
     Lent,
     LockstepRun,
+    invoke,
     make_workspace,
     numbers,
     replica_info,
@@ -24,7 +26,7 @@ RESTARTED = ("reward", "rollout-0")
 
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory, lent_services: Lent) -> LockstepRun:
-    """A run whose services have addresses. Two of them are asked to end and started anew as an orchestrator does it."""
+    """A run whose reward service is restarted as an orchestrator does it, and whose replica 0 leaves for replica 2."""
     directory = tmp_path_factory.mktemp("rolling")
     workspace = make_workspace(directory, model=str(directory / "model"))
     addresses = {name: f"127.0.0.1:{free_port()}" for name in RESTARTED}
@@ -33,31 +35,42 @@ def restarted(tmp_path_factory: pytest.TempPathFactory, lent_services: Lent) -> 
         services = dict(zip(addresses, started, strict=True))
         addresses |= {name: lent_services.addresses[name] for name in ("trainer", "rollout-1")}
 
-        def restart(name: str, stopped: int | None = None) -> None:
-            services[name].terminate()
-            if stopped is not None:
-                os.kill(stopped, signal.SIGCONT)
-            services[name].wait(PATIENCE_S)
-            command = service_command(name.partition("-")[0], addresses[name])
+        def start(name: str, address: str, log: str) -> None:
             with chdir(workspace):
-                services[name] = stack.enter_context(running(command, workspace / f"{name}-again.log"))
+                services[name] = stack.enter_context(
+                    running(service_command(name.partition("-")[0], address), workspace / log)
+                )
 
         options = [f"--{name.partition('-')[0]}={address}" for name, address in addresses.items()]
         with LockstepRun(workspace, *options) as run:
             run.until(lambda: run.has("published", 0), "the first publication")
             run.hold()
-            restart("reward")
+            services["reward"].terminate()
+            services["reward"].wait(PATIENCE_S)
+            start("reward", addresses["reward"], "reward-again.log")
             run.until(lambda: "lost the reward service" in run.log, "the loss to be noticed")
             run.release()
             run.until(lambda: run.has("collected", 2), "the next steps")
-            run.hold()  # no step ends before the replica is back
-            engine = stop_while_generating(run, addresses["rollout-0"], services["rollout-0"].pid, version=3)
-            restart("rollout-0", engine)
-            run.until(lambda: f"replica {addresses['rollout-0']} is back" in run.log, "the replica to be back")
+            run.hold()  # no step ends before the new replica is open
+            old, new = addresses["rollout-0"], f"127.0.0.1:{free_port()}"
+            engine = stop_while_generating(run, old, services["rollout-0"].pid, version=3)
+            change_replicas(run, "add", new)
+            start("rollout-2", new, "rollout-2.log")
+            run.until(lambda: f"replica {new} has come" in run.log, "the new replica")
+            shown = change_replicas(run, "remove", old)
+            assert all(re.search(f"{at}.*{state}", shown) for at, state in ((old, "leaving"), (new, "joining"))), shown
+            os.kill(engine, signal.SIGCONT)
+            run.until(lambda: f"replica {old} has left the run" in run.log, "the old replica to finish and to leave")
             run.release()
             assert run.wait() == 0, run.output
-        assert [replica_info(addresses[name]).info.state for name in ("rollout-0", "rollout-1")] == ["idle"] * 2
+        assert [replica_info(at).info.state for at in (old, new, addresses["rollout-1"])] == ["idle"] * 3
     return run
+
+
+def change_replicas(run: LockstepRun, verb: str, address: str) -> str:
+    done = invoke("replicas", verb, run.directory, address, cwd=run.workspace)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_numbers_and_model_are_those_of_an_undisturbed_run(restarted: LockstepRun, undisturbed: Path) -> None:
@@ -65,5 +78,12 @@ def test_numbers_and_model_are_those_of_an_undisturbed_run(restarted: LockstepRu
     assert weights(restarted.workspace) == weights(undisturbed) != {}
 
 
-def test_the_new_replica_is_in_the_last_publication(restarted: LockstepRun) -> None:
-    assert restarted.ledger("epoch")[-1]["num_replicas"] == 2
+def test_the_new_replica_is_in_the_publications_after_the_step_and_the_old_one_is_not(restarted: LockstepRun) -> None:
+    received = {row["version"]: set(row["received"]) for row in restarted.ledger("published")}
+    assert [len(received[version]) for version in range(7)] == [2] * 7
+    assert received[3] != received[4] == received[6]
+    assert [row["num_replicas"] for row in restarted.ledger("epoch")] == [2, 2]
+
+
+def test_what_the_leaver_had_was_finished_and_not_sent_again(restarted: LockstepRun) -> None:
+    assert "lost replica" not in restarted.log

@@ -42,7 +42,7 @@ def _is_void(service: Any, request: Request, c: Coordinator, rules: Rules) -> bo
         return request.about <= service.epoch if is_join else request.about[0] < service.epoch
     if rules.digest_in_commit and request.method == "commit":  # a session does not publish it again
         return request.token == c.token and request.about.version < c.version
-    if rules.batch_id and rules.stamp_compared and request.method == "train":
+    if rules.batch_id and rules.stamp_compared and request.method in ("train", "block", "apply"):
         return service.is_open and request.about.version < service.weights.version
     return request.method == "generate"
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from tests.model.batches import next_to_draw, recorded_batch
 from tests.model.state import (
     MAX_ATTEMPTS,
-    NUM_STEPS,
     Batch,
     Coordinator,
     Ledger,
@@ -225,22 +225,17 @@ def fail_attempt(w: World, rules: Rules) -> Iterator[World]:
 # Steps: services/coordinator/rl/loop.py, runs/run.py, runs/record.py
 
 
-def recorded_batch(w: World, rules: Rules):
-    """Returns the recorded batch that was drawn from exactly the stamp that is trained now."""
-    c = w.coordinator
-    batch = w.ledger.collected[c.version] if c.version < NUM_STEPS else None
-    if not rules.stamp_of_draw:
-        return batch and batch._replace(stamp=c.stamp)
-    return batch if batch and batch.stamp == c.stamp else None
-
-
 def can_take_recorded(w: World, rules: Rules) -> bool:
     """The save in progress comes first, because the weights must not change before it."""
-    return w.coordinator.at == "generating" and recorded_batch(w, rules) is not None and not w.coordinator.saving
+    if w.coordinator.at != "generating" or w.coordinator.saving or recorded_batch(w, rules) is None:
+        return False
+    return w.mode.lag == 0 or not rules.lag_drained or next_to_draw(w) is None
 
 
 def must_draw(w: World, rules: Rules) -> bool:
-    return w.coordinator.at == "generating" and recorded_batch(w, rules) is None
+    if w.coordinator.at != "generating":
+        return False
+    return recorded_batch(w, rules) is None or (w.mode.lag > 0 and next_to_draw(w) is not None)
 
 
 def must_generate(w: World, rules: Rules) -> bool:
@@ -271,12 +266,10 @@ def samples_came(w: World, rules: Rules) -> bool:
 def record_batch(w: World, rules: Rules) -> Iterator[World]:
     """Writes the batch and its row to disk."""
     index, r = drawing(w)
-    c = w.coordinator
-    drawn, stamp = r.answer.value
-    batch = Batch(c.version, drawn, stamp)
+    batch = Batch(next_to_draw(w), *r.answer.value)
     ledger = synced(w.ledger, batch) if rules.synced_rows else w.ledger._replace(unsynced=batch)
-    w = with_replica(w, index, r._replace(waits=None, answer=None))
-    yield moved(w._replace(ledger=ledger), "recording", batch=batch)
+    w = with_replica(w, index, r._replace(waits=None, answer=None))._replace(ledger=ledger)
+    yield moved(w, "generating") if w.mode.lag else moved(w, "recording", batch=batch)
 
 
 def synced(ledger: Ledger, batch: Batch) -> Ledger:
@@ -345,7 +338,7 @@ def begin_save(w: World, rules: Rules) -> Iterator[World]:
 
 
 def next_place(w: World) -> str:
-    return "generating" if w.coordinator.version < NUM_STEPS else "ending"
+    return "generating" if w.coordinator.version < w.num_steps else "ending"
 
 
 def is_saved_already(w: World, rules: Rules) -> bool:

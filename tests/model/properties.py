@@ -2,11 +2,34 @@
 
 from collections.abc import Callable, Mapping
 
-from tests.model.state import NUM_STEPS, World
+from tests.model.state import Update, World
 
 
 def on_policy(w: World) -> bool:
-    return all(update.batch.drawn == update.batch.stamp == update.before for update in w.updates)
+    """The batch of version t is applied to t, and has what its stamp says: that of t or, with a lag k, of t - k."""
+    return all(_is_of(w, update) for update in w.updates)
+
+
+def _is_of(w: World, update: Update) -> bool:
+    batch, version = update.batch, update.before.version
+    if batch.version != version or batch.drawn != batch.stamp:
+        return False
+    return batch.stamp.version >= version - w.mode.lag if w.mode.lag else batch.stamp == update.before
+
+
+def drawn_from_one_version(w: World) -> bool:
+    """With a lag, every batch is drawn from exactly one version, so that the run can be repeated."""
+    batches = [batch for batch in w.ledger.collected if batch]
+    return all(batch.stamp.version == max(0, batch.version - w.mode.lag) for batch in batches)
+
+
+def nothing_else_applied(w: World) -> bool:
+    return all(update.is_pure for update in w.updates)
+
+
+def silent_asleep(w: World) -> bool:
+    """What sleeps serves nothing, and was not taken for serving since."""
+    return not any(r.is_asleep and r.stamp for r in w.replicas)
 
 
 def served_as_stamped(w: World) -> bool:
@@ -34,7 +57,7 @@ def one_effect(w: World) -> bool:
 
 
 def recorded_first(w: World) -> bool:
-    """What the trainer was given is on disk: its coordinator can be killed at any time."""
+    """What the trainer has applied is on disk: its coordinator can be killed at any time."""
     last = w.trainer.last
     return last is None or last.is_foreign or last in w.ledger.collected
 
@@ -56,11 +79,14 @@ INVARIANTS: Mapping[str, Callable[[World], bool]] = {
     "no late call disturbs a replica that serves": not_disturbed,
     "a batch id has one effect, that of the recorded batch": one_effect,
     "only the coordinator that opened the run last trains": one_owner,
-    "a batch is on disk before the trainer gets it": recorded_first,
+    "a batch is on disk before the trainer applies it": recorded_first,
     "a recorded checkpoint is that of its step": saved_as_finished,
+    "with a lag k, batch t is drawn from version t - k": drawn_from_one_version,
+    "an update applies the gradients of its batch and of nothing else": nothing_else_applied,
+    "an engine that sleeps serves nothing": silent_asleep,
 }
 
 
 def is_finished(w: World) -> bool:
     """The run has done all steps, and its last checkpoint is recorded."""
-    return w.coordinator.at == "done" and w.ledger.last == NUM_STEPS == w.ledger.saved
+    return w.coordinator.at == "done" and w.ledger.last == w.num_steps == w.ledger.saved

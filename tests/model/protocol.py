@@ -6,6 +6,7 @@ writes.
 
 from tests.model import coordinator as c
 from tests.model import faults as f
+from tests.model import modes as m
 from tests.model import services as s
 from tests.model.state import Order, Transition, for_each_replica
 
@@ -35,9 +36,15 @@ COORDINATOR = [
     Transition("it records the checkpoint", c.is_saved, c.record_save, emits=("saved",), order=LOCAL),
     Transition("it takes the recorded batch", c.can_take_recorded, c.take_recorded),
     Transition("it has a replica generate", c.must_generate, c.generate, emits=("Rollout.Generate",)),
+    Transition("it streams the blocks of the batch", m.can_stream, m.stream, order=LOCAL),
+    Transition("it records the batch of these blocks", m.is_sent, m.record_streamed, emits=("collected",)),
     Transition("it records the batch", c.samples_came, c.record_batch, emits=("collected",), order=LOCAL),
     Transition("it gives the group to another replica", c.draw_failed, c.draw_elsewhere),
-    Transition("it sends the batch", c.at("recording"), c.train, emits=("Trainer.Train",)),
+    Transition("it lets the replicas sleep", m.must_sleep, m.let_sleep, order=LOCAL),
+    Transition("it goes on while they sleep", m.all_sleep, m.go_on_asleep, order=LOCAL),
+    Transition("it commits the blocks", m.has_streamed, m.commit_blocks, emits=("Trainer.Train",), order=LOCAL),
+    Transition("it sends the batch as a whole", m.is_stream_lost, c.train, emits=("Trainer.Train",), order=LOCAL),
+    Transition("it sends the batch", m.may_send, c.train, emits=("Trainer.Train",)),
     Transition("it takes the new version", c.trained, c.take_trained, order=LOCAL),
     Transition("it ends without a replica", c.has_no_replica, c.end),
     Transition("it ends with the trainer's error", c.trainer_failed, c.end),
@@ -49,6 +56,8 @@ SERVICES = [
     *s.receives("join", s.join, s.is_idle),
     *s.receives("send", s.send, s.is_idle),
     *s.receives("train", s.train, s.is_idle),
+    *s.receives("block", m.take_block, s.is_idle),
+    *s.receives("apply", m.apply_blocks, s.is_idle),
     *s.receives("save", s.save, s.is_free),
     Transition("the trainer completes a checkpoint", s.is_copying, s.complete_save),
     Transition("all members meet", s.all_in("joining", "joining"), s.meet),
@@ -58,6 +67,7 @@ SERVICES = [
     *s.replica_receives("receive", s.replica_receives_weights),
     *s.replica_receives("commit", s.replica_commits),
     *s.replica_receives("generate", s.replica_generates),
+    *s.replica_receives("sleep", m.replica_sleeps),
     *for_each_replica("a replica gives up an epoch", s.replica_waits_in_vain, s.replica_gives_up),
 ]
 
@@ -73,6 +83,8 @@ FAULTS = [
     Transition(
         "bytes of a broadcast are flipped", s.all_in("sending", "receiving"), f.flip, is_fault=True, order=Order.CURRENT
     ),
+    Transition("a stream of blocks is lost or late", m.is_streaming, m.break_stream, is_fault=True),
+    Transition("bytes of a block are flipped", m.has_block, m.flip_block, is_fault=True),
     Transition("an unsynced row reaches the disk", f.has_unsynced, f.catch_up),
 ]
 

@@ -10,6 +10,7 @@ from tests.model.state import Order, Rules, Transition, World, is_lost
 
 PROGRESS = "once faults stop, the run can reach its end"
 ALL_RULES = Rules()
+FIRST = World()
 
 
 class Found(NamedTuple):
@@ -57,12 +58,17 @@ def _is_handled(service: Any) -> bool:
 
 
 def search(
-    protocol: Sequence[Transition], rules: Rules = ALL_RULES, *, max_faults: int, permuting: bool = False
+    protocol: Sequence[Transition],
+    rules: Rules = ALL_RULES,
+    *,
+    max_faults: int,
+    permuting: bool = False,
+    first: World = FIRST,
 ) -> Found:
-    """Visits every reachable state with at most `max_faults` faults on its path; stops at the first violation."""
+    """Visits every state that can be reached from `first` with at most `max_faults` faults; stops at a violation."""
     begin = time.perf_counter()
     protocol = sorted(protocol, key=lambda step: step.order)
-    worlds, numbers = [World()], {World(): 0}
+    worlds, numbers = [first], {first: 0}
     came_from: list[tuple[int, str]] = [(0, "")]
     calmly_before: list[list[int]] = [[]]
     finished: list[int] = []

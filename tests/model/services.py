@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from tests.model.state import (
     Answer,
+    Batch,
     Checkpoint,
     Order,
     Replica,
@@ -72,10 +73,10 @@ def open_run(w: World, rules: Rules, request: Request) -> World:
         return trainer_answers(w, request, "refused", "replaced")
     changes: dict[str, object] = {"token": request.token, "tokens": t.tokens | {request.token}}
     weights, last = t.weights, t.last
-    if not t.is_open:
+    if not t.is_open or (w.mode.lag and weights.version != request.about):  # with a lag it goes back: Trainer.go_back
         loaded = w.disk[request.about] if request.about else None
-        weights, last = (loaded.weights, loaded.last) if loaded else (BASE, None)
-        changes |= {"is_open": True, "weights": weights, "last": last, "is_published": False}
+        weights, last, kept = (loaded.weights, loaded.last, loaded.kept) if loaded else (BASE, None, ())
+        changes |= {"is_open": True, "weights": weights, "last": last, "kept": kept, "is_published": False}
     assert weights
     held = weights.version, last.version if last else None
     return trainer_answers(w, request, "opened", held, **changes)
@@ -115,12 +116,28 @@ def train(w: World, rules: Rules, request: Request) -> World:
         if batch.version + 1 != t.weights.version or not is_same:
             return trainer_answers(w, request, "refused", "replayed")
         return trainer_answers(w, request, "trained", t.weights.version)
-    if rules.stamp_compared and not (t.is_published and batch.stamp == t.weights):
+    if rules.stamp_compared and not may_train(w, batch):
         return trainer_answers(w, request, "refused", "stale")
+    w = apply_gradients(w._replace(trainer=t._replace(gradients=(batch,))), batch, is_owners=request.token == t.token)
+    return trainer_answers(w, request, "trained", w.trainer.weights.version)
+
+
+def may_train(w: World, batch: Batch) -> bool:
+    """Returns whether the batch is for the published weights and drawn from them or, with a lag, from earlier ones."""
+    t = w.trainer
+    if not t.is_published:
+        return False
+    return batch.stamp == t.weights if not w.mode.lag else batch.version == t.weights.version and batch.stamp in t.kept
+
+
+def apply_gradients(w: World, batch: Batch, *, is_owners: bool) -> World:
+    """Applies the gradients on the ranks, as those of `batch`."""
+    t = w.trainer
     version = t.weights.version + 1
     after = Weights(version, 1 + max((one.after.salt for one in w.updates if one.after.version == version), default=-1))
-    w = w._replace(updates=(*w.updates, Update(t.weights, batch, after, request.token == t.token)))
-    return trainer_answers(w, request, "trained", version, weights=after, last=batch, is_published=False)
+    update = Update(t.weights, batch, after, is_owners, t.gradients == (batch,))
+    t = t._replace(weights=after, last=batch, is_published=False, arrived=None, gradients=())
+    return w._replace(updates=(*w.updates, update), trainer=t)
 
 
 def save(w: World, rules: Rules, request: Request) -> World:
@@ -134,8 +151,8 @@ def save(w: World, rules: Rules, request: Request) -> World:
         return save_answers(w, request, why)
     if why:
         return save_answers(w, request, why)
-    copied = Checkpoint(request.about, t.weights, t.last, request.token)
-    return w._replace(trainer=taken(t, request)._replace(copied=copied))
+    copied = Checkpoint(request.about, t.weights, t.last, request.token, t.kept)
+    return w._replace(trainer=taken(t, request)._replace(copied=copied, arrived=None))  # it ends a stream of blocks
 
 
 def save_answers(w: World, request: Request, why: str) -> World:
@@ -189,7 +206,9 @@ def meet(w: World, rules: Rules) -> Iterator[World]:
 def broadcast(w: World, rules: Rules) -> Iterator[World]:
     weights = w.trainer.weights
     replicas = [arrived(r, weights, rules) if r in seated(w) else r for r in w.replicas]
-    trainer = done_together(w.trainer, "sent", weights, is_published=True)
+    lag = w.mode.lag
+    kept = (*(one for one in w.trainer.kept if weights.version - lag <= one.version < weights.version), weights)
+    trainer = done_together(w.trainer, "sent", weights, is_published=True, kept=kept if lag else ())
     yield w._replace(trainer=trainer, replicas=tuple(replicas))
 
 
@@ -247,11 +266,11 @@ def replica_joins(r: Replica, rules: Rules, request: Request) -> Replica:
 
 
 def replica_receives_weights(r: Replica, rules: Rules, request: Request) -> Replica:
-    """Stops serving at once."""
+    """Stops serving at once. A replica that sleeps is woken before."""
     epoch, _ = request.about
     if r.stage != "joined" or (rules.epoch_fence and epoch != r.epoch):
         return answered(r, request, "refused", "not joined")
-    return taken(r, request)._replace(stage="receiving", stamp=None, received=None)
+    return taken(r, request)._replace(stage="receiving", stamp=None, received=None, is_asleep=False)
 
 
 def replica_commits(r: Replica, rules: Rules, request: Request) -> Replica:

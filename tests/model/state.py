@@ -57,6 +57,8 @@ class Update(NamedTuple):
     after: Weights
     is_owners: bool
     """Whether the coordinator that opened the run last asked for it."""
+    is_pure: bool = True
+    """Whether it applied the gradients of this batch and of nothing else."""
 
 
 class Checkpoint(NamedTuple):
@@ -67,6 +69,8 @@ class Checkpoint(NamedTuple):
     last: Batch
     token: int = 0
     """Of the coordinator that asked for it, while it is written."""
+    kept: tuple[Weights, ...] = ()
+    """As the trainer's."""
 
 
 class Coordinator(NamedTuple):
@@ -74,7 +78,7 @@ class Coordinator(NamedTuple):
 
     at: str = "down"
     """What it does: down, opening trainer, opening replicas, begun, publishing, joining, sending, committing, finishing
-    step, saving, generating, collecting, recording, training, ending, done.
+    step, saving, generating, collecting, streaming, recording, sleeping, training, ending, done.
     """
     token: int = 0
     version: int = 0
@@ -87,6 +91,8 @@ class Coordinator(NamedTuple):
     """The version of the checkpoint that is being saved; 0 if there is none."""
     is_ahead: bool = False
     """Whether the trainer has applied a step that the ledger has not."""
+    streamed: Batch | None = None
+    """What it has sent in the stream of blocks that is open."""
 
 
 class Trainer(NamedTuple):
@@ -101,11 +107,17 @@ class Trainer(NamedTuple):
     """The batch that was applied last."""
     is_published: bool = False
     """Whether it knows the digest of its weights."""
+    kept: tuple[Weights, ...] = ()
+    """With a lag k, the stamps of the last k + 1 versions that were published."""
     epoch: int = 0
     stage: str = ""
     """Its part in the weight group: joining, joined, sending or none."""
     copied: Checkpoint | None = None
     """What it writes in the background."""
+    arrived: Batch | None = None
+    """The blocks of the stream that is open."""
+    gradients: tuple[Batch, ...] = ()
+    """What the gradients on its ranks are of, which are not applied yet."""
     inbox: tuple[Request, ...] = ()
     waits: Request | None = None
     """The call whose answer the coordinator waits for."""
@@ -126,6 +138,8 @@ class Replica(NamedTuple):
     """The stamp that it has received and that is not committed."""
     newest: int = -1
     """The newest version that it has served in this session."""
+    is_asleep: bool = False
+    """Whether its engine has no memory."""
     epoch: int = 0
     stage: str = ""
     """Its part in the weight group: joining, joined, receiving or none."""
@@ -152,6 +166,17 @@ class Ledger(NamedTuple):
     saved: int = 0
 
 
+class Mode(NamedTuple):
+    """How the run is configured. Each search has one mode."""
+
+    streams: bool = False
+    """Blocks of a batch are sent before the batch is complete (trainer.streaming)."""
+    sleeps: bool = False
+    """Replicas sleep while the trainer works (placement colocated)."""
+    lag: int = 0
+    """trainer.lag.versions"""
+
+
 class World(NamedTuple):
     """A state of the whole system."""
 
@@ -164,6 +189,12 @@ class World(NamedTuple):
     """Stamps that the coordinator found equal on all members."""
     updates: tuple[Update, ...] = ()
     num_faults: int = 0
+    mode: Mode = Mode()
+
+    @property
+    def num_steps(self) -> int:
+        """Returns the number of steps of the run."""
+        return len(self.ledger.collected)
 
 
 class Rules(NamedTuple):
@@ -193,6 +224,22 @@ class Rules(NamedTuple):
     """A request to save names the version."""
     leftovers_removed: bool = True
     """An unrecorded checkpoint of a step is removed before the step is saved again."""
+    commit_awaited: bool = True
+    """The trainer applies blocks only when their batch is committed."""
+    blocks_begin_anew: bool = True
+    """A stream of blocks drops the gradients of one that was broken."""
+    blocks_compared: bool = True
+    """The trainer applies blocks only if they are those of the committed batch."""
+    sleep_ends_serving: bool = True
+    """A replica that sleeps serves nothing until other weights are committed."""
+    lag_drained: bool = True
+    """A version is published after all that is drawn from the one before it."""
+
+
+def world_of(mode: Mode, num_steps: int = NUM_STEPS) -> World:
+    """Returns the first state of a run."""
+    ledger = Ledger(collected=(None,) * num_steps, finished=(None,) * (num_steps + 1))
+    return World(ledger=ledger, disk=(None,) * (num_steps + 1), mode=mode)
 
 
 Guard = Callable[[World, Rules], bool]

@@ -9,9 +9,10 @@ from tests.model import properties
 from tests.model.properties import INVARIANTS
 from tests.model.protocol import FAULTS, PROTOCOL
 from tests.model.search import PROGRESS, Found, search
-from tests.model.state import Rules, World
+from tests.model.state import Mode, Rules, World, world_of
 
 log = logging.getLogger(__name__)
+NAMES = {holds: name for name, holds in INVARIANTS.items()}
 Record = Callable[[str, object], None]
 
 # A rule, the faults without which nobody notices that it is missing, and what is violated then.
@@ -21,6 +22,13 @@ FLIPPED = "bytes of a broadcast are flipped"
 LOST_TRAIN = "a Train call or its answer is lost"
 LOST_SAVE = "a SaveCheckpoint call or its answer is lost"
 STOPPED = "a coordinator is replaced while it is stopped"
+FLIPPED_BLOCK = "bytes of a block are flipped"
+# Two steps, except with a lag, which needs a batch that was drawn before the last update.
+MODES = {
+    "streamed blocks": world_of(Mode(streams=True)),
+    "replicas that sleep": world_of(Mode(sleeps=True)),
+    "lag": world_of(Mode(lag=1), num_steps=3),
+}
 MUTATIONS: dict[str, tuple[Sequence[str], Callable[[World], bool] | None]] = {
     "second_phase": ([], properties.served_as_stamped),
     "epoch_fence": ([LATE], properties.not_disturbed),
@@ -34,6 +42,15 @@ MUTATIONS: dict[str, tuple[Sequence[str], Callable[[World], bool] | None]] = {
     "synced_rows": ([], properties.recorded_first),
     "versioned_save": ([LOST_SAVE], properties.saved_as_finished),
     "leftovers_removed": ([STOPPED], properties.saved_as_finished),
+}
+MUTATIONS_OF_MODES: dict[tuple[str, str], tuple[Sequence[str], Callable[[World], bool]]] = {
+    ("commit_awaited", "streamed blocks"): ([], properties.recorded_first),
+    ("blocks_begin_anew", "streamed blocks"): ([KILLS[0]], properties.nothing_else_applied),
+    ("blocks_compared", "streamed blocks"): ([FLIPPED_BLOCK], properties.one_effect),
+    ("sleep_ends_serving", "replicas that sleep"): ([], properties.served_as_stamped),
+    ("lag_drained", "lag"): ([], properties.drawn_from_one_version),
+    ("stamp_compared", "lag"): ([LOST_TRAIN], properties.on_policy),
+    ("stamp_of_draw", "lag"): ([KILLS[1]], properties.on_policy),
 }
 
 
@@ -49,21 +66,42 @@ def test_permuting_everything_finds_no_more(record_property: Record):
     assert found.violated == "", "\n".join(found.path)
 
 
+@pytest.mark.parametrize("max_faults", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", MODES)
+def test_so_does_a_run_of_another_mode(mode: str, max_faults: int, record_property: Record):
+    found = _reported(search(PROTOCOL, max_faults=max_faults, first=MODES[mode]), record_property)
+    assert found.violated == "", "\n".join(found.path)
+    assert found.num_finished > 1
+
+
 def test_there_is_a_mutation_for_each_rule():
-    assert list(Rules._fields) == list(MUTATIONS)
+    assert list(Rules._fields) == list(dict.fromkeys([*MUTATIONS, *(rule for rule, _ in MUTATIONS_OF_MODES)]))
     known = {step.name for step in FAULTS}
-    assert all(name in known for faults, _ in MUTATIONS.values() for name in faults)
+    used = [faults for faults, _ in (*MUTATIONS.values(), *MUTATIONS_OF_MODES.values())]
+    assert all(name in known for faults in used for name in faults)
 
 
 @pytest.mark.parametrize("rule", MUTATIONS)
 def test_a_protocol_without_a_rule_is_found(rule: str, record_property: Record):
     faults, invariant = MUTATIONS[rule]
-    protocol = [step for step in PROTOCOL if not step.is_fault or step.name in faults]
-    assert search(protocol, max_faults=len(faults)).violated == ""
-    found = _reported(search(protocol, Rules()._replace(**{rule: False}), max_faults=len(faults)), record_property)
-    names = {holds: name for name, holds in INVARIANTS.items()}
-    assert found.violated == (names[invariant] if invariant else PROGRESS), "\n".join(found.path)
+    found = _reported(_without(rule, faults, World()), record_property)
+    assert found.violated == (NAMES[invariant] if invariant else PROGRESS), "\n".join(found.path)
     assert found.path
+
+
+@pytest.mark.parametrize(("rule", "mode"), MUTATIONS_OF_MODES)
+def test_so_is_one_of_another_mode(rule: str, mode: str, record_property: Record):
+    faults, invariant = MUTATIONS_OF_MODES[rule, mode]
+    found = _reported(_without(rule, faults, MODES[mode]), record_property)
+    assert found.violated == NAMES[invariant], "\n".join(found.path)
+    assert found.path
+
+
+def _without(rule: str, faults: Sequence[str], first: World) -> Found:
+    """Searches with these faults and without `rule`, after a search with it that finds nothing."""
+    protocol = [step for step in PROTOCOL if not step.is_fault or step.name in faults]
+    assert search(protocol, max_faults=len(faults), first=first).violated == ""
+    return search(protocol, Rules()._replace(**{rule: False}), max_faults=len(faults), first=first)
 
 
 def _reported(found: Found, record_property: Record) -> Found:

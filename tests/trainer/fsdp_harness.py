@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from safetensors.torch import load_file, save_file
 
-from services.common import batch as batches
+from services.common.batches import batch as batches
 from services.common.config.trainer.section import TrainerConfig
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
@@ -59,6 +59,15 @@ def samples(seed: int = 0) -> pa.Table:
     reference = [[x + float(random.normal(0, 0.3)) for x in row] for row in table["logprobs"].to_pylist()]
     index = table.schema.get_field_index("ref_logprobs")
     return table.set_column(index, table.schema.field(index), pa.array(reference, pa.list_(pa.float32())))
+
+
+def aligned_samples(seed: int, align: int) -> pa.Table:
+    """`samples`, prompts made longer until each sequence, without its last token, is a multiple of `align`."""
+    table = samples(seed)
+    prompts, tokens = table["prompt_tokens"].to_pylist(), table["tokens"].to_pylist()
+    longer = [p + p[: (1 - len(p) - len(t)) % align] for p, t in zip(prompts, tokens, strict=True)]
+    index = table.schema.get_field_index("prompt_tokens")
+    return table.set_column(index, table.schema.field(index), pa.array(longer, table.schema.field(index).type))
 
 
 def batch_of(name: str) -> pa.Table:

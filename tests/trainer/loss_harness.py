@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from services.common import batch as batches
-from services.common.blocks import trained_tokens
+from services.common.batches import batch as batches
+from services.common.batches.blocks import trained_tokens
 from services.trainer.backend import Role
 from services.trainer.losses.terms import Tokens
 from tests.trainer import fsdp_harness

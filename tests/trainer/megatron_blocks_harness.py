@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from services.common.blocks import blocks_of, trained_tokens
+from services.common.batches.blocks import blocks_of, trained_tokens
 from services.trainer.ranks.shards import block_parts
 from tests.support import with_routes
 from tests.trainer.fsdp_harness import FULL_LOSS, TEMPERATURE, samples, write

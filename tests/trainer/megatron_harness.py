@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from services.common import batch as batches
+from services.common.batches import batch as batches
 from services.common.config.trainer.roles import ReferenceConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size
@@ -31,7 +31,7 @@ from services.trainer.backend import Role
 from services.trainer.ranks.shards import forward_parts, train_parts
 from services.trainer.ranks.worker import Worker
 from tests.support import with_routes
-from tests.trainer.fsdp_harness import BASE, FULL_LOSS, TEMPERATURE, samples, write
+from tests.trainer.fsdp_harness import BASE, FULL_LOSS, TEMPERATURE, aligned_samples, write
 
 # Three micro-batches on one data-parallel rank, two on each of two.
 SMALL = {"max_tokens_per_microbatch": 64}
@@ -129,24 +129,24 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
 
 def _routed() -> Iterator[tuple[str, Layout]]:
     """Replayed routes, in every layout that cuts tokens or layers, or computes them again."""
-    recompute = SMALL | {"gradient_checkpointing": True}
-    splits: dict[str, tuple[int, dict[str, Any]]] = {
-        "1": (1, {}),
-        "tp2": (2, TP),
-        "cp2": (2, CP),
-        "ep2": (2, EP),
-        "cp2-unpacked": (2, CP | UNPACKED),
-        "ep2-pp2": (4, EP | PP),
-    }
-    yield "routed-1", Layout("moe", 1, has_routes=True)
-    for name, (world, megatron) in splits.items():
-        yield f"routed-{name}-small", Layout("moe", world, megatron, SMALL, "routed-1", has_routes=True)
-    for name, megatron in (("recompute", {}), ("recompute-selective", SELECTIVE)):
-        yield f"routed-1-{name}", Layout("moe", 1, megatron, recompute, "routed-1-small", has_routes=True)
-    # Between the forward pass of a micro-batch and its recomputation, a pipeline computes others.
-    yield "routed-pp2-again", Layout("moe", 2, PP, recompute, "routed-1", has_routes=True)
-    yield "routed-deep-1", Layout("deep-moe", 1, {}, SMALL, has_routes=True)
-    yield "routed-deep-vpp2-again", Layout("deep-moe", 2, PP | VPP, recompute, "routed-deep-1", has_routes=True)
+    again = SMALL | {"gradient_checkpointing": True}  # in a pipeline, after the forward passes of others
+    cases: tuple[tuple[str, int, dict[str, Any], dict[str, Any], str], ...] = (
+        ("1", 1, {}, {}, ""),
+        ("1-small", 1, {}, SMALL, "1"),
+        ("1-recompute", 1, {}, again, "1-small"),
+        ("1-recompute-selective", 1, SELECTIVE, again, "1-small"),
+        ("tp2", 2, TP, SMALL, "1"),
+        ("cp2", 2, CP, SMALL, "1"),
+        ("cp2-unpacked", 2, CP | UNPACKED, SMALL, "1"),
+        ("ep2", 2, EP, SMALL, "1"),
+        ("pp2", 2, PP, again, "1"),
+        ("ep2-pp2", 4, EP | PP, SMALL, "1"),
+        ("deep-1", 1, {}, SMALL, ""),
+        ("deep-vpp2", 2, PP | VPP, again, "deep-1"),
+    )
+    for name, world, megatron, changes, like in cases:
+        kind = "deep-moe" if "deep" in name else "moe"
+        yield f"routed-{name}", Layout(kind, world, megatron, changes, like and f"routed-{like}", has_routes=True)
 
 
 def _options() -> Iterator[tuple[str, Layout]]:
@@ -217,15 +217,6 @@ def reference_config(layout: Layout) -> TrainerConfig | None:
     if not policy.loss.kl_coef or (policy.lora.rank and own is None):
         return None
     return ReferenceConfig.model_validate(own or {}).settings(policy)
-
-
-def aligned_samples(seed: int, align: int) -> pa.Table:
-    """`samples`, prompts made longer until each sequence, without its last token, is a multiple of `align`."""
-    table = samples(seed)
-    prompts, tokens = table["prompt_tokens"].to_pylist(), table["tokens"].to_pylist()
-    longer = [p + p[: (1 - len(p) - len(t)) % align] for p, t in zip(prompts, tokens, strict=True)]
-    index = table.schema.get_field_index("prompt_tokens")
-    return table.set_column(index, table.schema.field(index), pa.array(longer, table.schema.field(index).type))
 
 
 def content(tensor: torch.Tensor) -> str:
@@ -373,10 +364,7 @@ def run_ranks(world: int, directory: Path, act: Callable[[MegatronHarness], None
     """
     directory.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    for backend in (
-        "megatron",
-        "fsdp",
-    ):  # seconds: once, not in every rank
+    for backend in ("megatron", "fsdp"):  # seconds: once, not in every rank
         importlib.import_module(f"services.trainer.{backend}.backend")
     gc.freeze()  # or every garbage collection of a rank, of which opening a role has some, goes through all of that
     store = directory / f"store-{uuid.uuid4().hex}"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from services.common.config.trainer.roles import CriticSettings
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
-from services.common.model_card import write_model_card
+from services.common.files.model_card import write_model_card
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.trainer.deployment import Deployment
 from tests.trainer.fsdp_harness import config

@@ -13,7 +13,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from transformers import AutoModelForCausalLM
 
-from services.common import batch as batches
+from services.common.batches import batch as batches
 from services.common.errors import (
     Aborted,
     InvalidInput,

@@ -11,8 +11,8 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common import batch as batches
-from services.common.blocks import batch_sha256, blocks_of, content_sha256
+from services.common.batches import batch as batches
+from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256
 from services.common.errors import (
     Aborted,
     DataLoss,

@@ -31,6 +31,11 @@ def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments:
             f"trainer.lag.versions {trainer.lag.versions} lets trainer and engines work at the same time, which "
             "they cannot with placement colocated: set trainer.lag.versions 0, or placement disaggregated"
         )
+    if rollout.discovery:
+        raise ValueError(
+            "rollout.discovery lets replicas come and go, but with placement colocated each shares GPUs with the "
+            "trainer's ranks: leave it out, or set placement disaggregated"
+        )
     if rollout.engine.get("enable_sleep_mode") is False:
         raise ValueError(
             "rollout.engine.enable_sleep_mode false: with placement colocated the engine must free its memory while "

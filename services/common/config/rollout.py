@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from services.common.config.base import Strict
+from services.common.config.discovery import DiscoveryConfig
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises any temperature between 0 and this to this, and only logs that it did."""
@@ -52,7 +53,12 @@ class RolloutConfig(Strict):
     """Configures the replicas of the policy in vLLM."""
 
     num_replicas: int = Field(default=1, ge=1)
-    """Number of replicas that `lockstep run` starts on this host if no --rollout address is given."""
+    """Number of replicas that `lockstep run` starts on this host if no --rollout address is given and `discovery` is
+    unset."""
+    discovery: DiscoveryConfig | None = None
+    """Where to find the replicas. They may change during the run: a new one takes part from the next publication, and
+    one that is no longer listed gets no more prompts. Unset, the replicas are those of --rollout, or those started
+    here, and `lockstep replicas` changes them."""
     completions_per_prompt: int = Field(default=8, ge=1)
     """Number n of samples per prompt, which form one prompt group."""
     sampling: SamplingConfig = SamplingConfig()

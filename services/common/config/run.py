@@ -7,12 +7,13 @@ from pydantic import Field, model_validator
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.base import NAME, Strict
-from services.common.config.best import BestConfig, check_best
 from services.common.config.data import DataConfig
 from services.common.config.environment import EnvironmentConfig
-from services.common.config.evaluation import EvaluationConfig, check_evaluation
+from services.common.config.evaluation.best import BestConfig, check_best
+from services.common.config.evaluation.section import EvaluationConfig, check_evaluation
 from services.common.config.observability import ObservabilityConfig
 from services.common.config.placement import Placement, check_placement
+from services.common.config.restart import RestartConfig
 from services.common.config.reward.section import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.selection import SelectionConfig, check_selection
@@ -124,6 +125,8 @@ class Config(Strict):
     """Evaluation on held-out prompts."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Deadlines of calls."""
+    restart: RestartConfig = RestartConfig()
+    """Restarts of services that this command started."""
     observability: ObservabilityConfig = ObservabilityConfig()
     """Metrics, traces, trackers and logs."""
 

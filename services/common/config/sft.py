@@ -6,9 +6,10 @@ from typing import Literal, Self, cast
 from pydantic import Field, model_validator
 
 from services.common.config.base import NAME, Strict
-from services.common.config.best import EvaluationFrequency, check_best
 from services.common.config.data import FilesConfig
+from services.common.config.evaluation.best import EvaluationFrequency, check_best
 from services.common.config.observability import ObservabilityConfig
+from services.common.config.restart import RestartConfig
 from services.common.config.run import CheckpointConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.trainer.section import TrainerConfig, require_used
 from services.common.megatron.layout import Layout, check_layout, samples_at_once
@@ -74,6 +75,8 @@ class SftConfig(Strict):
     """Evaluation on held-out rows."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Deadlines of calls."""
+    restart: RestartConfig = RestartConfig()
+    """Restarts of the trainer, if this command started it."""
     observability: ObservabilityConfig = ObservabilityConfig()
     """Metrics, traces, trackers and logs."""
 

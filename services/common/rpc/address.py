@@ -5,7 +5,7 @@ import ipaddress
 import socket
 
 from services.common.errors import InvalidInput
-from services.common.rpc.tls import Transport
+from services.common.rpc.security.tls import Transport
 
 
 def parse_address(address: str, *, field: str) -> tuple[str, int]:

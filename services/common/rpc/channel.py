@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import Unauthenticated, Unavailable
-from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials
+from services.common.rpc.security.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Transport
 
 # Interval and time limit of attempts to find out why there is no connection, while waiting for one.
 _EXPLAIN_S = 5.0
@@ -29,9 +29,10 @@ class Channel:
     Calls in progress keep their stub and with it the old channel, which gRPC closes when its last reference is gone.
     """
 
-    def __init__(self, address: str, stub: type, tls: Credentials | None, options: Sequence[tuple[str, Any]]):
-        self._address, self._make_stub, self._tls, self._options = address, stub, tls, options
-        self._identity = tls and tls.current()
+    def __init__(self, address: str, stub: type, transport: Transport, options: Sequence[tuple[str, Any]]):
+        self._address, self._make_stub, self._tls, self._name = address, stub, transport.tls, transport.name
+        self._options = [*options, ("grpc.ssl_target_name_override", self._name)] if self._name else options
+        self._identity = self._tls and self._tls.current()
         self._last_refusal = ""
         self._open()
 
@@ -68,7 +69,7 @@ class Channel:
         Raises:
             Unauthenticated: As in `require_mutual_trust`.
         """
-        return await require_mutual_trust(self._address, self._tls)
+        return await require_mutual_trust(self._address, self._tls, self._name)
 
     async def close(self) -> None:
         """Closes the channel and ends its calls."""
@@ -97,8 +98,10 @@ class Channel:
         self._stub = self._make_stub(self._channel)
 
 
-async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
+async def require_mutual_trust(address: str, tls: Credentials | None, name: str = "") -> str:
     """Returns "" if the service at `address` and this client accept each other, or the error if it is unreachable.
+
+    The service's certificate must be valid for `name`; by default, for the host of `address`.
 
     Raises:
         Unauthenticated: One of them rejects the other. The message says why and what to do.
@@ -107,7 +110,9 @@ async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
     host = host.strip("[]")
     try:
         async with asyncio.timeout(_EXPLAIN_S):
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=_context(tls))
+            reader, writer = await asyncio.open_connection(
+                host, int(port), ssl=_context(tls), server_hostname=name or host
+            )
             with contextlib.closing(writer):
                 # The service sends first. With TLS 1.3, only this read shows whether it accepts the client's
                 # certificate.
@@ -115,7 +120,7 @@ async def require_mutual_trust(address: str, tls: Credentials | None) -> str:
         if tls is None:
             why = "the service requires mTLS: pass --tls with a certificate"
     except ssl.SSLError as error:
-        why = _why(error, host) if tls else ""
+        why = _why(error, name or host) if tls else ""
     except OSError as error:  # includes unknown names, and timeouts, which have no message
         return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     if why:

@@ -12,7 +12,7 @@ from services.common.rpc.channel import Channel
 from services.common.rpc.history.calls import noting
 from services.common.rpc.options import OPTIONS
 from services.common.rpc.retry import Retries
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.telemetry.context import outgoing
 
 # What gRPC says when a peer has not answered a ping (see options.py).
@@ -46,7 +46,7 @@ class Client:
         require_secure(address, transport, field="address")
         self.address = address
         self._kind = stub.__name__.removesuffix("Stub").removesuffix("Service").lower()
-        self._channel = Channel(address, stub, transport.tls, OPTIONS)
+        self._channel = Channel(address, stub, transport, OPTIONS)
         self._was_answered = False
 
     async def call(

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from services.common.errors import InvalidInput
-from services.common.rpc.identities import Role
-from services.common.rpc.tls import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity, is_address, read_identity
+from services.common.rpc.security.identities import Role
+from services.common.rpc.security.tls import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity, is_address, read_identity
 
 CA_KEY_FILE = "ca-key.pem"
 CA_VALIDITY = datetime.timedelta(days=3650)

@@ -9,7 +9,7 @@ that are kept, and which is not given back. benchmarks/memory.py compares the es
 
 from dataclasses import dataclass
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.sft import SftConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture

@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture, read_content
-from services.coordinator.data.columns import is_messages, is_prompt, is_text
-from services.coordinator.data.hub import local_model
-from services.coordinator.data.sources import read_rows
+from services.coordinator.data.reading.columns import is_messages, is_prompt, is_text
+from services.coordinator.data.reading.hub import local_model
+from services.coordinator.data.reading.sources import read_rows
 from services.coordinator.text.tokenizer import Tokenizer
 
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.config.any import AnyConfig, role_section
+from services.common.config.reading.any import AnyConfig, role_section
 from services.common.config.sft import SftConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput

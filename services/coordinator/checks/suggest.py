@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from services.common.config.load import load
+from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, read_architecture

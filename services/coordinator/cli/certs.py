@@ -10,7 +10,7 @@ from rich.console import Console
 from services.common.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from services.common.rpc.tls import Identity
+    from services.common.rpc.security.tls import Identity
 
 _AUTHORITY = Path("certs/ca")
 _Ca = Annotated[Path, typer.Option(help="Directory of the certificate authority.")]
@@ -45,7 +45,7 @@ def _issue(
     days: _Days = 90,
 ) -> None:
     """Create the credentials of one process: ca.pem, cert.pem and key.pem."""
-    from services.common.rpc.identities import Role
+    from services.common.rpc.security.identities import Role
     from services.coordinator.certs.authority import issue
 
     if role not in list(Role):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from services.common.config.load import Key, keys
+from services.common.config.reading.load import Key, keys
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 

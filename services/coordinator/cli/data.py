@@ -8,7 +8,6 @@ import pyarrow as pa
 import typer
 from rich.console import Console
 
-from services.coordinator.data.bad_rows import NUM_NAMED
 from services.coordinator.data.prepare.arithmetic import Problem, problems
 from services.coordinator.data.prepare.convert import (
     FORMATS,
@@ -20,6 +19,7 @@ from services.coordinator.data.prepare.convert import (
 from services.coordinator.data.prepare.formats import Format, Split
 from services.coordinator.data.prepare.reasoning_gym import make_files, parse_settings
 from services.coordinator.data.prepare.search_r1 import make_search_files
+from services.coordinator.data.reading.bad_rows import NUM_NAMED
 
 _ARITHMETIC_SCHEMA = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
 _DEFAULTS = ConversionOptions()

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, TextIO, TypeVar
 from rich.console import Console
 
 from services.common.errors import LockstepError, Reason
+from services.common.files.storage import storage_error
 from services.common.process import keep_files_private
-from services.common.storage import storage_error
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typing_extensions import Unpack
 
-from services.common.config.load import keys, load
+from services.common.config.reading.load import keys, load
 from services.common.errors import InvalidInput, LockstepError
 from services.coordinator.cli.certs import app as certs_app
 from services.coordinator.cli.data import app as data_app
@@ -18,10 +18,11 @@ from services.coordinator.cli.endings import fail, run_to_end
 from services.coordinator.cli.options import Given, addresses, takes_addresses
 from services.coordinator.cli.remote import app as remote_app
 from services.coordinator.cli.remote import run_on_coordinator
+from services.coordinator.cli.replicas import app as replicas_app
 
 if TYPE_CHECKING:
-    from services.common.config.any import AnyConfig
-    from services.coordinator.data.hub import ConfigT
+    from services.common.config.reading.any import AnyConfig
+    from services.coordinator.data.reading.hub import ConfigT
     from services.coordinator.services.launch import Addresses
 
 app = typer.Typer(
@@ -47,6 +48,7 @@ def lockstep(
 
 app.add_typer(data_app(), name="data")
 app.add_typer(certs_app(), name="certs")
+app.add_typer(replicas_app(), name="replicas")
 app.add_typer(remote_app())
 
 _console = Console()
@@ -195,7 +197,7 @@ def doctor(
     **given: Unpack[Given],
 ) -> None:
     """Check this host and running services before a run. Changes nothing; the exit code is 1 if a check fails."""
-    from services.common.config.any import load_any
+    from services.common.config.reading.any import load_any
     from services.coordinator.checks.doctor.session import examine
 
     services = addresses(given)
@@ -236,11 +238,11 @@ def plan(
     gpus: Annotated[str, typer.Option(help="Suggest for other GPUs than this host's, such as 8x79 (GiB).")] = "",
 ) -> None:
     """Show each trainer rank's layers and memory and the size of a publication. Starts nothing."""
-    from services.common.config.any import load_any
+    from services.common.config.reading.any import load_any
     from services.coordinator.checks.nvidia import read_gpus
     from services.coordinator.checks.plan import show_plan
     from services.coordinator.checks.suggest import parse_gpus, show_suggestion
-    from services.coordinator.data.hub import with_local_models
+    from services.coordinator.data.reading.hub import with_local_models
     from services.coordinator.services.devices import visible_gpus
 
     if suggest or gpus:
@@ -272,7 +274,7 @@ def config(
 
 def _with_model(settings: "ConfigT", services: "Addresses", *, has_weights: bool = True) -> "ConfigT":
     """Returns settings with directories in place of models on the Hub, unless another host has the models."""
-    from services.coordinator.data.hub import with_local_models
+    from services.coordinator.data.reading.hub import with_local_models
 
     return settings if services.trainer else with_local_models(settings, has_weights=has_weights)
 

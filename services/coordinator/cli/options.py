@@ -81,8 +81,8 @@ def addresses(given: Given, *, is_operator: bool = False) -> "Addresses":
         InvalidInput: An option is invalid, contradicts another one, or would send plaintext to another host.
     """
     from services.common.rpc.address import require_secure
-    from services.common.rpc.identities import Role
-    from services.common.rpc.tls import Credentials, Transport
+    from services.common.rpc.security.identities import Role
+    from services.common.rpc.security.tls import Credentials, Transport
     from services.coordinator.services.launch import Addresses
 
     tls, insecure = given["tls"], given["insecure"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.rpc.command import ServeOptions, serve_from_command_line
+from services.common.rpc.security.tls import Transport
 from services.common.rpc.server import Server
-from services.common.rpc.tls import Transport
 
 # How long watchers may take to receive the last events of their runs, which have ended by then.
 _GRACE_S = 10.0

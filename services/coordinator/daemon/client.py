@@ -1,7 +1,7 @@
 """Client of a coordinator daemon. Reconnects when the connection breaks."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -12,7 +12,8 @@ from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, Unavailable
 from services.common.rpc.address import require_secure
 from services.common.rpc.client import Answer, Client, Method, Request
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.security.tls import LOCAL, Transport
+from services.coordinator.runs.replicas import ListedReplica
 from services.coordinator.services.launch import Addresses
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,16 @@ class Coordinator:
         """Asks a run to stop. Returns without waiting for its end."""
         return (await self._call(CoordinatorService.StopRun, pb.StopRunRequest(name=name, now=now))).run
 
+    async def replicas(self, name: str) -> list[ListedReplica]:
+        """Returns the replicas of a run in progress."""
+        answer = await self._call(CoordinatorService.ListReplicas, pb.ListReplicasRequest(name=name))
+        return list(map(_listed, answer.replicas))
+
+    async def change_replicas(self, name: str, add: Sequence[str], remove: Sequence[str]) -> list[ListedReplica]:
+        """Adds and removes replicas of a run in progress. Returns all of them."""
+        request = pb.ChangeReplicasRequest(name=name, add=add, remove=remove)
+        return list(map(_listed, (await self._call(CoordinatorService.ChangeReplicas, request)).replicas))
+
     async def watch(self, name: str) -> AsyncIterator[pb.WatchRunResponse]:
         """Yields each event of a run once, from its first step to its end. Reconnects if the connection breaks."""
         await self.get(name)  # raises immediately if the name or address is wrong
@@ -131,3 +142,8 @@ class Coordinator:
             raise Unavailable(
                 f"lost the coordinator at {self.address}, and it did not come back within {_RECONNECT_TIMEOUT_S:g} s"
             ) from timeout
+
+
+def _listed(replica: pb.Replica) -> ListedReplica:
+    version = replica.version if replica.HasField("version") else None
+    return ListedReplica(replica.address, version, replica.is_wanted)

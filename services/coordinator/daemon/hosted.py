@@ -65,9 +65,10 @@ class HostedRun(Reporter):
         """Stops the run after the current step, or immediately if `now` is set or the loop has not started."""
         self.state.state = pb.RUN_STATE_STOPPING
         self._notify()
+        is_open = self._run is not None and not self._run.is_closed
         if self._run is not None:
             self._run.stopping = True
-        if now or self._run is None:
+        if now or not is_open:
             self._session.cancel()
 
     async def events(self, after: int) -> AsyncIterator[pb.WatchRunResponse]:

@@ -12,7 +12,7 @@ from services.common.errors import InvalidInput, NotFound, PreconditionFailed, U
 from services.coordinator.daemon.history import read_run
 from services.coordinator.daemon.hosted import HostedRun
 from services.coordinator.services.devices import visible_gpus
-from services.coordinator.services.launch import Addresses, started_ranks
+from services.coordinator.services.launch import Addresses, started_ranks, starts_replicas
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Runs:
 
 def _starts(config: Config, given: Addresses) -> bool:
     """Returns whether the run starts a service that needs a GPU on this host."""
-    return not given.rollout or bool(started_ranks(config, given))
+    return starts_replicas(config, given) or bool(started_ranks(config, given))
 
 
 def _read_runs(directory: Path, name: str | None = None) -> list[pb.Run]:

@@ -9,16 +9,17 @@ from pathlib import Path
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
-from services.common.config.load import parse_json
+from services.common.config.reading.load import parse_json
 from services.common.config.run import Config
 from services.common.rpc.address import require_secure
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.rpc.server import NO_RUN, Context, service_info
-from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.checks.plan import check_model
 from services.coordinator.daemon.history import is_news, read_events
 from services.coordinator.daemon.hosted import with_state
 from services.coordinator.daemon.logs import read_log
 from services.coordinator.daemon.runs import Runs
+from services.coordinator.runs.replicas import ListedReplica, change_replicas, listed_replicas
 from services.coordinator.services.launch import Addresses
 
 NAME = "lockstep.coordinator.v1.CoordinatorService"
@@ -62,6 +63,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
         return pb.StopRunResponse(run=await self._runs.stop(request.name, now=request.now))
 
+    async def ListReplicas(self, request: pb.ListReplicasRequest, context: Context) -> pb.ListReplicasResponse:
+        found = await asyncio.to_thread(listed_replicas, await self._directory(request.name))
+        return pb.ListReplicasResponse(replicas=map(_replica, found))
+
+    async def ChangeReplicas(self, request: pb.ChangeReplicasRequest, context: Context) -> pb.ChangeReplicasResponse:
+        for address in request.add:
+            require_secure(address, self._transport, field="add")
+        directory, add, remove = await self._directory(request.name), list(request.add), list(request.remove)
+        found = await asyncio.to_thread(change_replicas, directory, add=add, remove=remove)
+        return pb.ChangeReplicasResponse(replicas=map(_replica, found))
+
+    async def _directory(self, name: str) -> Path:
+        return Path((await self._runs.get(name)).run_dir)
+
     async def ReadLog(self, request: pb.ReadLogRequest, context: Context) -> AsyncIterator[pb.ReadLogResponse]:
         run, hosted = await self._runs.get(request.name), self._runs.running.get(request.name)
         until = hosted.ended if hosted is not None and request.follow else None
@@ -69,6 +84,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         async with aclosing(read_log(logs, request.service or "coordinator", request.offset, until)) as answers:
             async for answer in answers:
                 yield answer
+
+
+def _replica(listed: ListedReplica) -> pb.Replica:
+    return pb.Replica(address=listed.address, version=listed.version, is_wanted=listed.is_wanted)
 
 
 def _addresses(given: pb.ServiceAddresses, transport: Transport) -> Addresses:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from services.coordinator.data.episodes import Episode
-from services.coordinator.data.parquet import Record
+from services.coordinator.data.reading.parquet import Record
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
-from services.common.config.any import AnyConfig
-from services.common.model_card import read_model_card, write_model_card
+from services.common.config.reading.any import AnyConfig
+from services.common.files.model_card import read_model_card, write_model_card
 from services.coordinator.text.tokenizer import Tokenizer
 
 Data = TypeVar("Data")

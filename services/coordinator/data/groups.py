@@ -8,7 +8,7 @@ import pyarrow as pa
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
-from services.common.batch import SAMPLE_SCHEMA
+from services.common.batches.batch import SAMPLE_SCHEMA
 from services.coordinator.data.episodes import Episode
 from services.coordinator.data.prompts import Prompt
 
@@ -32,7 +32,7 @@ class SampledGroup:
     episodes: Sequence[Episode] = field(default=(), kw_only=True)
     """The episode of each completion; empty without an environment."""
     routes: Sequence[bytes] = field(default=(), kw_only=True)
-    """The routes of each completion with its prompt (common.routes); empty if the engine returned none."""
+    """The routes of each completion with its prompt (common.batches.routes); empty if the engine returned none."""
 
     def episode(self, sample: int) -> Episode | None:
         """Returns the episode of a completion; None without an environment."""

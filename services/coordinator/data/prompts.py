@@ -10,7 +10,7 @@ import numpy as np
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.rows import PromptFile, PromptRow
+from services.coordinator.data.reading.rows import PromptFile, PromptRow
 from services.coordinator.text.chat_template import Message
 from services.coordinator.text.tokenizer import Tokenizer
 

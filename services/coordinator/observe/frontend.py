@@ -6,7 +6,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.coordinator.observe.reporters import Terminal
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
@@ -45,11 +45,14 @@ class TerminalFrontend:
 
 
 def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
-    """Stops the run after its current step on the first Ctrl-C or SIGTERM, and immediately on the second."""
+    """Stops the run after its current step on the first Ctrl-C or SIGTERM, and immediately on the second.
+
+    Stops immediately too while a run whose trainer died is opened again.
+    """
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 
     def stop() -> None:
-        if run.stopping and main:
+        if (run.stopping or run.is_closed) and main:
             main.cancel()
             return
         run.stopping = True

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import Reporter
 
@@ -19,7 +19,7 @@ class JsonLines(Reporter):
     """Writes one JSON object per step or evaluation.
 
     A resumed run removes the lines of what it will repeat, which the ledger does not have, and takes lines that are
-    missing from the ledger, which lacks only the time of an evaluation. A file with damaged lines is kept as
+    missing or differ from the ledger, which lacks only the time of an evaluation. A file with damaged lines is kept as
     metrics.damaged.jsonl.
 
     Args:
@@ -34,7 +34,7 @@ class JsonLines(Reporter):
     def __init__(self, path: Path, version: int, ledger: Ledger):
         with writing(path):
             found = _read(path)
-            lines = {place: found.get(place, line) for place, line in _recorded(ledger)}
+            lines = {place: _as_recorded(found.get(place), line) for place, line in _recorded(ledger)}
             partial = path.with_suffix(".partial")
             partial.write_text("".join(f"{lines[place]}\n" for place in sorted(lines) if place[0] <= version))
             partial.rename(path)
@@ -54,6 +54,15 @@ def _recorded(ledger: Ledger) -> Iterator[tuple[_Place, str]]:
         for row in ledger.all(kind):
             version = row.pop("version")
             yield (version, kind is Kind.EVALUATED), json.dumps({"step": version, **row})
+
+
+def _as_recorded(line: str | None, recorded: str) -> str:
+    """Returns `line` if it has all numbers of `recorded`, as text because a number may be NaN; else `recorded`."""
+    if line is None:
+        return recorded
+    numbers = json.loads(line)
+    is_same = all(json.dumps(numbers.get(name)) == json.dumps(value) for name, value in json.loads(recorded).items())
+    return line if is_same else recorded
 
 
 def _read(path: Path) -> dict[_Place, str]:

@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from services.common.config.any import AnyConfig
-from services.common.storage import writing
+from services.common.config.reading.any import AnyConfig
+from services.common.files.storage import writing
 from services.coordinator.compat.tensorboardx import import_event_writer
 from services.coordinator.data.conversation import Conversation
 from services.coordinator.observe.columns import fitting

@@ -8,8 +8,8 @@ from services.common.config.run import Config
 from services.common.tasks import gather
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.episodes import Episode
-from services.coordinator.data.parquet import Record as Row
 from services.coordinator.data.prompts import Prompt, PromptDataset
+from services.coordinator.data.reading.parquet import Record as Row
 from services.coordinator.data.seeds import environment_seed
 from services.coordinator.replay.record import Batch, Difference
 from services.coordinator.replay.rewards import prompts_of

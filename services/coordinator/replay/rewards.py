@@ -9,8 +9,8 @@ from services.common.errors import LockstepError, NotFound, Reason
 from services.common.tasks import gather
 from services.coordinator.data.episodes import Episode
 from services.coordinator.data.groups import FINISH_REASONS, SampledGroup
-from services.coordinator.data.parquet import Record as Row
 from services.coordinator.data.prompts import Prompt, PromptDataset
+from services.coordinator.data.reading.parquet import Record as Row
 from services.coordinator.replay.record import Batch, Difference, compare, require_same_data
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.text.tokenizer import Tokenizer

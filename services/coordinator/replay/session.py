@@ -19,7 +19,7 @@ from services.coordinator.replay.environment import replay_environment
 from services.coordinator.replay.record import Difference, Record, require_positive
 from services.coordinator.replay.rewards import replay_rewards
 from services.coordinator.replay.training import replay_training
-from services.coordinator.rl.episodes import make_dialog
+from services.coordinator.rl.sampling.episodes import make_dialog
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.environment import open_environments

@@ -7,13 +7,13 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.config.evaluation import EvalSetConfig
+from services.common.config.evaluation.section import EvalSetConfig
 from services.common.config.rollout import SamplingConfig
 from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import Prompts
-from services.coordinator.rl.collect import Collector
 from services.coordinator.rl.metrics import batch_metrics, component_means
+from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.run import Run
 
@@ -50,7 +50,7 @@ def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> Sampling
 
 
 def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
-    """Computes the metrics of one set from its samples (common.batch.SAMPLE_SCHEMA) alone.
+    """Computes the metrics of one set from its samples (common.batches.batch.SAMPLE_SCHEMA) alone.
 
     `reward` is the mean over all samples, `pass@k` the mean of pass_at_k over the prompts, `tokens_mean` the mean
     completion length in tokens, `truncated` the fraction of completions that reached max_tokens. Each reward component

@@ -42,7 +42,7 @@ def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
 def batch_metrics(batch: pa.Table) -> dict[str, float]:
     """Returns metrics of a batch's rewards and lengths and, if present, of its advantages, KL and values.
 
-    The columns are those of common.batch.SAMPLE_SCHEMA.
+    The columns are those of common.batches.batch.SAMPLE_SCHEMA.
     """
     rewards = batch["reward"].to_numpy()
     lengths = pc.list_value_length(batch["tokens"]).to_numpy()

@@ -7,9 +7,9 @@ from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
 from services.common.errors import Aborted, DeadlineExceeded, PreconditionFailed, Reason, Unavailable
-from services.coordinator.rl.attendance import Attendance
+from services.coordinator.rl.sampling.attendance import Attendance
 from services.coordinator.runs.run import Run
-from services.coordinator.services.clients.replica import Replica, ReplicaState
+from services.coordinator.services.clients.replica import Replica
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.services.clients.trainer import Trainer
 
@@ -58,9 +58,11 @@ class Publisher:
             LockstepError: All attempts with the same members failed.
         """
         attempts = 0
+        if self._rollout.before_publication:
+            await self._rollout.before_publication()
         while True:
             self._rollout.check()
-            living = [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
+            living = self._rollout.members
             if not living:
                 raise Unavailable("no rollout replica is left to publish weights to", reason=Reason.NO_REPLICA)
             try:
@@ -69,6 +71,7 @@ class Publisher:
                     await self._form_group(living)
                 stamp, received = await self._send(version)
                 self._attendance.took_part(living)
+                self._rollout.drop_leavers()
                 self._run.record.record_published(stamp, received)
                 return stamp
             except (Aborted, Unavailable, DeadlineExceeded, PreconditionFailed) as error:
@@ -83,7 +86,7 @@ class Publisher:
 
     def _drop_hung(self) -> int:
         """Drops the replicas that missed too many attempts, and has their engines restarted. Returns how many."""
-        living = [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
+        living = self._rollout.members
         hung = self._attendance.to_drop(living)
         for replica in hung:
             why = Unavailable("its engine hangs: it missed two attempts in a row to publish weights")

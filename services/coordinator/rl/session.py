@@ -15,17 +15,19 @@ from services.coordinator.observe.outcome import Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.rl.advantages.python import require_importable
 from services.coordinator.rl.colocated import make_publisher
-from services.coordinator.rl.episodes import make_collector
 from services.coordinator.rl.forwards import Forwards
 from services.coordinator.rl.lagged import train_lagged
 from services.coordinator.rl.loop import train
+from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.run import Run
 from services.coordinator.services.clients.trainer import Model
 from services.coordinator.services.closing import finish
 from services.coordinator.services.launch import Addresses
+from services.coordinator.services.membership import following_replicas
 from services.coordinator.services.opening import Services, open_services
-from services.coordinator.services.running import recorded_run, running_services
+from services.coordinator.services.restarts import Restarts
+from services.coordinator.services.running import recorded_run, running_services, until_done
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
@@ -48,6 +50,8 @@ class Dataset:
 async def run_session(config: Config, given: Addresses, frontend: Frontend, data: Dataset | None = None) -> Outcome:
     """Runs `config` until all steps are done or the frontend stops the run.
 
+    If a trainer that was started here dies, it is started again and the run resumes, as far as `restart` allows.
+
     Args:
         config: The run's config.
         given: Addresses of running services; the others are started on this host.
@@ -58,13 +62,26 @@ async def run_session(config: Config, given: Addresses, frontend: Frontend, data
         LockstepError: The first failure of any part.
     """
     require_importable(config.advantage)
-    data = data or load_data(config, given)
+    loaded = data or load_data(config, given)
+
+    async def session(config: Config, restarts: Restarts) -> Outcome:
+        return await _run_once(config, given, frontend, loaded, restarts)
+
+    return await until_done(session, config, given)
+
+
+async def _run_once(
+    config: Config, given: Addresses, frontend: Frontend, data: Dataset | None, restarts: Restarts
+) -> Outcome:
     with recorded_run(config, frontend.console) as run:
-        async with running_services(run, given) as addresses:
+        async with running_services(run, given, restarts=restarts) as addresses:
             frontend.say(f"run {run.run_id} in {config.run_dir}")
             rewards, replicas = ", ".join(addresses.reward), ", ".join(addresses.rollout)
             frontend.say(f"opening trainer {addresses.trainer}, reward {rewards}, rollout {replicas}")
-            async with open_services(run, addresses) as services:
+            async with (
+                open_services(run, addresses) as services,
+                following_replicas(run, services.rollout, restarts),
+            ):
                 context = _begin(run, services, data, frontend)
                 loop = train_lagged if config.trainer.lag.versions else train
                 await loop(run, context)

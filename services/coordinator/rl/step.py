@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.blocks import blocks_of
+from services.common.batches.blocks import blocks_of
 from services.common.config.run import Config
 from services.common.config.streaming import groups_per_block
 from services.common.tasks import task_group
@@ -16,10 +16,10 @@ from services.coordinator.data.groups import to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record
-from services.coordinator.rl.collect import Collector, Draw
 from services.coordinator.rl.forwards import Forwards, TakeBlock
 from services.coordinator.rl.publication import Publisher
-from services.coordinator.rl.selection import select
+from services.coordinator.rl.sampling.collect import Collector, Draw
+from services.coordinator.rl.sampling.selection import select
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import CollectedBatch

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import LockstepError, PreconditionFailed
+from services.common.files.storage import writing
 from services.common.rpc.history.calls import note_row
-from services.common.storage import writing
 from services.coordinator.runs.database import Database
 
 Decision = dict[str, Any]

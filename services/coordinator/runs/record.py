@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import PreconditionFailed
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import in_order
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.common.versions import installed
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 
@@ -20,8 +20,8 @@ CRITIC_CHECKPOINTS = "critic_checkpoints"
 # Keys that may differ from the config that the run was started with: durations, frequencies, places, and settings that
 # do not change results beyond rounding. This lets a run resume with settings that use less memory, or on fewer hosts.
 _MAY_CHANGE = {"resume", "runs_dir", "num_steps", "num_epochs"}
-_MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace", "observability", "placement"}
-_MAY_CHANGE |= {f"rollout.{key}" for key in ("num_replicas", "tensor_parallel_size", "max_samples")}
+_MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace", "observability", "placement", "restart"}
+_MAY_CHANGE |= {f"rollout.{key}" for key in ("num_replicas", "discovery", "tensor_parallel_size", "max_samples")}
 _ENGINE = ("gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "max_num_seqs", "max_num_batched_tokens")
 _MAY_CHANGE |= {f"rollout.engine.{key}" for key in _ENGINE}
 _MEMORY = ("num_ranks", "max_tokens_per_microbatch", "gradient_checkpointing", "collective_timeout_s", "fsdp")

@@ -9,10 +9,10 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from typing_extensions import TypeVar
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import DataLoss, LockstepError, described
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.common.telemetry.context import within
 from services.coordinator.runs.best import best_of, evaluations, is_stalled, require_metric
 from services.coordinator.runs.checkpoints import Checkpoints, SavedModel
@@ -35,7 +35,7 @@ class Run(Generic[ConfigT]):
         self.num_steps = config.num_steps or 0  # a supervised run may count epochs: sft.loop.use_rows
         self.resume_from, self.resume_critic_from = start.checkpoint, start.critic_checkpoint
         self.required_step = start.required_step
-        self.stopping = self.is_stalled = False
+        self.stopping = self.is_stalled = self.has_begun = self.is_closed = False
         self.version = 0
         self.watchers: Sequence[Reporter] = ()
         self.reporters: Sequence[Reporter] = ()
@@ -71,6 +71,7 @@ class Run(Generic[ConfigT]):
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """Starts the loop after step `version`. Later steps in the record will be repeated."""
         self.record.ledger.record(Kind.BEGUN, version)
+        self.has_begun = True
         self._end_if_stalled(version)
         self.version, self.reporters = version, [Tolerant(one) for one in (*self.watchers, *reporters)]
         self.clock.restart()
@@ -205,6 +206,7 @@ class Run(Generic[ConfigT]):
 
     def close(self) -> None:
         """Closes the reporters and the ledger. A save in progress is not recorded."""
+        self.is_closed = True
         self.checkpoints.abandon()
         for reporter in self.reporters or self.watchers:
             reporter.close()

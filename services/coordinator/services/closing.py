@@ -13,7 +13,7 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.errors import LockstepError
 from services.common.rpc.client import Client, Method, Request
 from services.common.tasks import gather
@@ -48,7 +48,8 @@ async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
     def given(stub: type, *all_at: str) -> list[Client]:
         """Returns a client for each service that was not started here."""
         there = [at for at in dict.fromkeys(all_at) if at and at not in addresses.started]
-        return [Client(at, stub, addresses.transport) for at in there]
+        transport = addresses.rollout_transport if stub is RolloutServiceStub else addresses.transport
+        return [Client(at, stub, transport) for at in there]
 
     reward, trainer = reward_pb2.CloseRunRequest(run_id=run_id), trainer_pb2.CloseRunRequest(run_id=run_id)
     rollout = rollout_pb2.CloseRunRequest(run_id=run_id)

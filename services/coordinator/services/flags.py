@@ -3,7 +3,7 @@
 import json
 from contextlib import ExitStack
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.rpc.ports import hold_free_port
 
 TARGETS = "prometheus.json"

@@ -7,29 +7,29 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from services.common.config.any import AnyConfig, role_section
+from services.common.config.reading.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
 from services.common.extras import require_extra
-from services.common.memory import killed_hint
+from services.common.memory.host import killed_hint
 from services.common.rpc.address import parse_address
 from services.common.rpc.ports import hold_free_port
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.observe.trace import trace_path
 from services.coordinator.runs.resume import CHECKPOINTS
 from services.coordinator.services.devices import split_gpus, visible_gpus
 from services.coordinator.services.flags import ServiceFlags
+from services.coordinator.services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _GRACE_S = 10.0
-_MAX_RESTARTS = 3
 _LOG_LINES = 15
 # What to lower when a service is killed for memory.
 _MEMORY_KEYS = {
@@ -49,12 +49,19 @@ class Addresses:
     reference: str = ""
     critic: str = ""
     transport: Transport = LOCAL
+    rollout_name: str = ""
+    """Name that the certificates of the replicas are valid for, if it is not that of their addresses."""
     started: frozenset[str] = frozenset()
     """Addresses of the services that were started here and stop with the run."""
 
     def of(self, model: str) -> str:
         """Returns the address of the trainer of config section `model`: its own if it has one, else the policy's."""
         return self.trainers[model] or self.trainer
+
+    @property
+    def rollout_transport(self) -> Transport:
+        """Returns how to connect to the replicas."""
+        return replace(self.transport, name=self.rollout_name)
 
     @property
     def trainers(self) -> dict[str, str]:
@@ -95,7 +102,8 @@ class Child:
     name: str
     command: Sequence[str]
     log_path: Path
-    restarts_left: int = 0
+    restarts: Restarts | None = None
+    """Says how often it is started again in place; None if never."""
     gpus: str | None = None
     checkpoints: Path | None = None
     """Directory of the run's checkpoints, if the same command would resume from the newest of them."""
@@ -117,15 +125,15 @@ class Child:
         log.info("started %s as process %d", self.name, self.process.pid)
 
     async def watch(self) -> None:
-        """Waits until the process exits, and restarts it while `restarts_left` allows.
+        """Waits until the process exits, and starts it again while `restarts` allows.
 
         Raises:
-            Unavailable: SERVICE_DIED, with the last lines of its log.
+            Unavailable: SERVICE_DIED, with the last lines of its log; the metadata has its name as `service`.
         """
         while True:
             assert self.process is not None
             code = await self.process.wait()
-            if self.restarts_left == 0:
+            if self.restarts is None or not self.restarts.take(self.name):
                 resumes = self.checkpoints is not None and any(self.checkpoints.glob("*/manifest.json"))
                 then = "; run the same command again to resume from the newest checkpoint" if resumes else ""
                 tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
@@ -133,8 +141,8 @@ class Child:
                     f"{self.name} exited with code {code}{self._hint(code)}{then}; "
                     f"the last lines of {self.log_path}:\n{tail}",
                     reason=Reason.SERVICE_DIED,
+                    service=self.name,
                 )
-            self.restarts_left -= 1
             log.warning("%s exited with code %d%s; restarting it", self.name, code, self._hint(code))
             self._signal(signal.SIGKILL)  # processes that it left in its session
             await self.start()
@@ -181,22 +189,24 @@ async def launch(
     services: Collection[str] = SERVICES,
     sharing: Config | None = None,
     on_cpu: bool = False,
+    restarts: Restarts | None = None,
 ) -> AsyncIterator[Fleet]:
     """Yields the services for `config`: those of `given`, and the others, which are started here and always stopped.
 
     Only kinds in `services` are started, and with `on_cpu` they use no GPU. If `sharing` is given, each rank gets as
-    many CPU threads as in a run of that config, because sums depend on the number of threads.
+    many CPU threads as in a run of that config, because sums depend on the number of threads. All but trainers are
+    started again as `restarts` allows, or else `config.restart`.
     """
     num_replicas = _replicas_to_start(config, given) if "rollout" in services else 0
     ranks = started_ranks(config, given) if "trainer" in services else {}
     split = partial(split_gpus, ranks, config, start_rollout=num_replicas > 0)
     gpus = dict.fromkeys(ranks, "") if on_cpu else split(available=visible_gpus())
-    children: list[Child] = []
+    children, of_config = list[Child](), Restarts(config.restart)
     started: set[str] = set()
     with contextlib.ExitStack() as ports:
         flags = ServiceFlags(config, _HOST, ports)
 
-        def add(name: str, service: str, *sizes: str, restarts: int = 0) -> str:
+        def add(name: str, service: str, *sizes: str) -> str:
             require_extra(service)
             address = f"{_HOST}:{hold_free_port(_HOST, ports)}"
             command = [sys.executable, "-m", f"services.{service}", *sizes]
@@ -206,7 +216,8 @@ async def launch(
             command += flags.of(name)
             log_path = config.run_dir / "logs" / f"{name}.log"
             checkpoints = config.run_dir / CHECKPOINTS if config.resume != "never" else None
-            children.append(Child(name, command, log_path, restarts, gpus.get(name), checkpoints))
+            again = None if name in ranks else restarts or of_config
+            children.append(Child(name, command, log_path, again, gpus.get(name), checkpoints))
             started.add(address)
             return address
 
@@ -219,8 +230,8 @@ async def launch(
             reward=given.reward or ((add("reward", "reward"),) if "reward" in services else ()),
             **trainers,
             transport=given.transport,
-            rollout=given.rollout
-            or tuple(add(f"rollout-{index}", "rollout", restarts=_MAX_RESTARTS) for index in range(num_replicas)),
+            rollout_name=given.rollout_name,
+            rollout=given.rollout or tuple(add(f"rollout-{index}", "rollout") for index in range(num_replicas)),
             started=frozenset(started),  # complete: the calls of add() above have been made
         )
         flags.write_targets()
@@ -238,6 +249,11 @@ def _replicas_to_start(config: AnyConfig, given: Addresses) -> int:
         return 0
     given.require_placement(config)
     return 0 if given.rollout else config.rollout.num_replicas
+
+
+def starts_replicas(config: AnyConfig, given: Addresses) -> bool:
+    """Returns whether the run starts its replicas on this host: it has no addresses of others, and looks for none."""
+    return isinstance(config, Config) and not given.rollout and not config.rollout.discovery
 
 
 def started_ranks(config: AnyConfig, given: Addresses) -> dict[str, int]:

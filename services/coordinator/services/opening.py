@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS
 
@@ -45,7 +45,7 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     config, transport, gpus = run.config, addresses.transport, gpus_of(run.config)
     trainer, reward = Trainer(addresses.trainer, config, transport, gpus), Rewards(addresses.reward, config, transport)
     auxiliary = {name: Model(name, addresses.of(name), config, transport, gpus) for name in config.auxiliary_roles}
-    rollout = Rollout(addresses.rollout, config, transport, gpus)
+    rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus)
     for watcher in run.watchers:
         watcher.watch(rollout)
     try:
@@ -68,4 +68,4 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         await gather(
             [trainer.close(), reward.close(), rollout.close(), *(model.close() for model in auxiliary.values())]
         )
-    await close_run(run, addresses)
+    await close_run(run, replace(addresses, rollout=tuple(replica.address for replica in rollout.replicas)))

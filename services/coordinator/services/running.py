@@ -1,25 +1,32 @@
 """Context managers that keep a run and its services open."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 
 from rich.console import Console
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
-from services.common.errors import Unavailable
+from services.common.errors import LockstepError, Reason, Unavailable
 from services.common.rpc.fence import new_token
 from services.common.rpc.history.calls import keeping
 from services.common.tasks import task_group
 from services.common.telemetry.context import within
 from services.coordinator.observe.log_files import log_to
+from services.coordinator.observe.outcome import Outcome
 from services.coordinator.observe.watchers import watchers
 from services.coordinator.runs.resume import HISTORY, Start, open_run
 from services.coordinator.runs.run import ConfigT, Run
 from services.coordinator.services.launch import SERVICES, Addresses, Fleet, launch
+from services.coordinator.services.membership import discovered
+from services.coordinator.services.restarts import Restarts
 
-_EXIT_ERROR_TIMEOUT_S = 5.0
+log = logging.getLogger(__name__)
+
+# A trainer whose first rank is gone ends its others before it exits.
+_EXIT_ERROR_TIMEOUT_S = 20.0
 
 
 @contextmanager
@@ -56,18 +63,67 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
 
 @asynccontextmanager
 async def running_services(
-    run: Run[AnyConfig], given: Addresses, *, services: Collection[str] = SERVICES, sharing: Config | None = None
+    run: Run[AnyConfig],
+    given: Addresses,
+    *,
+    services: Collection[str] = SERVICES,
+    sharing: Config | None = None,
+    restarts: Restarts | None = None,
 ) -> AsyncIterator[Addresses]:
     """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 
-    The block is cancelled as soon as a started service dies. See `launch` for `sharing`.
+    The block is cancelled as soon as a started service dies for good. See `launch` for `sharing` and `restarts`.
 
     Raises:
         Unavailable: SERVICE_DIED, with the last lines of the service's log.
         LockstepError: Raised by the block.
     """
-    async with launch(run.config, given, services=services, sharing=sharing) as fleet, unless_one_dies(fleet):
+    if restarts:
+        restarts.run = run
+    if "rollout" in services:
+        given = await discovered(run.config, given)
+    launched = launch(run.config, given, services=services, sharing=sharing, restarts=restarts)
+    async with launched as fleet, unless_one_dies(fleet):
         yield fleet.addresses
+
+
+async def until_done(
+    session: Callable[[ConfigT, Restarts], Awaitable[Outcome]],
+    config: ConfigT,
+    given: Addresses,
+) -> Outcome:
+    """Runs `session` to its end. If a trainer that it started dies, runs it again as far as `config.restart` allows.
+
+    A repeated session resumes from what is recorded, as the same command does in a new process. A run that was asked to
+    stop, or whose trainer died before it had loaded the model, is not repeated.
+
+    Args:
+        session: Runs a config with the restarts so far.
+        config: The run's config.
+        given: Addresses of services that are not started here.
+
+    Raises:
+        LockstepError: The first failure that a restart does not end.
+    """
+    restarts = Restarts(config.restart)
+    while True:
+        try:
+            return await session(config, restarts)
+        except LockstepError as error:
+            trainer = _trainer_to_restart(error, given)
+            if not trainer or not restarts.may_resume or not restarts.take(trainer):
+                raise
+            log.warning("%s: %s\nstarting again and resuming from what is recorded", error.reason, error.message)
+        if config.resume == "never":  # the run has begun now
+            config = config.model_copy(update={"resume": "auto"})
+
+
+def _trainer_to_restart(error: LockstepError, given: Addresses) -> str:
+    """Returns the name of the trainer whose death `error` is, if it was started here; else ""."""
+    if error.reason is Reason.SERVICE_DIED and error.metadata.get("service") in given.trainers:
+        return error.metadata["service"]
+    is_lost_rank = error.reason is Reason.RANK_FAILED and not any(given.trainers.values())
+    return "trainer" if is_lost_rank else ""
 
 
 @asynccontextmanager
@@ -81,9 +137,10 @@ async def unless_one_dies(fleet: Fleet) -> AsyncIterator[None]:
         watching = group.create_task(fleet.watch())
         try:
             yield
-        except Unavailable:
+        except Unavailable as error:
             # A call failed before the exit was noticed. The error of the exit is better: it includes the log.
-            await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
+            if error.reason is Reason.UNREACHABLE:
+                await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
             raise
         finally:
             watching.cancel()

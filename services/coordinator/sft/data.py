@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from services.common.batch import SAMPLE_SCHEMA
+from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.sft.rows import Example, SftFile
@@ -39,7 +39,7 @@ class SftDataset:
         return -(-num_epochs * len(self) // self._order.prompts_per_step)
 
     def batch(self, step: int) -> pa.Table:
-        """Returns the batch of `step` (common.batch.SAMPLE_SCHEMA); its rows are distinct. Needs no state to resume.
+        """Returns the batch of `step` (SAMPLE_SCHEMA); its rows are distinct. Needs no state to resume.
 
         Raises:
             ValueError: `step` is negative.

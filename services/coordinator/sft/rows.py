@@ -8,10 +8,17 @@ import pyarrow as pa
 
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
-from services.coordinator.data.bad_rows import BadRow
-from services.coordinator.data.columns import as_conversation, as_messages, is_messages, is_prompt, is_text, require
-from services.coordinator.data.files import Limits, Row, RowFile, hash_of
-from services.coordinator.data.parquet import Record
+from services.coordinator.data.reading.bad_rows import BadRow
+from services.coordinator.data.reading.columns import (
+    as_conversation,
+    as_messages,
+    is_messages,
+    is_prompt,
+    is_text,
+    require,
+)
+from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
+from services.coordinator.data.reading.parquet import Record
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.prefix_stable import check_prefix_stable
 

@@ -14,7 +14,8 @@ from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.run import Run
 from services.coordinator.services.closing import close_run, finish
 from services.coordinator.services.launch import Addresses
-from services.coordinator.services.running import recorded_run, running_services
+from services.coordinator.services.restarts import Restarts
+from services.coordinator.services.running import recorded_run, running_services, until_done
 from services.coordinator.sft.data import SftDataset
 from services.coordinator.sft.loop import SftData, SftTrainer, train, use_rows
 from services.coordinator.sft.rows import SftFile
@@ -30,15 +31,27 @@ _FILES = {
 async def run_session(config: SftConfig, given: Addresses, console: Console) -> Outcome:
     """Runs `config` until all steps are done or Ctrl-C stops it.
 
+    If the trainer was started here and dies, it is started again and the run resumes, as far as `restart` allows.
+
     Raises:
         LockstepError: The first failure of any part.
     """
-    data = load_data(config, given)
+    loaded = load_data(config, given)
+
+    async def session(config: SftConfig, restarts: Restarts) -> Outcome:
+        return await _run_once(config, given, console, loaded, restarts)
+
+    return await until_done(session, config, given)
+
+
+async def _run_once(
+    config: SftConfig, given: Addresses, console: Console, data: SftData | None, restarts: Restarts
+) -> Outcome:
     with recorded_run(config, console) as run:
         if data is not None:
             use_rows(run, data.train)
         async with (
-            running_services(run, given, services=["trainer"]) as addresses,
+            running_services(run, given, services=["trainer"], restarts=restarts) as addresses,
             _open_trainer(run, addresses, console) as trainer,
         ):
             version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 
 from services.common.config.environment import EnvironmentConfig, EnvironmentSection
-from services.common.config.load import parse_json
+from services.common.config.reading.load import parse_json
 from services.reward.environments.base import EpisodeError
 from services.reward.environments.kinds import make_environment
 

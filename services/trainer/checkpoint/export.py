@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from services.common.config.trainer.section import LoraConfig
-from services.common.model_card import write_model_card
+from services.common.files.model_card import write_model_card
 from services.common.weights.plan import NamedTensors
 
 _SHARD_BYTES = 4 << 30

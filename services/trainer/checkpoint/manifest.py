@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
-from services.common.storage import is_of_disk, storage_error
+from services.common.files.storage import is_of_disk, storage_error
 
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 8 << 20

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.common.errors import InvalidInput
-from services.common.regular_files import is_there, parse_object, read_regular
+from services.common.files.regular_files import is_there, parse_object, read_regular
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 # How safetensors names the dtypes of weights. Others are quantized, and their scales would be ignored.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch.distributed.checkpoint import CheckpointException
 
 from services.common.errors import InternalError
-from services.common.storage import is_of_disk, storage_error
+from services.common.files.storage import is_of_disk, storage_error
 
 
 @contextmanager

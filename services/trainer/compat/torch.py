@@ -54,6 +54,16 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
+def set_class(module: Any, cls: type) -> None:
+    """Makes `module` an instance of `cls`, a subclass of its class that has no __init__ of its own.
+
+    Reason: an adapter must not change the names of a layer's parameters, as a wrapper would. In Megatron, a layer spec
+    cannot name a class for the output layer, nor a subclass of a layer that TransformerEngine makes on GPU and torch on
+    CPU.
+    """
+    module.__class__ = cls
+
+
 class CallableParameters(nn.ParameterDict):
     """Maps names to parameters. Calling it returns them and runs the forward hooks.
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from services.common.batches.routes import route_shape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
-from services.common.routes import route_shape
 from services.trainer.backend import (
     Adapters,
     AddsBlocks,

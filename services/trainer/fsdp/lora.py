@@ -20,6 +20,7 @@ from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, make_architecture
 from services.common.megatron.lora import PARTS, lora_layer
 from services.trainer.adapters import excluded_modules, initial_a, peft_name, refuse_part, target_parts
+from services.trainer.compat.torch import set_class
 from services.trainer.fsdp.weights import WeightStream, is_adapter
 
 _Named = Iterator[tuple[str, torch.Tensor]]
@@ -139,7 +140,7 @@ def _adapt(layers: list[nn.Module], name: str, lora: LoraConfig, seed: int) -> N
         device = layer.weight.device
         if shared is None:
             shared = nn.Parameter(initial_a(name, lora.rank, layer.in_features, seed=seed).to(device))
-        layer.__class__ = _Adapted
+        set_class(layer, _Adapted)
         assert isinstance(layer, _Adapted)
         layer.lora_A, layer.lora_scale = shared, lora.alpha / lora.rank
         layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, device=device))

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from services.common.batches.routes import RouteShape
 from services.common.errors import InternalError
-from services.common.routes import RouteShape
 from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.routes import LayerReplay, ModelReplay
 from services.trainer.updates.packing import Pack

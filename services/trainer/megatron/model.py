@@ -29,7 +29,8 @@ from services.common.config.trainer.megatron import MegatronConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.trainer.compat.megatron.dispatcher import skip_dispatch
 from services.trainer.compat.megatron.groups import group_of
-from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place, set_class
+from services.trainer.compat.megatron.model import HiddenStateModel, add_gradients_in_place
+from services.trainer.compat.torch import set_class
 from services.trainer.megatron.experts import with_grouped_experts
 from services.trainer.megatron.microbatch import MicroBatch
 from services.trainer.megatron.passthrough import make, refusals

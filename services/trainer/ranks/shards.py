@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.common import batch as batches
-from services.common.blocks import trained_tokens
+from services.common.batches import batch as batches
+from services.common.batches.blocks import trained_tokens
+from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.megatron.layout import packs_multiple
-from services.common.routes import RouteShape
 from services.trainer.backend import Role
 from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Message

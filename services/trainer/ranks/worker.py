@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from lockstep.types.v1 import types_pb2
 
-from services.common import batch as batches
-from services.common.config.load import parse_json
+from services.common.batches import batch as batches
+from services.common.batches.routes import RouteShape, route_shape
+from services.common.config.reading.load import parse_json
 from services.common.config.trainer.roles import CriticSettings
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed, Reason
-from services.common.model_card import read_model_card
-from services.common.routes import RouteShape, route_shape
-from services.common.storage import storage_error, writing
+from services.common.files.model_card import read_model_card
+from services.common.files.storage import storage_error, writing
 from services.common.weights.digest import Sums
 from services.common.weights.plan import NamedTensors, Plan
 from services.trainer.backend import Adapters, Backend, BackgroundSaves, Role, SeveralSenders

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from services.common.batches.routes import RouteShape
 from services.common.errors import InvalidInput
-from services.common.routes import RouteShape
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _longest_first(lengths: Sequence[int], num_packs: int) -> list[tuple[int, li
 
 
 def build_pack(samples: pa.Table, shape: RouteShape | None = None) -> Pack:
-    """Packs all rows of `samples` (common.batch.SAMPLE_SCHEMA), in their order.
+    """Packs all rows of `samples` (common.batches.batch.SAMPLE_SCHEMA), in their order.
 
     `shape` is that of the model's routes; without it, or without routes in `samples`, the pack has none.
     """

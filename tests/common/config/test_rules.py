@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.load import load
+from services.common.config.reading.load import load
 from services.common.config.run import Config
 from tests.common.config.smallest import SMALLEST, refused, write
 
@@ -38,6 +38,11 @@ CROSS_FIELD = {
         ["placement=colocated", *GRAPHS, "trainer.megatron.transformer_config_kwargs={cuda_graph_impl: local}"],
         ["transformer_config_kwargs.cuda_graph_impl", "leave it out"],
         ["placement=colocated", *GRAPHS, "trainer.megatron.transformer_config_kwargs={cuda_graph_impl: none}"],
+    ),
+    "colocated replicas cannot come and go": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.discovery={kind: dns, name: rollout.svc}"],
+        ["rollout.discovery", "set placement disaggregated"],
+        ["placement=disaggregated", "trainer.num_ranks=1", "rollout.discovery={kind: dns, name: rollout.svc}"],
     ),
     "a colocated engine sleeps": (
         ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: false}"],

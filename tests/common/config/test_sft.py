@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.config.load import keys, load
+from services.common.config.reading.load import keys, load
 from services.common.config.sft import SftConfig
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput

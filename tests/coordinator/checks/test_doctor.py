@@ -22,7 +22,7 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import Unavailable
 from services.common.rpc import ports
-from services.common.rpc.identities import Role
+from services.common.rpc.security.identities import Role
 from services.common.rpc.server import Server
 from services.coordinator.checks.doctor import broadcast, host, running, session, settings
 from services.coordinator.checks.doctor.broadcast import check_broadcast

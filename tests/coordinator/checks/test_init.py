@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from services.common.config.load import load
+from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.checks.init import starting_config

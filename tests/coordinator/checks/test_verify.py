@@ -241,10 +241,11 @@ def changed(line: str) -> str:
     ("change", "said"),
     [
         (lambda lines: [changed(first_step(lines))], "is not what the ledger has"),
+        (lambda lines: [lines[0].replace("1.0", "0.5", 1), *lines[1:]], "of the evaluation of step 0, is not what"),
         (lambda lines: [*lines, first_step(lines)], "comes after that of step 5"),
         (lambda lines: [*lines, "{\n"], "is damaged"),
     ],
-    ids=["changed", "repeated", "damaged"],
+    ids=["changed", "changed evaluation", "repeated", "damaged"],
 )
 def test_a_wrong_line_is_named(run_dir: Path, change: Callable[[list[str]], list[str]], said: str):
     rewrite_lines(run_dir, change)

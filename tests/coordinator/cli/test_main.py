@@ -27,4 +27,4 @@ def test_the_daemons_address_may_be_in_the_environment() -> None:
 def test_the_shell_completes_commands() -> None:
     typed = {"_LOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "lockstep re", "COMP_CWORD": "1"}
     shown = CliRunner().invoke(app, [], prog_name="lockstep", env=typed)
-    assert shown.output.split() == ["report", "replay"]
+    assert shown.output.split() == ["report", "replay", "replicas"]

@@ -11,8 +11,8 @@ from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
 from services.common.config.run import Config
 from services.common.errors import PermissionDenied, Reason
-from services.common.rpc.identities import Role
-from services.common.rpc.tls import Credentials, Transport
+from services.common.rpc.security.identities import Role
+from services.common.rpc.security.tls import Credentials, Transport
 from services.coordinator.daemon.client import Coordinator
 from services.coordinator.services.launch import Addresses
 from tests.common.rpc.tls_harness import HOST, Certificates, channel
@@ -26,6 +26,8 @@ REQUESTS = {
     "ListRuns": pb.ListRunsRequest(),
     "WatchRun": pb.WatchRunRequest(name="run"),
     "StopRun": pb.StopRunRequest(name="run", now=True),
+    "ListReplicas": pb.ListReplicasRequest(name="run"),
+    "ChangeReplicas": pb.ChangeReplicasRequest(name="run"),
     "ReadLog": pb.ReadLogRequest(name="run"),
 }
 DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE

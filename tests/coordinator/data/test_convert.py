@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli import data as cli
-from services.coordinator.data import parquet
 from services.coordinator.data.prepare.convert import ConversionOptions, convert
 from services.coordinator.data.prepare.deepscaler import DEEPSCALER
 from services.coordinator.data.prepare.gsm8k import GSM8K
 from services.coordinator.data.prompts import PromptDataset
+from services.coordinator.data.reading import parquet
 from tests.coordinator.data import fake_hub
 
 SOLUTION = "She sold 48/2 = <<48/2=24>>24 thousand.\nAltogether 48+24 = <<48+24=72>>72 thousand.\n#### 72,000"

@@ -10,7 +10,7 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from rich.console import Console
 
-from services.common.batch import SAMPLE_SCHEMA
+from services.common.batches.batch import SAMPLE_SCHEMA
 from services.coordinator.daemon.conversations import from_message, to_message
 from services.coordinator.daemon.following import _show
 from services.coordinator.data.conversation import Conversation, Part

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from services.common.batch import SAMPLE_SCHEMA
+from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.errors import DataLoss, NotFound
 from services.coordinator.observe.report import curves, samples
 from services.coordinator.observe.report.failures import failures

@@ -16,8 +16,8 @@ from services.common.telemetry import otel as otel_module
 from services.common.telemetry.otel import Otel
 from services.coordinator.data.groups import to_table
 from services.coordinator.observe.watchers import watchers
-from services.coordinator.rl.collect import Collector
 from services.coordinator.rl.metrics import step_metrics
+from services.coordinator.rl.sampling.collect import Collector
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run

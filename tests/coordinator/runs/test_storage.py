@@ -176,18 +176,19 @@ def test_damaged_lines_are_taken_from_the_ledger(tmp_path: Path, caplog: pytest.
     for version in (1, 2, 3, 4):
         ledger.record(Kind.FINISHED, version, **STEP)
         ledger.record(Kind.EVALUATED, version, **held_out)
-    first = json.dumps({"step": 1, "time/step_s": 7.0}).encode()
-    path.write_bytes(b"\n".join([first, DAMAGED, b"not JSON", b'{"step": 3, "time/st']))
+    changed = json.dumps({"step": 1, **STEP, "time/step_s": 7.0}).encode()
+    evaluated = json.dumps({"step": 1, **held_out, "time/evaluating_s": 3.0}).encode()
+    path.write_bytes(b"\n".join([changed, evaluated, DAMAGED, b"not JSON", b'{"step": 3, "time/st']))
     before = path.read_bytes()
     JsonLines(path, 3, ledger).close()
     ledger.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [
         {"step": 0, **held_out},
-        {"step": 1, "time/step_s": 7.0},
-        {"step": 1, **held_out},
+        {"step": 1, **STEP},
+        {"step": 1, **held_out, "time/evaluating_s": 3.0},
         *({"step": version, **values} for version in (2, 3) for values in (STEP, held_out)),
     ]
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == before
     (record,) = caplog.records
-    assert "line 2, 3 was damaged" in record.message
+    assert "line 3, 4 was damaged" in record.message

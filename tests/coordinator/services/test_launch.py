@@ -1,5 +1,6 @@
 """Tests what a run does when a service that it started dies."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from services.common.errors import Reason, Unavailable
 from services.coordinator.services.launch import Addresses, Child, launch
 from tests.coordinator.fake_services import make_config
+from tests.support import until
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ from tests.coordinator.fake_services import make_config
 async def test_the_error_says_whether_the_same_command_goes_on(
     tmp_path: Path, resume: str, saved: bool, goes_on: bool
 ) -> None:
-    config = make_config(runs_dir=tmp_path, resume=resume)
+    config = make_config(runs_dir=tmp_path, resume=resume, restart={"max": 0})
     checkpoint = config.run_dir / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
     if saved:
@@ -38,6 +40,20 @@ async def test_the_error_says_whether_the_same_command_goes_on(
     assert ("run the same command again to resume from the newest checkpoint" in caught.value.message) is goes_on
     assert str(config.run_dir / "logs" / "reward.log") in caught.value.message
     assert "when memory runs out" in caught.value.message and "lower reward.max_memory_gib" in caught.value.message
+
+
+async def test_a_reward_service_that_dies_is_started_again_at_its_address(tmp_path: Path) -> None:
+    config = make_config(runs_dir=tmp_path, restart={"max": 1})
+    async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
+        (reward,) = fleet._children
+        watching = asyncio.create_task(fleet.watch())
+        first = reward.process.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: reward.process.pid != first)
+        os.kill(reward.process.pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="reward exited with code -9") as caught:
+            await watching
+    assert caught.value.metadata["service"] == "reward"
 
 
 async def test_trainers_that_are_started_together_share_the_cores(

@@ -11,9 +11,9 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common.errors import DataLoss, DeadlineExceeded, LockstepError, PreconditionFailed, Reason
+from services.common.files.transfer import seal
 from services.common.rpc.fence import new_token
 from services.common.rpc.server import Server
-from services.common.transfer import seal
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients.reward import Reward
 from services.reward.scorers.exact import ExactScorer

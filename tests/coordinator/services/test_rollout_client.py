@@ -10,6 +10,7 @@ import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
+from services.common.batches.route_parts import to_parts
 from services.common.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -22,8 +23,7 @@ from services.common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from services.common.route_parts import to_parts
-from services.common.transfer import seal
+from services.common.files.transfer import seal
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.services.clients import rollout as fleet
 from services.coordinator.services.clients.replica import ReplicaState

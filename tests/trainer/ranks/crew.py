@@ -10,7 +10,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common import batch as batches
+from services.common.batches import batch as batches
 from services.common.errors import Aborted, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command

@@ -8,8 +8,8 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common import batch as batches
-from services.common.blocks import blocks_of
+from services.common.batches import batch as batches
+from services.common.batches.blocks import blocks_of
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.coordinator.services.clients.blocks import BlockStream
 from tests.support import PATIENCE_S, make_batch

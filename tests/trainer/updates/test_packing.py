@@ -9,10 +9,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.common import batch as batches
+from services.common.batches import batch as batches
+from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
-from services.common.routes import RouteShape
 from services.trainer.backend import Role
 from services.trainer.ranks.shards import check_routes, forward_parts, train_parts
 from services.trainer.updates.packing import assign, build_pack

@@ -65,6 +65,16 @@ class CoordinatorServiceStub(object):
                 request_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.ListReplicas = channel.unary_unary(
+                '/lockstep.coordinator.v1.CoordinatorService/ListReplicas',
+                request_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ListReplicasRequest.SerializeToString,
+                response_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ListReplicasResponse.FromString,
+                _registered_method=True)
+        self.ChangeReplicas = channel.unary_unary(
+                '/lockstep.coordinator.v1.CoordinatorService/ChangeReplicas',
+                request_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ChangeReplicasRequest.SerializeToString,
+                response_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ChangeReplicasResponse.FromString,
+                _registered_method=True)
         self.ReadLog = channel.unary_stream(
                 '/lockstep.coordinator.v1.CoordinatorService/ReadLog',
                 request_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ReadLogRequest.SerializeToString,
@@ -118,6 +128,20 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListReplicas(self, request, context):
+        """Returns the rollout replicas of a run in progress.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeReplicas(self, request, context):
+        """Adds and removes rollout replicas of a run in progress; answers before they have come or left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadLog(self, request, context):
         """Streams a run's log: the coordinator's, or that of a service that it started.
         """
@@ -157,6 +181,16 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
                     response_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunResponse.SerializeToString,
+            ),
+            'ListReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicas,
+                    request_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ListReplicasRequest.FromString,
+                    response_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'ChangeReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeReplicas,
+                    request_deserializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ChangeReplicasRequest.FromString,
+                    response_serializer=lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ChangeReplicasResponse.SerializeToString,
             ),
             'ReadLog': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadLog,
@@ -327,6 +361,60 @@ class CoordinatorService(object):
             '/lockstep.coordinator.v1.CoordinatorService/StopRun',
             lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
             lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.coordinator.v1.CoordinatorService/ListReplicas',
+            lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ListReplicasRequest.SerializeToString,
+            lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.coordinator.v1.CoordinatorService/ChangeReplicas',
+            lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ChangeReplicasRequest.SerializeToString,
+            lockstep_dot_coordinator_dot_v1_dot_coordinator__pb2.ChangeReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

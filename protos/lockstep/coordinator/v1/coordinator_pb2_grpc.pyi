@@ -45,6 +45,10 @@ class CoordinatorServiceStub:
     """Streams the past events of a run, then new ones until it ends. A slow reader may miss state changes, but no event."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]
     """Asks a run to stop after the current step; answers immediately."""
+    ListReplicas: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListReplicasRequest, _coordinator_pb2.ListReplicasResponse]
+    """Returns the rollout replicas of a run in progress."""
+    ChangeReplicas: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeReplicasRequest, _coordinator_pb2.ChangeReplicasResponse]
+    """Adds and removes rollout replicas of a run in progress; answers before they have come or left."""
     ReadLog: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.ReadLogRequest, _coordinator_pb2.ReadLogResponse]
     """Streams a run's log: the coordinator's, or that of a service that it started."""
 
@@ -65,6 +69,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Streams the past events of a run, then new ones until it ends. A slow reader may miss state changes, but no event."""
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]  # type: ignore[assignment]
     """Asks a run to stop after the current step; answers immediately."""
+    ListReplicas: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListReplicasRequest, _coordinator_pb2.ListReplicasResponse]  # type: ignore[assignment]
+    """Returns the rollout replicas of a run in progress."""
+    ChangeReplicas: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeReplicasRequest, _coordinator_pb2.ChangeReplicasResponse]  # type: ignore[assignment]
+    """Adds and removes rollout replicas of a run in progress; answers before they have come or left."""
     ReadLog: _aio.UnaryStreamMultiCallable[_coordinator_pb2.ReadLogRequest, _coordinator_pb2.ReadLogResponse]  # type: ignore[assignment]
     """Streams a run's log: the coordinator's, or that of a service that it started."""
 
@@ -118,6 +126,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StopRunResponse, _abc.Awaitable[_coordinator_pb2.StopRunResponse]]:
         """Asks a run to stop after the current step; answers immediately."""
+
+    @_abc_1.abstractmethod
+    def ListReplicas(
+        self,
+        request: _coordinator_pb2.ListReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListReplicasResponse, _abc.Awaitable[_coordinator_pb2.ListReplicasResponse]]:
+        """Returns the rollout replicas of a run in progress."""
+
+    @_abc_1.abstractmethod
+    def ChangeReplicas(
+        self,
+        request: _coordinator_pb2.ChangeReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ChangeReplicasResponse, _abc.Awaitable[_coordinator_pb2.ChangeReplicasResponse]]:
+        """Adds and removes rollout replicas of a run in progress; answers before they have come or left."""
 
     @_abc_1.abstractmethod
     def ReadLog(

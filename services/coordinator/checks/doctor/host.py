@@ -12,7 +12,7 @@ from importlib.metadata import distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError
@@ -21,7 +21,7 @@ from services.common.rpc.ports import PORTS, hold_free_port
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.gpu import examine_gpus
 from services.coordinator.services.devices import split_gpus, visible_gpus
-from services.coordinator.services.launch import Addresses, started_ranks
+from services.coordinator.services.launch import Addresses, started_ranks, starts_replicas
 
 _ROOT = Path(__file__).parents[4]
 _GIB = 2**30
@@ -106,7 +106,9 @@ def check_gpus(config: AnyConfig | None, given: Addresses, gpus: Sequence[str]) 
     """Checks that there are enough GPUs for the services that a run would start here."""
     if config is not None:
         try:
-            split_gpus(started_ranks(config, given), config, available=gpus, start_rollout=not given.rollout)
+            split_gpus(
+                started_ranks(config, given), config, available=gpus, start_rollout=starts_replicas(config, given)
+            )
         except LockstepError as error:
             return Finding("GPUs", str(len(gpus)), Verdict.FAIL, error.message)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

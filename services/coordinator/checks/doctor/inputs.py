@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError
-from services.common.model_card import read_model_card
+from services.common.files.model_card import read_model_card
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.plan import check_model
 from services.coordinator.rl import session as rl

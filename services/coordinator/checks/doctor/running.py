@@ -17,7 +17,7 @@ from lockstep.types.v1.types_pb2 import ServiceInfo
 
 from services.common.errors import InvalidInput, LockstepError, Unauthenticated
 from services.common.rpc.client import Client
-from services.common.rpc.tls import Transport
+from services.common.rpc.security.tls import Transport
 from services.common.tasks import gather
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.doctor.publication import check_publication

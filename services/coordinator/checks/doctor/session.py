@@ -6,13 +6,14 @@ from importlib.util import find_spec
 
 from rich.console import Console
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.coordinator.checks.doctor.colocated import examine_colocated
 from services.coordinator.checks.doctor.environment import examine_environment
 from services.coordinator.checks.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.checks.doctor.host import examine_host
 from services.coordinator.checks.doctor.inputs import examine_inputs
+from services.coordinator.checks.doctor.replicas import examine_replicas
 from services.coordinator.checks.doctor.running import examine_services
 from services.coordinator.checks.doctor.settings import examine_settings
 from services.coordinator.services.launch import Addresses
@@ -40,6 +41,7 @@ def examine_run(config: AnyConfig, given: Addresses, console: Console) -> bool:
 def _of_run(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
     yield from examine_inputs(config, given)
     yield from examine_settings(config, given)
+    yield from examine_replicas(config, given)
     if isinstance(config, Config):
         yield from examine_colocated(config, given)
         yield from examine_environment(config, given)

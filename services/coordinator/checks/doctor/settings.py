@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from services.common.config.any import AnyConfig
+from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError
@@ -16,7 +16,7 @@ from services.common.families.architecture import read_architecture, read_conten
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.memory import rank_memory
 from services.coordinator.services.devices import visible_gpus
-from services.coordinator.services.launch import Addresses
+from services.coordinator.services.launch import Addresses, starts_replicas
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
 _GIB = 2**30
@@ -28,7 +28,7 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
     if isinstance(config, Config):
         if not given.reward and any(scorer.kind == "python" for scorer in config.reward.scorers):
             yield check_scorers(config)
-        if not given.rollout and config.rollout.engine:
+        if starts_replicas(config, given) and config.rollout.engine:
             yield check_engine(config)
     if (Path(config.model) / "config.json").is_file():
         yield from check_lengths(config)

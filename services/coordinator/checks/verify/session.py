@@ -91,6 +91,7 @@ def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
     Lines may be missing, because a full disk does not end a run, and the line of a step is written before its row.
     """
     recorded = {row.required_version: row.body for row in rows if row.kind == Kind.FINISHED}
+    evaluations = {row.required_version: row.body for row in rows if row.kind == Kind.EVALUATED}
     newest = next((row.required_version for row in reversed(rows) if row.kind in (Kind.FINISHED, Kind.BEGUN)), 0)
     before = 0
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
@@ -100,7 +101,10 @@ def _wrong_lines(path: Path, rows: Sequence[Row]) -> Iterator[str]:
         except (ValueError, KeyError, AttributeError):
             yield f"line {number} of {path.name} is damaged"
             return
-        if "time/step_s" not in line:  # of an evaluation
+        if "time/step_s" not in line:  # of an evaluation, whose time is in this line only
+            evaluated = evaluations.get(step, {})
+            if any(_text({name: line.get(name)}) != _text({name: value}) for name, value in evaluated.items()):
+                yield f"line {number} of {path.name}, of the evaluation of step {step}, is not what the ledger has"
             continue
         if step <= before:
             yield f"line {number} of {path.name} is of step {step} and comes after that of step {before}"

@@ -9,12 +9,12 @@ from typing import Literal, TypedDict
 import pyarrow as pa
 
 from services.common.errors import InvalidInput
-from services.coordinator.data.bad_rows import BadRow, BadRows
-from services.coordinator.data.parquet import write_tables
 from services.coordinator.data.prepare.deepscaler import DEEPSCALER
 from services.coordinator.data.prepare.formats import Example, Format, Split
 from services.coordinator.data.prepare.gsm8k import GSM8K
 from services.coordinator.data.prepare.sources import find_files, read_records
+from services.coordinator.data.reading.bad_rows import BadRow, BadRows
+from services.coordinator.data.reading.parquet import write_tables
 
 FORMATS: Mapping[str, Format] = {format.name: format for format in (GSM8K, DEEPSCALER)}
 

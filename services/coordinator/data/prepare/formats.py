@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from services.coordinator.data.bad_rows import BadRow
-from services.coordinator.data.parquet import Record
+from services.coordinator.data.reading.bad_rows import BadRow
+from services.coordinator.data.reading.parquet import Record
 
 Split = Literal["train", "test"]
 

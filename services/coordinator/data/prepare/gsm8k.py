@@ -1,7 +1,7 @@
 """GSM8K: grade-school word problems, arXiv 2110.14168. An answer's last line looks like `#### 1,234`."""
 
-from services.coordinator.data.bad_rows import BadRow
 from services.coordinator.data.prepare.formats import Example, Format, Record, text
+from services.coordinator.data.reading.bad_rows import BadRow
 
 _MARK = "####"
 

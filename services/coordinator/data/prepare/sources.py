@@ -9,9 +9,9 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from services.common.errors import InvalidInput, NotFound, Unavailable
-from services.coordinator.data.bad_rows import BadRows
-from services.coordinator.data.parquet import Record, iter_rows, read_table
 from services.coordinator.data.prepare.formats import Format, Split
+from services.coordinator.data.reading.bad_rows import BadRows
+from services.coordinator.data.reading.parquet import Record, iter_rows, read_table
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FIELD = "source"

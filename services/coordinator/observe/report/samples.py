@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from services.coordinator.data.conversation import Conversation
-from services.coordinator.data.parquet import Record
+from services.coordinator.data.reading.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
 
 Decode = Callable[[Sequence[int]], str]

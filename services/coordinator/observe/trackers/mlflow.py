@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from services.common.config.any import AnyConfig
 from services.common.config.observability import MlflowConfig
+from services.common.config.reading.any import AnyConfig
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 

@@ -2,8 +2,8 @@
 
 import json
 
-from services.common.config.any import AnyConfig
 from services.common.config.observability import WandbConfig
+from services.common.config.reading.any import AnyConfig
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 

@@ -37,7 +37,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def compute_advantages(batch: pa.Table, config: AdvantageConfig, *, kl_coef: float | None = None) -> pa.Table:
-    """Returns `batch` (common.batch.SAMPLE_SCHEMA) with `advantages` and, with a critic, `returns`, one per token.
+    """Returns `batch` (SAMPLE_SCHEMA) with `advantages` and, with a critic, `returns`, one per token.
 
     Both are 0 where loss_mask is false. The returns, the critic's targets, are advantages before whitening + values.
 

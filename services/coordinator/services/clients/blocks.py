@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
-from services.common import batch as batches
-from services.common.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.batches import batch as batches
+from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
 
 # Makes the call with these requests.
 Call = Callable[[AsyncIterator[pb.TrainBlocksRequest]], Awaitable[pb.TrainBlocksResponse]]

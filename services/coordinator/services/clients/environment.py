@@ -16,7 +16,7 @@ from services.common.config.environment import EnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Answer, Client, Method, Request
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.services.clients.reward import Reward

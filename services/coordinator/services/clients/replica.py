@@ -13,7 +13,7 @@ from services.common.config.run import Config, TimeoutsConfig
 from services.common.errors import InvalidInput, LockstepError
 from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.security.tls import LOCAL, Transport
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ class Replica:
     def __init__(self, address: str, timeouts: TimeoutsConfig, transport: Transport = LOCAL):
         self.address = address
         self.state = ReplicaState.DEAD
+        self.is_leaving = False
+        """Whether it is to be dropped as soon as the run can do without it."""
         self.num_workers = self.max_samples = 0
         self.num_opens = 0
         self.samples_in_flight = self.tokens_in_flight = 0
@@ -69,6 +71,11 @@ class Replica:
         """Closes the run, so that the next `open` starts another engine."""
         request = pb.CloseRunRequest(run_id=run_id)
         await self._client.call(RolloutService.CloseRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
+
+    async def leave(self, run_id: str) -> None:
+        """Closes the run on a replica that is not used any more."""
+        request = pb.CloseRunRequest(run_id=run_id)
+        await self._client.call(RolloutService.CloseRun, request, timeout_s=self._timeouts.info_s)
 
     async def is_alive(self) -> bool:
         """Returns whether the service answers and still has its engine."""

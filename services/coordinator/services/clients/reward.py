@@ -12,9 +12,9 @@ from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardSe
 
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
+from services.common.files.transfer import require_sealed
 from services.common.rpc.client import Client
-from services.common.rpc.tls import LOCAL, Transport
-from services.common.transfer import require_sealed
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.data.episodes import final_text, num_sampled
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.text.tokenizer import Tokenizer

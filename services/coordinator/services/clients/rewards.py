@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from services.common.config.run import Config
 from services.common.errors import PreconditionFailed, Reason
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.reward import Reward

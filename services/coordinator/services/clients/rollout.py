@@ -3,12 +3,14 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
+from services.common.batches.route_parts import from_parts
+from services.common.batches.token_hash import tokens_sha256
 from services.common.config.run import Config
 from services.common.errors import (
     DeadlineExceeded,
@@ -21,11 +23,9 @@ from services.common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from services.common.route_parts import from_parts
-from services.common.rpc.tls import LOCAL, Transport
+from services.common.files.transfer import require_sealed
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.common.tasks import backoff_s, gather
-from services.common.token_hash import tokens_sha256
-from services.common.transfer import require_sealed
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.runs.lanes import Busy
@@ -58,9 +58,12 @@ class Rollout:
         self._gpus = gpus or OwnGpus()
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
         self.num_redispatched, self.busy = 0, Busy()
-        self._config = config
+        self.before_publication: Callable[[], Awaitable[None]] | None = None
+        """Finds out which replicas the run should have."""
+        self._config, self._transport = config, transport
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
+        self._parting: dict[str, asyncio.Task[None]] = {}
         self._last_failure = "nothing was published yet"
         self._replaced: LockstepError | None = None
         self._run_id, self._card = "", ModelCard()
@@ -68,12 +71,50 @@ class Rollout:
     @property
     def num_dead(self) -> int:
         """Number of replicas that were lost and have not come back."""
-        return sum(replica.state is ReplicaState.DEAD for replica in self.replicas)
+        return sum(replica.state is ReplicaState.DEAD and replica.num_opens > 0 for replica in self.replicas)
+
+    @property
+    def members(self) -> list[Replica]:
+        """Replicas that can take part in a publication. Those that leave do so only if there are no others."""
+        living = [replica for replica in self.replicas if replica.state is not ReplicaState.DEAD]
+        return [replica for replica in living if not replica.is_leaving] or living
 
     async def open(self, run_id: str, card: ModelCard) -> None:
         """Starts the engines of all replicas."""
         self._run_id, self._card = run_id, card
         await gather(replica.open(run_id, self._config, card) for replica in self.replicas)
+
+    def set_replicas(self, addresses: Sequence[str]) -> None:
+        """Makes the run's replicas those at `addresses`.
+
+        A new one is opened in the background and takes part in publications from then on. One that is not in
+        `addresses` gets no new groups while another one serves, and is dropped once its last group is finished.
+
+        Raises:
+            InvalidInput: An address is malformed, or the connection would be plaintext over a network.
+        """
+        known = {replica.address: replica for replica in self.replicas}
+        new = [Replica(at, self._config.timeouts, self._transport) for at in addresses if at not in known]
+        for address, replica in known.items():
+            leaves = address not in addresses
+            if replica.is_leaving != leaves:
+                log.info("replica %s %s", address, "leaves the run" if leaves else "stays after all")
+            replica.is_leaving = leaves
+        for replica in new:
+            log.info("replica %s is opened, and joins the run with the next publication after that", replica.address)
+            self.replicas.append(replica)
+            self._reviving[replica.address] = asyncio.create_task(self._revive(replica, restart=False))
+        self.drop_leavers()
+
+    def drop_leavers(self) -> None:
+        """Drops the replicas that leave and have no group any more, if another one serves; a dead one at once."""
+        stay = any(one.state is ReplicaState.SERVING and not one.is_leaving for one in self.replicas)
+        for replica in [replica for replica in self.replicas if replica.is_leaving]:
+            is_dead = replica.state is ReplicaState.DEAD
+            if is_dead or (stay and not replica.samples_in_flight):
+                self.replicas.remove(replica)
+                opening = self._reviving.pop(replica.address, None)
+                self._parting[replica.address] = asyncio.create_task(self._part_with(replica, opening))
 
     async def generate(
         self,
@@ -127,6 +168,9 @@ class Rollout:
         self._last_failure = f"lost replica {replica.address}: {why.message}"
         log.warning("%s", self._last_failure)
         replica.state = ReplicaState.DEAD
+        if replica.is_leaving:
+            self.drop_leavers()
+            return
         self._reviving[replica.address] = asyncio.create_task(self._revive(replica, restart))
 
     def check(self) -> None:
@@ -147,11 +191,14 @@ class Rollout:
         """Closes the channels."""
         for task in self._reviving.values():
             task.cancel()
-        await asyncio.gather(*self._reviving.values(), return_exceptions=True)
+        await asyncio.gather(*self._reviving.values(), *self._parting.values(), return_exceptions=True)
         await gather(replica.close() for replica in self.replicas)
 
     async def _revive(self, replica: Replica, restart: bool) -> None:
         # Retries without limit, until the service listens again and opens the run.
+        what = "is back" if replica.num_opens else "has come"
+        if parting := self._parting.get(replica.address):  # it left a moment ago, and its run is still being closed
+            await asyncio.wait({parting})
         for num_retries in itertools.count():
             try:
                 if restart:
@@ -160,14 +207,27 @@ class Rollout:
                     await replica.open(self._run_id, self._config, self._card)
                 break
             except LockstepError as error:
-                if error.reason is Reason.RUN_REPLACED:
+                if error.reason is Reason.RUN_REPLACED and replica.num_opens:
                     self._replaced = error
                 if self._replaced or isinstance(error, _PERMANENT_ERRORS):
                     log.error("cannot reopen replica %s: %s", replica.address, error.message)
                     return
                 log.warning("replica %s is not back yet: %s", replica.address, error.message)
             await asyncio.sleep(backoff_s(num_retries))
-        log.info("replica %s is back and waits for the next publication of weights", replica.address)
+        log.info("replica %s %s and waits for the next publication of weights", replica.address, what)
+
+    async def _part_with(self, replica: Replica, reviving: asyncio.Task[None] | None) -> None:
+        if reviving:
+            reviving.cancel()
+            await asyncio.gather(reviving, return_exceptions=True)
+        try:
+            if replica.num_opens:
+                await replica.leave(self._run_id)
+        except LockstepError as error:  # its host may be gone
+            log.info("run %s may still be open at %s: %s", self._run_id, replica.address, error.message)
+        finally:
+            await replica.close()
+        log.info("replica %s has left the run", replica.address)
 
     @asynccontextmanager
     async def _reserved(self, num_samples: int, cost: int, affinity: Affinity) -> AsyncIterator[Replica]:
@@ -183,6 +243,7 @@ class Rollout:
         finally:
             replica.samples_in_flight -= num_samples
             replica.tokens_in_flight -= cost
+            self.drop_leavers()
             async with self._changed:
                 self._changed.notify_all()
 
@@ -192,6 +253,7 @@ class Rollout:
         if not serving:
             why = f"no rollout replica serves the current weights; {self._last_failure}"
             raise Unavailable(why, reason=Reason.NO_REPLICA)
+        serving = [replica for replica in serving if not replica.is_leaving] or serving
         if preferred in serving:
             serving = [preferred]
         with_room = [

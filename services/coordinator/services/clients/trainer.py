@@ -8,15 +8,15 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp, WeightGroup
 
-from services.common import batch as batches
-from services.common.config.any import AnyConfig, role_section
+from services.common.batches import batch as batches
+from services.common.config.reading.any import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.streaming import groups_per_block
+from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S, repeated
-from services.common.rpc.tls import LOCAL, Transport
-from services.common.transfer import from_messages, to_messages
+from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.blocks import BlockStream
 from services.coordinator.services.gpus import OwnGpus, Side

@@ -26,8 +26,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from services.common.batches.routes import RouteShape, route_shape
 from services.common.compat.versions import require_version
-from services.common.routes import RouteShape, route_shape
 from services.rollout.compat.vllm.worker import WorkerExtension, model_of
 
 _ON_GPU, _ON_CPU = SpecifierSet(">=0.26,<0.31"), SpecifierSet(">=0.32,<0.33")

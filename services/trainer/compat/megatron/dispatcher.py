@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from services.trainer.compat.megatron.model import set_class
+from services.trainer.compat.torch import set_class
 
 
 class OneRankDispatcher(MoEAlltoAllTokenDispatcher):

@@ -24,15 +24,6 @@ class HiddenStateModel(GPTModel):
         return hidden_states
 
 
-def set_class(module: torch.nn.Module, cls: type) -> None:
-    """Makes `module` an instance of `cls`, a subclass of its class that has no __init__ of its own.
-
-    Reason: a layer spec cannot name a class for the output layer, nor a subclass of a layer that TransformerEngine
-    makes on GPU and torch on CPU. A wrapper would change the names of the parameters.
-    """
-    module.__class__ = cls
-
-
 def add_gradients_in_place(chunks: Iterable[torch.nn.Module]) -> None:
     """Makes TransformerEngine's GEMMs add gradients into the gradient buffer, without rounding or copying them first.
 

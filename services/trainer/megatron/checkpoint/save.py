@@ -22,7 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.compat.megatron.groups import group_of

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
-from services.common.storage import writing
+from services.common.files.storage import writing
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.checkpoint.torch_writer import ThreadedWriter
 from services.trainer.compat.megatron.checkpoint import torch_tensors

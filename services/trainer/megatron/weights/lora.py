@@ -31,9 +31,8 @@ from services.common.config.trainer.section import LoraConfig
 from services.common.errors import InvalidInput
 from services.common.megatron.lora import FUSED, PARTS
 from services.trainer.adapters import excluded_modules, initial_a, target_parts
-from services.trainer.compat.megatron.model import set_class
 from services.trainer.compat.megatron.random import rng_tracker
-from services.trainer.compat.torch import CallableParameters
+from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights.stream import LocalTensor, gather_json

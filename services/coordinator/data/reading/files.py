@@ -1,0 +1,227 @@
+"""Base class for files of prompts and of SFT rows: reads files and tokenizes their rows."""
+
+import difflib
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+import pyarrow as pa
+
+from services.common.config.data import FilesConfig
+from services.common.errors import InvalidInput
+from services.coordinator.data.order import EpochOrder
+from services.coordinator.data.reading.bad_rows import BadRow, BadRows
+from services.coordinator.data.reading.columns import is_messages
+from services.coordinator.data.reading.parquet import Record, iter_rows
+from services.coordinator.data.reading.sources import read_rows
+from services.coordinator.text.chat_template import Message, TemplateRefusal
+from services.coordinator.text.tokenizer import Tokenizer
+
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row that can be used. `content_hash` covers the row as stored, before the chat template.
+
+    `pieces` are either the prompt alone, or prompt, answer, text in between, answer, and so on. Each is tokenized
+    separately, like the prompt is at generation.
+    """
+
+    where: str
+    number: int
+    content_hash: bytes
+    pieces: tuple[str, ...]
+
+    @property
+    def prompt_id(self) -> str:
+        """`<row number>-<hash of the row>`: unique in its dataset and independent of the model and the template."""
+        return f"{self.number}-{self.content_hash.hex()[:8]}"
+
+
+class HasLength(Protocol):
+    """Is a tokenized row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the config limits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Holds the sizes that a config sets, with their keys below `data`."""
+
+    per_step: tuple[str, int]
+    """Rows of one batch."""
+    max_tokens: tuple[str, int]
+    """Tokens of one row."""
+    max_eval: int | None
+    """Rows of each held-out file; all if None."""
+
+
+Files = TypeVar("Files", bound=FilesConfig)
+ReadRow = TypeVar("ReadRow", bound=Row)
+Tokenized = TypeVar("Tokenized", bound=HasLength)
+
+
+class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
+    """One file with checked columns."""
+
+    noun: ClassVar[str]
+    """Name of the rows in messages."""
+
+    def __init__(self, path: Path, config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None):
+        self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
+        self._table = read_rows(path, field=field).slice(0, max_rows)
+        self.is_templated = is_messages(self._check_columns()) or config.chat
+        """Whether rows are rendered with the chat template."""
+        self._check_template()
+
+    @classmethod
+    def train(cls, config: Files, tokenizer: Tokenizer, seed: int) -> tuple[list[Tokenized], EpochOrder]:
+        """Returns all examples of the files in `config.train`, and their order in the batches of a run with `seed`.
+
+        Raises:
+            NotFound: A file does not exist.
+            InvalidInput: A column is missing or has a wrong type, rows cannot be used or need a template and the model
+                has none, or there are too few for one batch.
+        """
+        examples = cls._read_all(config.train, config, tokenizer, "data.train")
+        key, per_step = cls._limits(config).per_step
+        if per_step > len(examples):
+            message = f"data.{key} is {per_step}, but data.train has {len(examples)} {cls.noun}"
+            raise InvalidInput(message, field=f"data.{key}")
+        return examples, EpochOrder(len(examples), per_step, seed=seed, shuffle=config.shuffle)
+
+    @classmethod
+    def held_out(cls, config: Files, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
+        """Returns the examples of `config.eval` by set name, each set in file order.
+
+        Raises:
+            LockstepError: See `train`.
+        """
+        limit = cls._limits(config).max_eval
+        return {
+            name: cls._read_all((path,), config, tokenizer, f"data.eval.{name}", limit)
+            for name, path in config.eval.items()
+        }
+
+    @classmethod
+    def _read_all(
+        cls, paths: Sequence[Path], config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None = None
+    ) -> list[Tokenized]:
+        key, limit = cls._limits(config).max_tokens
+        bad = BadRows(field, "bad", "Fix them, or set data.bad_rows=drop")
+        overlong = BadRows(field, f"above data.{key} {limit}", "Increase it, or set data.overlong=drop")
+        kept: list[Tokenized] = []
+        num_rows = 0
+        for path in paths:
+            file = cls(path, config, tokenizer, field, max_rows)
+            for where, example in file._examples(bad, first_number=num_rows):
+                if example.num_tokens > limit:
+                    overlong.add(where, f"{example.num_tokens} tokens")
+                else:
+                    kept.append(example)
+            num_rows += file._table.num_rows
+        bad.settle(config.bad_rows, total=num_rows, field=field)
+        overlong.settle(config.overlong, total=num_rows, field=f"data.{key}")
+        if not kept:
+            rows = f"{num_rows}" if cls.noun == "rows" else f"{num_rows} rows"
+            message = f"{field}: no {cls.noun} left of {rows} in {', '.join(map(str, paths))}"
+            raise InvalidInput(message, field=field)
+        return kept
+
+    @classmethod
+    @abstractmethod
+    def _limits(cls, config: Files) -> Limits:
+        """Returns the sizes that `config` sets."""
+
+    @abstractmethod
+    def _check_columns(self) -> pa.DataType:
+        """Checks the columns and returns the type of the column of prompts or conversations."""
+
+    @abstractmethod
+    def _read(self, where: str, number: int, record: Record) -> ReadRow:
+        """Converts `record` to a row. Raises BadRow if it cannot be used."""
+
+    @abstractmethod
+    def _example(self, row: ReadRow, pieces: list[list[int]]) -> Tokenized:
+        """Converts `row` to an example; `pieces` are the tokens of its pieces. Raises BadRow if it cannot be used."""
+
+    def _examples(self, bad: BadRows, first_number: int) -> Iterator[tuple[str, Tokenized]]:
+        """Yields (place, example) of each row, numbered from `first_number`. Adds rows that cannot be used to `bad`."""
+        rows, encode = self._rows(bad, first_number), self.tokenizer.encode_batch
+        special = self.config.add_special_tokens and not self.is_templated  # a chat template adds special tokens itself
+        while chunk := list(islice(rows, _ROWS_AT_ONCE)):
+            prompts = encode([row.pieces[0] for row in chunk], add_special_tokens=special)
+            later = iter(encode([piece for row in chunk for piece in row.pieces[1:]]))
+            for row, prompt in zip(chunk, prompts, strict=True):
+                pieces = [prompt, *islice(later, len(row.pieces) - 1)]
+                if example := self._usable(row, pieces, bad):
+                    yield row.where, example
+
+    def _usable(self, row: ReadRow, pieces: list[list[int]], bad: BadRows) -> Tokenized | None:
+        try:
+            if not pieces[0]:
+                raise BadRow("the prompt has no tokens")
+            return self._example(row, pieces)
+        except BadRow as error:
+            bad.add(row.where, error)
+            return None
+
+    def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
+        for index, record in enumerate(iter_rows(self._table)):
+            where = f"{self.path} row {index}"
+            try:
+                yield self._read(where, first_number + index, record)
+            except (BadRow, TemplateRefusal) as error:
+                bad.add(where, error)
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        system = self.config.system_prompt
+        if system is None:
+            return messages
+        if messages[0]["role"] == "system":
+            raise BadRow("it has a system message, but data.system_prompt is set too")
+        return [{"role": "system", "content": system}, *messages]
+
+    def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
+        variables = self.config.chat_template_kwargs
+        return self.tokenizer.render(messages, add_generation_prompt=is_prompt, **variables)
+
+    def _type(self, column: str, key: str) -> pa.DataType:
+        names = self._table.column_names
+        if column in names:
+            return self._table.schema.field(column).type
+        close = difflib.get_close_matches(column, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InvalidInput(f"{key}: {self.path} has no column {column}, only {', '.join(names)}{hint}", field=key)
+
+    def _require(self, is_right: bool, column: str, key: str, problem: str) -> None:
+        if not is_right:
+            kind = self._table.schema.field(column).type
+            raise InvalidInput(f"{key}: column {column} of {self.path} is {kind}, {problem}", field=key)
+
+    def _check_template(self) -> None:
+        if self.is_templated and not self.tokenizer.has_chat_template:
+            need = "data.chat is set" if self.config.chat else f"the {self.noun} of {self.path} are messages"
+            message = f"{need}, but the model has no chat template: set data.chat_template to a Jinja file"
+            raise InvalidInput(message, field="data.chat_template")
+        config = self.config
+        of_templates = {"system_prompt": config.system_prompt, "chat_template_kwargs": config.chat_template_kwargs}
+        ignored = [key for key, value in of_templates.items() if value]
+        if ignored and not self.is_templated:
+            message = f"data.{ignored[0]} is set, but {self.path} has text prompts: set data.chat to template them"
+            raise InvalidInput(message, field=f"data.{ignored[0]}")
+
+
+def hash_of(stored: object, *, allow_nan: bool = True) -> bytes:
+    """Returns a 128-bit hash of a row as stored. Raises ValueError for NaN or infinity unless `allow_nan`."""
+    content = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=allow_nan)
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()

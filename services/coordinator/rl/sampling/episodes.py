@@ -1,0 +1,167 @@
+"""Plays episodes: the policy and an environment take turns on one stream of tokens, all sampled from one stamp."""
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
+from lockstep.types.v1.types_pb2 import Completion, FinishReason
+
+from services.common.config.run import Config
+from services.common.errors import InvalidInput
+from services.common.tasks import gather
+from services.common.telemetry.context import within
+from services.common.telemetry.trace import span
+from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.episodes import Episode, Stream
+from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.data.seeds import environment_seed, seed_of
+from services.coordinator.rl.sampling.collect import Collector, Draw
+from services.coordinator.services.clients.environment import Environments, EpisodeClient, EpisodeFailed
+from services.coordinator.services.clients.rewards import Rewards
+from services.coordinator.services.clients.rollout import Affinity, Rollout
+from services.coordinator.services.opening import Services
+from services.coordinator.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Played:
+    prompt: Prompt
+    completion: Completion
+    episode: Episode
+    failure: EpisodeFailed | None = None
+    routes: bytes = b""
+
+
+class EpisodeCollector(Collector):
+    """Collects groups whose samples are episodes. Each episode advances on its own."""
+
+    def __init__(
+        self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, config: Config, environments: Environments
+    ):
+        super().__init__(rollout, rewards, tokenizer, config.seed)
+        assert config.environment, "without an environment, Collector samples single completions"
+        self._settings, self._environments = config.environment, environments
+        self._dialog, self._max_tokens = make_dialog(tokenizer, environments, config), config.max_response_tokens
+        self._counts: Counter[str] = Counter()
+
+    async def one(self, index: int, prompt: Prompt, draw: Draw) -> ScoredGroup | None:
+        """Plays and scores the episodes of one prompt. Returns None if a failure drops the group."""
+        with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
+            played = await gather(self._play(prompt, draw, sample) for sample in range(draw.num_samples))
+            failures = [one.failure for one in played if one.failure]
+            if failures and not draw.keep_failed:
+                if self._settings.on_failure == "fail":
+                    raise failures[0]
+                log.warning("prompt %s is left out: %s", prompt.prompt_id, failures[0].message)
+                return None
+            completions, episodes = [one.completion for one in played], [one.episode for one in played]
+            routes = [one.routes for one in played] if any(one.routes for one in played) else []
+            group = SampledGroup(
+                index, _shared_prompt(played), completions, draw.stamp, episodes=episodes, routes=routes
+            )
+            with self._rewards.least_loaded() as reward:
+                scored = await reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
+        if scored is None:
+            return None
+        return replace(scored, scores=[self._total(*pair) for pair in zip(scored.scores, played, strict=True)])
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the number of failed episodes by reason and the share of tokens that the prefix cache had."""
+        counts, self._counts = self._counts, Counter()
+        reused, cached = counts.pop("reused", 0), counts.pop("cached", 0)
+        metrics = {f"environment/{name}": float(number) for name, number in sorted(counts.items())}
+        return super().take_metrics() | metrics | ({"environment/cache_hit_share": cached / reused} if reused else {})
+
+    async def _play(self, prompt: Prompt, draw: Draw, sample: int) -> _Played:
+        """Plays one episode; again, with the same seeds, if the environment fails."""
+        failure = None
+        for _ in range(self._settings.max_retries + 1):
+            try:
+                async with self._environments.episode(f"{prompt.prompt_id}/{sample}/{uuid.uuid4().hex}") as client:
+                    return await self._take_turns(client, prompt, draw, sample)
+            except EpisodeFailed as error:
+                self._counts[f"failed_{error.failure}"] += 1
+                log.warning("prompt %s sample %d: %s", prompt.prompt_id, sample, error.message)
+                failure = error
+        return _Played(prompt, Completion(finish_reason=FinishReason.FINISH_REASON_STOP), Episode.empty(), failure)
+
+    async def _take_turns(self, client: EpisodeClient, prompt: Prompt, draw: Draw, sample: int) -> _Played:
+        messages = await client.reset(environment_seed(self._seed, prompt.prompt_id), prompt)
+        first = self._dialog.begin(prompt, messages)
+        stream, affinity = Stream(first.tokens), Affinity()
+        reason = FinishReason.FINISH_REASON_TURN_LIMIT
+        for turn in range(self._settings.max_turns):
+            context = replace(first, tokens=stream.context)
+            params = self._params(draw, self._max_tokens - len(stream.tokens))
+            seeds = [self._turn_seed(prompt, draw, sample, turn)]
+            group = await self._rollout.generate(0, context, seeds, params, draw.stamp, affinity)
+            (completion,) = group.completions
+            if turn:
+                self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
+            stream.add_turn(completion, *group.routes)
+            text = self._dialog.text(completion.tokens)
+            reply = await client.step(text, len(completion.tokens), completion.finish_reason)
+            stream.rewards.append(self._settings.weight * reply.reward)
+            if reply.done:
+                reason = completion.finish_reason
+                break
+            added = self._dialog.reply(completion.tokens, reply.messages)
+            if len(stream.tokens) + len(added) >= self._max_tokens:
+                reason = FinishReason.FINISH_REASON_LENGTH
+                break
+            if turn + 1 < self._settings.max_turns:
+                stream.add_context(added)
+        completion, episode = stream.end(reason, self._turn_seed(prompt, draw, sample, 0), client.environment)
+        return _Played(first, completion, episode, routes=bytes(stream.routes))
+
+    def _turn_seed(self, prompt: Prompt, draw: Draw, sample: int, turn: int) -> int:
+        """Returns the seed of a turn; that of the first is the seed of a single completion."""
+        return seed_of(self._seed, draw.step, prompt.prompt_id, sample, *([turn] if turn else []))
+
+    def _total(self, score: Score, played: _Played) -> Score:
+        """Returns the score with the environment's reward; a failed episode has a failure and no reward."""
+        if played.failure:
+            name = FailureReason.FAILURE_REASON_CRASHED
+            return Score(failure=Failure(reason=name, scorer="environment", message=played.failure.message))
+        total = Score()
+        total.CopyFrom(score)
+        total.components["environment"] = played.episode.reward
+        total.reward += played.episode.reward
+        return total
+
+
+def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config) -> Dialog:
+    """Returns the dialog of the open environments, after checking that the chat template keeps earlier turns.
+
+    Raises:
+        InvalidInput: The chat template changes earlier turns, or cannot render the environment's messages. A model
+            without a chat template is not refused: its environment may send raw text only.
+    """
+    dialog = Dialog(tokenizer, environments.tools, config)
+    dialog.check(environments.roles)
+    return dialog
+
+
+def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> Collector:
+    """Returns what collects the run's groups: of episodes, if it has an environment, else of single completions."""
+    if services.environments is None:
+        return Collector(services.rollout, services.reward, tokenizer, config.seed)
+    return EpisodeCollector(services.rollout, services.reward, tokenizer, config, services.environments)
+
+
+def _shared_prompt(played: Sequence[_Played]) -> Prompt:
+    """Returns the first prompt of all episodes of a group."""
+    prompts = [one.prompt for one in played if not one.failure] or [played[0].prompt]
+    if any(prompt.tokens != prompts[0].tokens for prompt in prompts):
+        raise InvalidInput(
+            f"environment: reset gave prompt {prompts[0].prompt_id} other first messages with the same seed; all "
+            "samples of a prompt must begin alike, since they are compared with one another",
+            field="environment",
+        )
+    return prompts[0]

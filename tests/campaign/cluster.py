@@ -1,0 +1,173 @@
+"""The processes of a campaign: forked by the zygote, behind proxies, started again when they end, seen at a gate."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.campaign.proxy import Proxy
+from tests.support import descendants, free_port
+
+SERVICES = ("trainer", "reward", "rollout-0", "rollout-1")
+_START_S = 120.0
+
+
+@dataclass
+class Process:
+    """A process that was started; `code` is set when it has ended."""
+
+    kind: str
+    pid: int
+    log: Path
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    code: int | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.code is None:
+                os.kill(self.pid, number)
+
+
+class Zygote:
+    """Starts processes by asking the zygote."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, Process] = {}
+        self._answers: asyncio.Queue[int] = asyncio.Queue()
+        self._turn = asyncio.Lock()
+
+    async def start(self, log: Path) -> None:
+        with log.open("ab") as output:
+            self._child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tests.campaign.zygote", stdin=-1, stdout=-1, stderr=output
+            )
+        assert self._child.stdout
+        async with asyncio.timeout(_START_S):
+            assert json.loads(await self._child.stdout.readline()) == {"ready": True}
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self._child.stdout
+        while line := await self._child.stdout.readline():
+            answer = json.loads(line)
+            if "pid" in answer:
+                self._answers.put_nowait(answer["pid"])
+                continue
+            while answer["exited"] not in self._processes:  # it ended before `fork` has made its object
+                await asyncio.sleep(0)
+            process = self._processes.pop(answer["exited"])
+            process.code = answer["code"]
+            process.ended.set()
+
+    async def fork(self, kind: str, args: list[str], log: Path, gate: Path | None, cwd: Path) -> Process:
+        assert self._child.stdin
+        asked = {"kind": kind, "args": args, "log": str(log), "gate": str(gate or ""), "cwd": str(cwd)}
+        async with self._turn:
+            self._child.stdin.write(json.dumps(asked).encode() + b"\n")
+            process = Process(kind, await self._answers.get(), log)
+            self._processes[process.pid] = process
+        return process
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        assert self._child.stdin
+        self._child.stdin.close()
+        await self._child.wait()
+
+
+Handler = Callable[[str], Awaitable[str]]
+
+
+class Cluster:
+    """Services that are warm between episodes. `on_event` is asked at the gate, and returns the answer."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.zygote = Zygote()
+        self.processes: dict[str, Process] = {}
+        self.proxies: dict[str, Proxy] = {}
+        self.addresses: dict[str, str] = {}
+        self.on_event: Handler | None = None
+        self.events: Counter[str] = Counter()
+        self.gate = directory / "gate"
+        self.num_restarts = 0
+        self._begins: dict[str, int] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Cluster"]:
+        """Runs all services."""
+        server = await asyncio.start_unix_server(self._at_gate, self.gate)
+        await self.zygote.start(self.directory / "zygote.log")
+        try:
+            for name in SERVICES:
+                port = free_port()
+                self.proxies[name] = Proxy(port)
+                self.addresses[name] = await self.proxies[name].start()
+                self._keeping.append(asyncio.create_task(self._keep(name, port)))
+            await self.until_ready()
+            yield self
+        finally:
+            for task in self._keeping:
+                task.cancel()
+            await asyncio.gather(*self._keeping, return_exceptions=True)
+            for process in self.processes.values():
+                process.signal(signal.SIGKILL)
+            await self.zygote.close()
+            for proxy in self.proxies.values():
+                await proxy.close()
+            server.close()
+
+    async def _keep(self, name: str, port: int) -> None:
+        """Starts a service whenever it has ended, as an orchestrator does."""
+        while True:
+            log = self.directory / f"{name}.log"
+            before = log.stat().st_size if log.exists() else 0
+            args = ["--listen", f"127.0.0.1:{port}"]
+            self._begins[name] = before
+            self.processes[name] = await self.zygote.fork(name, args, log, self.gate, self.directory)
+            await self.processes[name].ended.wait()
+            self.num_restarts += 1
+
+    async def until_ready(self) -> None:
+        """Waits until every service listens."""
+        async with asyncio.timeout(_START_S):
+            for name in SERVICES:
+                while not self._listens(name):
+                    await asyncio.sleep(0.01)
+
+    def _listens(self, name: str) -> bool:
+        process = self.processes.get(name)
+        if process is None or process.code is not None or not process.log.exists():
+            return False
+        with process.log.open("rb") as log:
+            log.seek(self._begins[name])
+            return b"listens on" in log.read()
+
+    async def _at_gate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        event = (await reader.readline()).decode().strip()
+        self.events[event] += 1
+        answer = await self.on_event(event) if self.on_event else "go"
+        writer.write(f"{answer}\n".encode())
+        writer.close()
+
+    def pid_of(self, victim: str) -> int | None:
+        """The process id of a service or of a process below one; None if it is not there now."""
+        service = {"rank-1": "trainer", "engine-0": "rollout-0", "engine-1": "rollout-1", "worker": "reward"}
+        process = self.processes.get(service.get(victim, victim))
+        if process is None or process.code is not None:
+            return None
+        if victim not in service:
+            return process.pid
+        below = descendants(process.pid)
+        wanted = (
+            r"toy_engine" if victim.startswith("engine") else r"graders|hosted|processes" if victim == "worker" else ""
+        )
+        return next((pid for pid, command in below.items() if re.search(wanted, command)), None)

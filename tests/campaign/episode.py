@@ -1,0 +1,292 @@
+"""One episode: a run, a fault at one of its events, the sessions that it takes to its end, and what must hold then."""
+
+import asyncio
+import contextlib
+import datetime
+import fcntl
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.coordinator.checks.verify.session import verify
+from tests.campaign.cluster import Cluster, Process
+from tests.campaign.faults.all import FAULTS
+from tests.campaign.faults.base import Scene
+from tests.campaign.faults.disks import restore
+from tests.campaign.workspace import NUM_STEPS, VARIANTS, write_config
+from tests.e2e.lockstep_command import numbers
+from tests.small_disk import small_disk
+from tests.support import descendants
+
+# A session that lasts longer hangs: one takes seconds, and no fault lasts for more than a few deadlines.
+_HANG_S = 150.0
+_MAX_SESSIONS = 6
+_REASON = re.compile(r"^lockstep: error: ([A-Z_]+): ", re.MULTILINE)
+_WARNING = re.compile(r"^(\S+ \S+) [WE] ")
+# Untyped, or a bug by its own word.
+_BAD_REASONS = {"INTERNAL"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an episode does; it follows from the campaign's seed and the episode's number alone."""
+
+    variant: str
+    fault: str
+    victim: str
+    event: str
+    nth: int
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a run that nothing disturbs leaves behind, and what happens in it."""
+
+    weights: bytes
+    numbers: list[dict[str, float]]
+    events: Mapping[str, int]
+    seconds: float
+
+
+@dataclass
+class Result:
+    """How an episode went."""
+
+    episode: int
+    plan: Plan
+    injected: bool = False
+    outcomes: list[str] = field(default_factory=list)
+    """How each session ended: `done`, `killed`, or the reason of its error."""
+    detection_s: float | None = None
+    recovery_s: float | None = None
+    wall_s: float = 0.0
+    violations: list[str] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self) | asdict(self.plan) | {"plan": None}
+
+
+def make_plan(seed: int, episode: int, faults: list[str], baselines: Mapping[str, Baseline]) -> Plan:
+    """Chooses process, phase and fault."""
+    number = random.Random(f"{seed} {episode}")
+    fault = FAULTS[number.choice(faults)]
+    victim = number.choice(fault.victims)
+    variant = "episodes" if victim == "worker" else number.choice([*VARIANTS])
+    event = number.choice(sorted(baselines[variant].events))
+    return Plan(variant, fault.name, victim, event, number.randrange(baselines[variant].events[event]))
+
+
+class Episode:
+    """Runs one plan."""
+
+    def __init__(self, cluster: Cluster, directory: Path, files: Path, result: Result):
+        self._cluster, self._directory, self._files, self._result = cluster, directory, files, result
+        self._plan = result.plan
+        self._seen: Counter[str] = Counter()
+        self._scene: Scene | None = None
+        self._injected_at: float | None = None
+        self._injected_time: float | None = None
+        self._undoing: list[asyncio.Task[None]] = []
+        self._disk: Any = None
+
+    async def run(self, baseline: Baseline) -> None:
+        """Runs the sessions and checks what is left."""
+        begin = time.monotonic()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir()
+        write_config(self._directory, self._files, self._plan.variant)
+        with ExitStack() as stack:
+            if FAULTS[self._plan.fault].needs_disk:
+                self._disk = stack.enter_context(small_disk(self._directory / "runs"))
+            await self._sessions()
+            if not self._result.violations:
+                self._result.violations += self._wrong(baseline)
+        self._result.wall_s = round(time.monotonic() - begin, 3)
+
+    async def _sessions(self) -> None:
+        result, notes = self._result, {}
+        for number in range(_MAX_SESSIONS):
+            await self._cluster.until_ready()
+            outcome = await self._session(with_fault=number == 0)
+            result.outcomes.append(outcome)
+            notes = self._scene.notes if self._scene else notes
+            if isinstance(rival := notes.pop("rival", None), Process):
+                self._check_rival(rival, await _ended(rival))
+            if outcome == "done":
+                return
+            if outcome in ("hang", "untyped", *_BAD_REASONS):
+                result.violations.append(f"session {number + 1}: {outcome}: {self._tail()}")
+                return
+            if number:  # it was resumed and has refused a damaged file
+                restore(notes)
+        result.violations.append(f"not done after {_MAX_SESSIONS} sessions: {result.outcomes}: {self._tail()}")
+
+    async def _session(self, *, with_fault: bool) -> str:
+        """Runs a coordinator to its end; returns how it ended."""
+        cluster = self._cluster
+        coordinator = await self._start("run", cluster.gate)
+        run_dir = self._directory / "runs" / "run"
+        self._scene = (
+            Scene(cluster, coordinator, run_dir, random.Random(self._plan.event), self._start, disk=self._disk)
+            if with_fault
+            else self._scene
+        )
+        cluster.on_event = self._at_gate
+        code = await _ended(coordinator)
+        if code != 0:
+            self._detected(time.time())
+        elif said := self._first_warning():
+            self._detected(said)
+        for task in self._undoing:
+            task.cancel()
+        await asyncio.gather(*self._undoing, return_exceptions=True)
+        self._undo_all()
+        cluster.on_event = None
+        if code is None:
+            return "hang"
+        if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            return "killed"
+        reasons = _REASON.findall(coordinator.log.read_text(errors="replace"))
+        return "done" if code == 0 else reasons[-1] if reasons and code == 2 else "untyped"
+
+    async def _start(self, name: str, gate: Path | None = None) -> Process:
+        """Starts a coordinator."""
+        log = self._directory / f"{name}-{time.monotonic_ns()}.out"
+        at = self._cluster.addresses
+        services = [f"--trainer={at['trainer']}", f"--reward={at['reward']}"]
+        services += [f"--rollout={at['rollout-0']}", f"--rollout={at['rollout-1']}"]
+        args = [str(self._directory / "run.yaml"), f"name={name}", *services]
+        return await self._cluster.zygote.fork("coordinator", args, log, gate, self._cluster.directory)
+
+    async def _at_gate(self, event: str) -> str:
+        plan, scene = self._plan, self._scene
+        number = self._seen[event]
+        self._seen[event] += 1
+        if self._injected_at is not None and event == "coordinator.finished.end":
+            self._recovered()
+        if scene is None or self._injected_at is not None or (event, number) != (plan.event, plan.nth):
+            return "go"
+        self._injected_at, self._injected_time = time.monotonic(), time.time()
+        await FAULTS[plan.fault].inject(scene, plan.victim)
+        self._result.injected = "impossible" not in scene.notes
+        for after_s, undo in scene.undos:
+            self._undoing.append(asyncio.create_task(self._later(after_s, undo)))
+        return scene.answer
+
+    async def _later(self, after_s: float, undo: Any) -> None:
+        await asyncio.sleep(after_s)
+        undo()
+        assert self._scene
+        self._scene.undos = [one for one in self._scene.undos if one[1] is not undo]
+
+    def _undo_all(self) -> None:
+        if self._scene:
+            for _, undo in self._scene.undos:
+                undo()
+            self._scene.undos = []
+
+    def _first_warning(self) -> float | None:
+        """Returns when the coordinator's log first warned after the injection; None if it never did."""
+        path, since = self._directory / "runs" / "run" / "logs" / "coordinator.log", self._injected_time
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+            if (found := _WARNING.match(line)) and since:
+                at = datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+                if at >= since - 0.001:
+                    return at
+        return None
+
+    def _detected(self, at: float) -> None:
+        if self._injected_time is not None and self._result.detection_s is None:
+            self._result.detection_s = round(max(0.0, at - self._injected_time), 3)
+
+    def _recovered(self) -> None:
+        if self._result.recovery_s is None and self._injected_at is not None:
+            self._result.recovery_s = round(time.monotonic() - self._injected_at, 3)
+
+    def _check_rival(self, rival: Process, code: int | None) -> None:
+        said = rival.log.read_text(errors="replace")
+        is_refused = code == 2 and "is open in another coordinator" in said
+        if self._plan.fault == "two-coordinators" and not is_refused and code != 0:
+            self._result.violations.append(f"the second coordinator ended with {code}: {said[-500:]}")
+        if self._plan.fault == "another-run" and code not in (0, 2):
+            self._result.violations.append(f"the other run ended with {code}: {said[-500:]}")
+
+    def _tail(self) -> str:
+        files = sorted(self._directory.glob("run-*.out"))
+        return files[-1].read_text(errors="replace")[-1500:] if files else ""
+
+    def _wrong(self, baseline: Baseline) -> list[str]:
+        """Returns a sentence for everything that is not as after an undisturbed run."""
+        run_dir, wrong = self._directory / "runs" / "run", []
+        verdict = verify(run_dir)
+        if damaged := self._still_damaged():
+            if damaged not in verdict.violation:
+                wrong.append(f"lockstep verify does not notice that {damaged} is damaged")
+            restore(self._scene.notes if self._scene else {})
+            verdict = verify(run_dir)
+        if verdict.violation:
+            wrong.append("\n".join((f"lockstep verify: {verdict.violation}", *verdict.lines)))
+        finished = [row.version for row in verdict.rows if row.kind == "finished"]
+        if sorted(set(finished)) != [*range(1, NUM_STEPS + 1)]:
+            wrong.append(f"finished steps: {finished}")
+        if (run_dir / "model" / "weights").read_bytes() != baseline.weights:
+            wrong.append("the weights are not those of the undisturbed run")
+        if not _has_all_lines(self._directory, baseline, is_full=self._disk is not None):
+            wrong.append("metrics.jsonl is not that of the undisturbed run")
+        wrong += [f"left behind: {path}" for path in run_dir.rglob("*.partial")]
+        wrong += [f"left behind: {command}" for command in self._engines()]
+        with (run_dir / "ledger.lock").open() as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return wrong
+        return [*wrong, "the ledger is still locked"]
+
+    def _still_damaged(self) -> str:
+        """Returns the name of a damaged file that no session has read or written again; "" if there is none."""
+        path, content = (self._scene.notes if self._scene else {}).get("restore", (Path(), b""))
+        return path.name if path.is_file() and path.read_bytes() != content and path.suffix == ".parquet" else ""
+
+    def _engines(self) -> list[str]:
+        replicas = [self._cluster.pid_of(name) for name in ("rollout-0", "rollout-1")]
+        return [command for pid in replicas if pid for command in descendants(pid).values()]
+
+
+def _has_all_lines(directory: Path, baseline: Baseline, *, is_full: bool) -> bool:
+    """Compares metrics.jsonl. A full disk may cost lines, and does not end a run."""
+    found = numbers(directory)
+    return all(line in baseline.numbers for line in found) if is_full else found == baseline.numbers
+
+
+async def _ended(process: Process) -> int | None:
+    """Waits for the end of a process; None if it hangs and was killed."""
+    try:
+        async with asyncio.timeout(_HANG_S):
+            await process.ended.wait()
+        return process.code
+    except TimeoutError:
+        process.signal(signal.SIGKILL)
+        await process.ended.wait()
+        return None
+
+
+async def baseline_of(cluster: Cluster, directory: Path, files: Path, variant: str) -> Baseline:
+    """Runs a variant undisturbed."""
+    result = Result(-1, Plan(variant, "kill", "coordinator", "", 0))
+    episode = Episode(cluster, directory, files, result)
+    directory.mkdir()
+    write_config(directory, files, variant)
+    begin = time.monotonic()
+    async with AsyncExitStack():
+        await cluster.until_ready()
+        outcome = await episode._session(with_fault=True)
+    assert outcome == "done", f"{variant}: {outcome}: {episode._tail()}"
+    run_dir = directory / "runs" / "run"
+    weights = (run_dir / "model" / "weights").read_bytes()
+    return Baseline(weights, numbers(directory), dict(episode._seen), time.monotonic() - begin)

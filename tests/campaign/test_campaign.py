@@ -1,0 +1,58 @@
+"""A few episodes of the campaign, each a fault that has broken a run before, and that it notices what is wrong."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.campaign.__main__ import play, warm
+from tests.campaign.cluster import Cluster
+from tests.campaign.episode import Baseline, Plan, Result, make_plan
+from tests.campaign.faults.all import FAULTS
+from tests.campaign.table import table
+
+Warm = tuple[Cluster, Mapping[str, Baseline], Path]
+
+
+@pytest_asyncio.fixture(scope="module")
+async def toys(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Warm]:
+    directory = tmp_path_factory.mktemp("campaign")
+    async with warm(directory, ["whole"]) as (cluster, baselines):
+        yield cluster, baselines, directory
+
+
+@pytest.mark.parametrize(
+    ("fault", "victim", "event", "outcomes"),
+    [
+        # The batch was sent and is not recorded as trained on: its step must get its row, line and checkpoint.
+        ("kill", "coordinator", "trainer.Train.end", ["killed", "done"]),
+        ("kill", "rank-1", "trainer.SaveCheckpoint.begin", None),
+        ("reset", "trainer", "trainer.Train.begin", ["done"]),
+    ],
+)
+async def test_a_run_survives_or_resumes_exactly(
+    fault: str, victim: str, event: str, outcomes: list[str] | None, toys: Warm
+) -> None:
+    cluster, baselines, directory = toys
+    result = await play(cluster, baselines, directory, Result(0, Plan("whole", fault, victim, event, 1)))
+    assert result.injected
+    assert result.violations == []
+    assert result.outcomes[-1] == "done"
+    assert outcomes in (None, result.outcomes)
+    other = {"whole": replace(baselines["whole"], weights=b"others")}
+    if fault == "reset":
+        wrong = await play(cluster, other, directory, Result(1, Plan("whole", fault, victim, event, 1)))
+        assert wrong.violations == ["the weights are not those of the undisturbed run"]
+        assert f"| {fault} | 1 |" in table([result.row()])
+
+
+def test_the_plan_follows_from_seed_and_number() -> None:
+    baselines = {
+        name: Baseline(b"", [], {"trainer.Train.begin": 6, "reward.Score.end": 9}, 1.0)
+        for name in ("whole", "streamed", "lagged", "colocated", "episodes")
+    }
+    plans = [make_plan(3, number, [*FAULTS], baselines) for number in range(200)]
+    assert plans == [make_plan(3, number, [*FAULTS], baselines) for number in range(200)]
+    assert {plan.fault for plan in plans} == {*FAULTS}

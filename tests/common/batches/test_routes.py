@@ -1,0 +1,80 @@
+"""Routes: their encoding, and the parts in which a group's routes travel."""
+
+import json
+
+import numpy as np
+import pytest
+from lockstep.rollout.v1.rollout_pb2 import Routes
+
+from services.common.batches.route_parts import from_parts, to_parts
+from services.common.batches.routes import RouteShape, route_shape
+from services.common.errors import InternalError
+
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+
+
+def test_the_shape_follows_from_the_models_config() -> None:
+    shape = route_shape(json.dumps(QWEN3_30B))
+    assert shape == RouteShape(48, 128, 8)
+    assert shape.row_bytes == 384
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"model_type": "qwen3"}, {"model_type": "other"}]
+)
+def test_only_models_all_of_whose_layers_have_experts_have_routes(changes: dict[str, object]) -> None:
+    assert route_shape(json.dumps(QWEN3_30B | changes)) is None
+
+
+@pytest.mark.parametrize(("num_experts", "row_bytes"), [(256, 6), (257, 12)])
+def test_experts_take_one_byte_up_to_256_of_them(num_experts: int, row_bytes: int) -> None:
+    shape = RouteShape(2, num_experts, 3)
+    routes = np.random.default_rng(0).integers(0, num_experts, (5, 2, 3)).astype(np.int64)
+    routes[0, 0, 0] = num_experts - 1
+    data = shape.encode(routes)
+    assert len(data) == 5 * row_bytes == 5 * shape.row_bytes
+    assert np.array_equal(shape.decode(data), routes)
+
+
+@pytest.mark.parametrize("routes", [np.zeros((5, 3, 2)), np.full((5, 2, 3), 4), np.full((5, 2, 3), -1)])
+def test_routes_of_another_model_are_refused(routes: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="routes"):
+        RouteShape(2, 4, 3).encode(routes)
+
+
+GROUP = [b"abcdefgh" + bytes(range(20)), b"abcdefgX" + bytes(5), b"abcdefgh" + bytes(range(20)), b"abc", b""]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 1000])
+def test_parts_are_put_together_again(part_bytes: int) -> None:
+    parts = list(to_parts(GROUP, part_bytes=part_bytes))
+    assert all(len(part.data) <= part_bytes for part in parts)
+    assert from_parts(parts, len(GROUP)) == GROUP
+
+
+def test_what_the_samples_share_is_sent_once() -> None:
+    sent = list(to_parts(GROUP))
+    assert [len(part.data) for part in sent] == [28, 6, 0, 0, 0]
+    assert [part.num_shared_bytes for part in sent] == [0, 7, 28, 3, 0]
+
+
+def test_a_group_without_routes_has_no_parts() -> None:
+    assert from_parts([], 4) == []
+
+
+@pytest.mark.parametrize("completions", [[0, 2], [1], [0, 1, 0], [0]])
+def test_missing_parts_and_parts_out_of_order_are_refused(completions: list[int]) -> None:
+    with pytest.raises(InternalError, match="routes"):
+        from_parts([Routes(completion=number, data=b"x") for number in completions], 2)

@@ -1,0 +1,277 @@
+"""From files and overrides to one checked config, and errors that say what to change."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from services.common.config.reading.load import keys, load, parse_json
+from services.common.config.reward.section import ExactConfig, FormatConfig
+from services.common.config.rollout import RolloutConfig
+from services.common.config.run import Config
+from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput, Reason
+from tests.common.config.smallest import SMALLEST, refused, write
+
+
+def test_defaults_are_filled_in(file: str) -> None:
+    config = load(Config, [file])
+    assert config.trainer.optim.lr == 1e-6
+    assert config.data.train == (Path("a.parquet"),)
+    assert config.run_dir == Path("runs/run")
+
+
+def test_later_files_and_overrides_win(file: str, tmp_path: Path) -> None:
+    more = write(tmp_path, "more.yaml", "trainer: {optim: {lr: 2.0e-6, eps: 1.0e-7}, num_ranks: 2}\nseed: 5")
+    last = write(tmp_path, "last.yaml", "trainer: {optim: {lr: 3.0e-6}}")
+    config = load(Config, [file, more, last])
+    assert (config.trainer.optim.lr, config.trainer.optim.eps, config.trainer.num_ranks) == (3e-6, 1e-7, 2)
+    config = load(Config, [file, "seed=1", more, "trainer.optim.lr=4e-6", "trainer.optim.lr=5e-6"])
+    assert (config.seed, config.trainer.optim.lr) == (5, 5e-6)
+
+
+def test_override_can_hold_any_yaml_value(file: str) -> None:
+    config = load(
+        Config,
+        [file, "reward.scorers=[{kind: format, pattern: 'a=b.*'}]", "data.eval={short: x.parquet}", "name=a-b"],
+    )
+    assert config.reward.scorers == (FormatConfig(pattern="a=b.*"),)
+    assert config.data.eval == {"short": Path("x.parquet")}
+    # Longer than any file name may be.
+    assert load(Config, [file, "data.system_prompt=" + "x" * 5000]).data.system_prompt == "x" * 5000
+
+
+def test_file_name_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    assert load(Config, [write(tmp_path, "a=b.yaml", yaml.safe_dump(SMALLEST))]).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("quux", None),
+        ("trainer.optim.lrr", "trainer.optim.lr"),
+        ("trainer.optm.lr", "trainer.optim"),
+        ("trainer.lr", "trainer.optim.lr"),
+        ("sead", "seed"),
+        ("rollout.sampling.temprature", "rollout.sampling.temperature"),
+        ("data.prompt_per_step", "data.prompts_per_step"),
+    ],
+)
+def test_unknown_key_names_the_nearest(file: str, tmp_path: Path, wrong: str, right: str | None) -> None:
+    for source, args in (
+        ("command line", [file, f"{wrong}=1"]),
+        (str(tmp_path / "typo.yaml"), [file, write(tmp_path, "typo.yaml", yaml.safe_dump(_nested(wrong, 1)))]),
+    ):
+        message = refused(*args)
+        # `trainer.optm.lr` is wrong from `optm` on.
+        named = wrong if wrong != "trainer.optm.lr" else "trainer.optm"
+        assert f"{named}: unknown key (from {source})" in message
+        assert (f"did you mean {right}" if right else "lists every key") in message
+
+
+def test_every_problem_is_told_at_once(file: str) -> None:
+    message = refused(file, "sead=1", "trainer.optim.lr=-1", "trainer.num_ranks=two")
+    assert all(part in message for part in ("did you mean seed", "trainer.optim.lr: ", "trainer.num_ranks: "))
+    assert "'two' (from command line)" in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.optim.lr=fast",
+        "trainer.optim.lr=0",
+        "trainer.optim.betas=[0.9]",
+        "trainer.strategy=megatrn",
+        "seed=-1",
+        "seed=1.5",
+        "data=7",
+        "name=a/b",
+        "name=../up",
+        "trainer.loss.kind=p3o",
+        "reward.scorers=[]",
+        "reward.scorers=[{kind: exactly}]",
+        "reward.scorers=[{ignore_case: true}]",
+        "reward.scorers=[{kind: format, pattern: '('}]",
+        "reward.scorers=[{kind: exact}, {kind: exact}]",
+        "reward.scorers=[{kind: length, target_tokens: 5, max_tokens: 5}]",
+        "reward.scorers=[{kind: python, path: 'os'}]",
+        "rollout.sampling.top_p=0.9",
+        "rollout.sampling.top_k=50",
+        "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 3}",
+    ],
+)
+def test_wrong_value_names_its_key(file: str, override: str) -> None:
+    message = refused(file, override)
+    key = override.partition("=")[0]
+    for refused_by_its_section in (".top_p", ".top_k", ".speculative_config"):
+        key = key.removesuffix(refused_by_its_section)
+    assert key in message.replace(": ", ".")  # a section may name its key after a colon
+
+
+def test_unknown_key_in_a_union_is_found(file: str) -> None:
+    assert "ignore_case" in refused(file, "reward.scorers=[{kind: exact, ignore_cas: true}]")
+    assert load(Config, [file, "reward.scorers=[{kind: exact, ignore_case: true}]"]).reward.scorers == (
+        ExactConfig(ignore_case=True),
+    )
+
+
+def test_list_of_wrong_elements_is_not_called_empty(file: str) -> None:
+    message = refused(file, "reward.scorers=[{kind: mathh}]")
+    assert "reward.scorers.0: Input tag 'mathh'" in message and "at least one scorer" not in message
+    assert "set at least one scorer, or an environment" in refused(file, "reward.scorers=[]")
+
+
+def test_missing_keys_are_named() -> None:
+    message = refused("seed=1")
+    assert all(f"{key}: required and not set" in message for key in ("model", "data"))
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refused(str(tmp_path / "none.yaml"))
+    assert "cannot be read" in refused(str(tmp_path))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in refused(str(tmp_path / "binary.yaml"))
+    assert "is not YAML" in refused(write(tmp_path, "bad.yaml", "a: [1"))
+    assert "table of keys" in refused(write(tmp_path, "list.yaml", "- 1"))
+    assert "is not a YAML value" in refused("seed=[1")
+    assert "is not YAML" in refused(write(tmp_path, "code.yaml", "a: !!python/object/apply:os.getcwd []"))
+
+
+def test_key_that_is_set_twice_is_refused(tmp_path: Path) -> None:
+    """YAML would keep the second and forget the first without a word."""
+    text = yaml.safe_dump(SMALLEST) + "trainer: {num_ranks: 2}\ntrainer: {max_logprob_gap: 0.5}\n"
+    assert "trainer" in refused(write(tmp_path, "twice.yaml", text))
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def _default(path: str) -> Any:
+    value: Any = Config.model_validate(SMALLEST)
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _is_set(path: str) -> bool:
+    """Whether it is there without more: in no list, no table by name, and no table that is null."""
+    try:
+        _default(path)
+    except AttributeError:
+        return False
+    return True
+
+
+ALL_KEYS = [key for key in keys(Config) if _is_set(key.path)]
+
+
+@pytest.mark.parametrize("path", [key.path for key in ALL_KEYS])
+def test_every_listed_key_can_be_set_on_the_command_line(file: str, path: str) -> None:
+    """The value that it has already, since any other may break a rule; the error shows that it was read."""
+    dumped = Config.model_validate(SMALLEST).model_dump(mode="json")
+    for name in path.split("."):
+        dumped = dumped[name]
+    value = yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    config = load(Config, [file, f"{path}={value}"])
+    assert config == Config.model_validate(SMALLEST)
+    # Dictionaries that pass through take any key, and text any text; a set of two empty lists fits nothing else.
+    if not isinstance(_default(path), dict):
+        assert path in refused(file, f"{path}={{wrong: [[]]}}")
+
+
+def test_every_key_is_listed_with_type_and_help() -> None:
+    listed = {key.path: key for key in keys(Config)}
+    assert listed["trainer.optim.lr"].default == "1e-06"
+    assert listed["model"].default == "required"
+    assert "reward.scorers[format].pattern" in listed
+    assert [dataclasses.asdict(key) for key in listed.values() if not (key.type and key.help and key.default)] == []
+    fields = sum(1 for _ in _leaves(Config))
+    assert len(ALL_KEYS) == fields
+
+
+def test_a_table_of_several_kinds_lists_what_all_have_once() -> None:
+    paths = [key.path for key in keys(Config) if key.path.startswith("environment")]
+    assert len(paths) == len(set(paths))
+    assert [path for path in paths if path.endswith(".turn_s")] == ["environment.turn_s"]
+    assert "environment[python].path" in paths and "environment[tools].tools[search].corpus" in paths
+    assert "environment[textarena].kind" in paths and "environment.kind" not in paths
+
+
+def _leaves(model: Any, prefix: str = "") -> Any:
+    for name, field in model.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_config_is_frozen(file: str) -> None:
+    config = load(Config, [file])
+    with pytest.raises(ValidationError):
+        config.seed = 1  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.trainer.optim.lr = 1.0  # type: ignore[misc]
+
+
+def test_sections_survive_the_wire(file: str) -> None:
+    config = load(Config, [file, "trainer.optim.lr=0.30000000000000004", "rollout.engine={a: [1, null]}"])
+    for section in (config.trainer, config.rollout, config.reward, config.data, config):
+        assert parse_json(type(section), section.model_dump_json()) == section
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[]", '{"optim": {"lrr": 1}}', '{"optim": {"lr": -1}}', "{"])
+def test_section_that_does_not_fit_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_json(TrainerConfig, text)
+    assert caught.value.reason is Reason.INVALID_CONFIG
+    if "lrr" in text:
+        assert "did you mean optim.lr" in caught.value.message
+
+
+def test_default_that_breaks_its_own_rule_is_noticed() -> None:
+    # validate_default: a default is checked like any other value.
+    assert RolloutConfig().engine == {}
+    for model in (Config, TrainerConfig, RolloutConfig):
+        assert model.model_config["validate_default"] and model.model_config["extra"] == "forbid"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("optim.learning_rate", "trainer.optim.lr"),
+        ("trainer.optim.learning_rate", "trainer.optim.lr"),
+        ("learning_rate", "trainer.optim.lr"),
+        ("lr", "trainer.optim.lr"),
+        ("temperature", "rollout.sampling.temperature"),
+        ("data.batch_size", "data.prompts_per_step"),
+        ("rollout.n", "rollout.completions_per_prompt"),
+        ("selection.kind", None),  # keys called so elsewhere have nothing to do with it
+    ],
+)
+def test_a_name_of_another_trainer_or_of_another_table_is_recognized(file: str, wrong: str, right: str | None) -> None:
+    message = refused(file, f"{wrong}=1")
+    assert (f"did you mean {right}?" if right else "lists every key") in message
+
+
+def test_an_error_of_a_table_names_the_source_of_the_keys_that_it_is_about(tmp_path: Path) -> None:
+    in_file = _nested("trainer.num_ranks", 1)["trainer"] | {"optim": {"lr": 1e-5}}
+    path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))
+    assert refused(path, "trainer.lora.dropout=0.1").endswith("(from command line)")
+    assert "lora.dropout" in refused(path, "trainer.lora.dropout=0.1")
+    in_file["lora"] = {"dropout": 0.1}
+    path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))
+    assert refused(path, "trainer.optim.lr=1").endswith(f"(from {path})")
+    assert refused(path, "trainer.strategy=fsdp").endswith(f"(from {path} and command line)")
+
+
+def test_a_value_that_an_override_replaced_is_no_source(tmp_path: Path) -> None:
+    path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"seed": -1}))
+    assert "(from command line)" in refused(path, "seed=-2")
+    path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": {"lora": 7}}))
+    assert path not in refused(path, "trainer.lora={dropout: 0.1}")

@@ -1,0 +1,82 @@
+"""Models on the Hub: a config that names one is loaded from this host's cache; one clear line says if it cannot be."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.config.run import Config
+from services.coordinator.data.reading.hub import with_local_models
+from tests.coordinator.data.fake_hub import hub
+from tests.support import ROOT
+
+MODEL = ROOT / "deploy" / "quickstart" / "model"
+OTHERS = {"pytorch_model.bin": b"the same weights", "README.md": b"words"}
+# In a new process, because the Hub client reads its settings only when it is imported.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from services.common.config.reading.load import load
+from services.common.config.run import Config
+from services.common.errors import LockstepError
+from services.coordinator.data.reading.hub import with_local_models
+from services.coordinator.text.tokenizer import Tokenizer
+from services.common.files.model_card import read_model_card
+from services.coordinator.checks.init import starting_config
+try:
+    given = load(Config, sys.argv[2:])
+    config = with_local_models(given, has_weights=json.loads(sys.argv[1]))
+    Tokenizer.load(Path(config.model))
+    if sys.argv[1] == "false":
+        made = starting_config(Path(given.model), Path("rows.jsonl"), Path("run.yaml"), num_gpus=0)
+        assert f'model: "{given.model}" ' in made, made
+    print(json.dumps([config.model, config.reference.model, sorted(read_model_card(config.model).files)]))
+except LockstepError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+
+
+def resolve(endpoint: str, tmp_path: Path, model: str, *more: str, has_weights: bool = True) -> str:
+    env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
+    config = [f"model={model}", "data.train=none.parquet", "data.prompts_per_step=1", "reward.scorers=[{kind: exact}]"]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(has_weights), *config, *more]
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'protos'}"
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def names(answer: str) -> set[str]:
+    return {path.name for path in Path(json.loads(answer)[0]).iterdir()}
+
+
+def test_a_model_on_the_hub_is_a_directory_of_the_cache(tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in MODEL.iterdir() if path.is_file()}
+    with hub(files | OTHERS) as endpoint:
+        card = resolve(endpoint, tmp_path, "openai/gsm8k", has_weights=False)
+        assert names(card) == files.keys() - {"model.safetensors", "SHA256SUMS"}
+        whole = resolve(endpoint, tmp_path, "openai/gsm8k", "reference.model=openai/gsm8k@v1")
+        assert names(whole) == names(card) | {"model.safetensors"}
+        directory, reference, found = json.loads(whole)
+        assert directory == reference and "tokenizer.json" in found
+        missing = resolve(endpoint, tmp_path, "openai/gsm9k")
+        assert missing.startswith(
+            "NotFound model: you cannot see model openai/gsm9k, which is no directory here, on the"
+        )
+    assert resolve(endpoint, tmp_path, "openai/gsm8k") == resolve(endpoint, tmp_path, directory)  # it was kept
+    elsewhere = resolve(endpoint, tmp_path, "openai/gsm9k")
+    assert elsewhere.startswith("Unavailable model: model openai/gsm9k, which is no directory here, was not downloaded")
+    assert elsewhere.endswith("use a local copy\n") and elsewhere.count("\n") == 1
+
+
+def test_a_path_stays_as_it_is(tmp_path: Path) -> None:
+    rest = {"data": {"train": ("none.parquet",), "prompts_per_step": 1}, "reward": {"scorers": ({"kind": "exact"},)}}
+    for path in (str(MODEL), str(tmp_path / "missing"), "./models/missing", "models"):
+        assert with_local_models(Config.model_validate({"model": path, **rest})).model == path

@@ -1,0 +1,101 @@
+"""Files of rows: JSON Lines gives the rows that Parquet gives, and what cannot be read is named by line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.common.config.data import DataConfig
+from services.common.errors import InvalidInput, NotFound
+from services.coordinator.data.prompts import PromptDataset
+from services.coordinator.data.reading.sources import read_rows
+from services.coordinator.text.tokenizer import Tokenizer
+from tests.coordinator.data.fake_hub import hub
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1 + 1 =", "answer": "2", "level": 1, "date": "2024-01-01"},
+    {"prompt": "2 + 2 =", "answer": "4", "tags": ["a", "b"], "meta": {"k": 0.5}},
+    {"prompt": "ü\n?", "answer": "2024-01-01", "level": None, "meta": {"n": None}},
+]
+MESSAGES = [{"role": "user", "content": "What is 1 + 1?"}]
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.ndjson"])
+def test_lines_are_read_like_parquet(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    def load(path: Path) -> PromptDataset:
+        return PromptDataset.load(DataConfig(train=(path,), prompts_per_step=1), tokenizer, seed=0)
+
+    lines = load(write_lines(tmp_path / name, ROWS))
+    columns = dict.fromkeys(key for row in ROWS for key in row)
+    pq.write_table(pa.table({key: [row.get(key) for row in ROWS] for key in columns}), tmp_path / "train.parquet")
+    assert lines.digest == load(tmp_path / "train.parquet").digest
+    assert [prompt.answer for prompt in lines.prompts] == ["2", "4", "2024-01-01"]  # text, not a date
+    assert lines.prompts[1].extra == {"level": None, "date": None, "tags": ["a", "b"], "meta": {"k": 0.5, "n": None}}
+
+
+def test_lines_of_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "chat.jsonl", [{"prompt": MESSAGES, "answer": "2"}])
+    config = DataConfig(train=(path,), prompts_per_step=1)
+    (prompt,) = PromptDataset.load(config, tokenizer, seed=0).prompts
+    assert prompt.messages == tuple(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"a": 1}\n{"a": \n', r"data\.train: .*x\.jsonl is not JSON Lines: .*x\.jsonl line 2: Expecting value"),
+        ('{"a": 1}\n[1]\n', r"line 2 is a list, not an object"),
+        ('{"a": 1}\n{"a": "b"}\n', r"column a of .*x\.jsonl has values of different types"),
+        ('{"a": ' + "[" * 100_000 + "\n", r"is not JSON Lines"),
+        ("\udcff\n", r"is not JSON Lines"),
+    ],
+)
+def test_lines_that_cannot_be_used_are_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "x.jsonl").write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(InvalidInput, match=words):
+        read_rows(tmp_path / "x.jsonl", field="data.train")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"data\.train: .*none\.jsonl does not exist"):
+        read_rows(tmp_path / "none.jsonl", field="data.train")
+
+
+def read_from_hub(endpoint: str, url: str, tmp_path: Path) -> str:
+    """Reads in a new process, because the Hub client reads its settings only when it is imported."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
+        "from services.coordinator.data.reading.sources import read_rows\n"
+        "try:\n    print(read_rows(Path(sys.argv[1]), field='data.train').to_pylist())\n"
+        "except LockstepError as error:\n    print(type(error).__name__, error)\n"
+    )
+    env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", code, url]
+    return subprocess.run(command, env=env, cwd=Path.cwd(), capture_output=True, text=True, check=True).stdout
+
+
+def test_files_on_the_hub(tmp_path: Path) -> None:
+    with hub({"data/train.jsonl": b'{"a": 1}\n'}) as endpoint:
+        rows = "[{'a': 1}]\n"
+        assert read_from_hub(endpoint, "hf://datasets/openai/gsm8k/data/train.jsonl", tmp_path) == rows
+        assert read_from_hub(endpoint, "hf://datasets/openai/gsm8k@v1/data/train.jsonl", tmp_path) == rows
+        missing = read_from_hub(endpoint, "hf://datasets/openai/gsm9k/data/train.jsonl", tmp_path)
+        assert missing.startswith("NotFound data.train: you cannot see file data/train.jsonl of dataset openai/gsm9k")
+    assert read_from_hub(endpoint, "hf://datasets/openai/gsm8k/data/train.jsonl", tmp_path) == rows  # it was kept
+    elsewhere = read_from_hub(endpoint, "hf://datasets/openai/gsm8k/other.jsonl", tmp_path)
+    assert elsewhere.startswith("Unavailable data.train: file other.jsonl of dataset openai/gsm8k was not downloaded")
+
+
+def test_other_urls_are_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"is not hf://datasets/OWNER/NAME\[@REVISION\]/FILE"):
+        read_rows(Path("hf://openai/gsm8k"), field="data.train")
