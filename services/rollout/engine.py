@@ -273,7 +273,10 @@ class Engine:
         num_tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
         if routes_TLK is None or len(routes_TLK) != num_tokens:
             found = "no routes" if routes_TLK is None else f"routes of {len(routes_TLK)} tokens"
-            raise InternalError(f"vLLM returned {found} for a sample that it read {num_tokens} tokens of")
+            raise InternalError(
+                f"vLLM returned {found} for a sample that it read {num_tokens} tokens of; set trainer.moe.replay_routes "
+                "to off to train without them"
+            )
         try:
             return self.routes.encode(routes_TLK)
         except ValueError as error:
