@@ -274,8 +274,8 @@ class Engine:
         if routes_TLK is None or len(routes_TLK) != num_tokens:
             found = "no routes" if routes_TLK is None else f"routes of {len(routes_TLK)} tokens"
             raise InternalError(
-                f"vLLM returned {found} for a sample that it read {num_tokens} tokens of; set trainer.moe.replay_routes "
-                "to off to train without them"
+                f"vLLM returned {found} for a sample that it read {num_tokens} tokens of; to train without them, set "
+                "trainer.moe.replay_routes to off"
             )
         try:
             return self.routes.encode(routes_TLK)
