@@ -70,7 +70,7 @@ async def run_until_killed(services: Services, config: Config) -> None:
             raise
 
 
-@pytest.mark.parametrize(("lag", "save_freq"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("lag", "save_freq"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 2)])
 async def test_wherever_it_is_killed_a_resumed_run_equals_an_undisturbed_one(
     tmp_path: Path, deadline: Deadline, lag: int, save_freq: int
 ) -> None:
