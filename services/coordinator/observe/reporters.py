@@ -1,9 +1,12 @@
 """Reporters that show or write a run's metrics: terminal and TensorBoard."""
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -68,6 +71,7 @@ class Terminal(Reporter):
         self._console, self._num_steps = console, num_steps
         self.shows_samples = console.is_terminal
         self._rows: list[list[str]] = []
+        self._step_s: deque[float] = deque(maxlen=_ROWS)
         self._phase = ""
         self._episode: tuple[int, Conversation] | None = None
         self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=False)
@@ -77,12 +81,15 @@ class Terminal(Reporter):
             console.print(_line(_NAMES), style="bold", soft_wrap=True)
 
     def phase(self, name: str, version: int) -> AbstractContextManager[None]:
-        self._phase = f"step {version + 1} of {self._num_steps}: {name}" if version < self._num_steps else name
+        self._phase = name
+        if version < self._num_steps:
+            self._phase = f"step {version + 1} of {self._num_steps}: {name}{self._time_left(version)}"
         return nullcontext()
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
         self._rows = [*self._rows[1 - _ROWS :], row]
+        self._step_s.append(metrics["time/step_s"])
         if not self._console.is_terminal:
             self._console.print(_line(row), soft_wrap=True)
 
@@ -100,6 +107,13 @@ class Terminal(Reporter):
         self._phase = ""
         if self._console.is_terminal:
             self._live.stop()
+
+    def _time_left(self, version: int) -> str:
+        """Returns how long the steps after `version` take if each takes as long as the last ones, without saving."""
+        if not self._step_s:
+            return ""
+        left_s = (self._num_steps - version) * median(self._step_s)
+        return f", about {timedelta(seconds=round(left_s))} left"
 
     def _shown(self) -> RenderableType:
         """Builds the table and below it the last sample that was given to `conversation`."""

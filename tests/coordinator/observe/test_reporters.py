@@ -25,6 +25,7 @@ STEP = {
     "time/generating_s": 123.45,
     "time/training_s": 67.89,
     "time/publishing_s": 1.23,
+    "time/step_s": 192.57,
 }
 NUMBERS = {"0.625", "0.92", "123456", "0.387", "12.345", "2.9e-06", "123.45", "67.89", "1.23"}
 NUM_STEPS = 30
@@ -61,6 +62,22 @@ def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_column
     assert rows[-1][1] == "1.000 0.250"  # by the sets' names
     assert all({*row} - {row[0], row[1]} <= NUMBERS for row in rows)
     assert [len({*row} & NUMBERS) for row in rows] == [num_columns - 2] * num_rows
+
+
+def test_the_live_table_says_how_long_the_rest_takes():
+    console = make_console(80, 24, is_terminal=True)
+    terminal = Terminal(console, NUM_STEPS)
+    captions = []
+    for version, step_s in enumerate((10.0, 200.0, 12.0)):
+        with terminal.phase("generating", version):
+            captions.append(terminal._table(24).caption)
+        terminal.step(version + 1, STEP | {"time/step_s": step_s})
+    terminal.close()
+    assert captions == [
+        "step 1 of 30: generating",
+        "step 2 of 30: generating, about 0:04:50 left",
+        "step 3 of 30: generating, about 0:49:00 left",
+    ]
 
 
 def test_a_file_gets_a_line_for_each_step():

@@ -160,6 +160,8 @@ def _merge(tree: dict[str, Any], part: Mapping[str, Any], origin: dict[str, str]
     """Merges `part` into `tree`; `origin` gets the source of every value that is not a table."""
     for name, value in part.items():
         path = f"{at}{name}"
+        if isinstance(value, dict) and isinstance(tree.get(name), list):
+            raise InvalidInput(f"{path} is a list, which can only be set as a whole: {path}=[...]", field=path)
         if not isinstance(value, dict) or not isinstance(tree.get(name), dict):
             for replaced in [key for key in origin if key == path or key.startswith(f"{path}.")]:
                 del origin[replaced]

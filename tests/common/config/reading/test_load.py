@@ -100,13 +100,14 @@ def test_every_problem_is_told_at_once(file: str) -> None:
         "reward.scorers=[{kind: python, path: 'os'}]",
         "rollout.sampling.top_p=0.9",
         "rollout.sampling.top_k=50",
+        "reward.scorers.0.weight=2",
         "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 3}",
     ],
 )
 def test_wrong_value_names_its_key(file: str, override: str) -> None:
     message = refused(file, override)
     key = override.partition("=")[0]
-    for refused_by_its_section in (".top_p", ".top_k", ".speculative_config"):
+    for refused_by_its_section in (".top_p", ".top_k", ".speculative_config", ".0.weight"):
         key = key.removesuffix(refused_by_its_section)
     assert key in message.replace(": ", ".")  # a section may name its key after a colon
 
