@@ -36,7 +36,7 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("turn_ends", pa.list_(pa.int32())),
         pa.field("turn_rewards", pa.list_(pa.float64())),
         pa.field("environment", pa.string()),
-        # The experts that the engine chose for each token but the last (common.routes); null if it returned none.
+        # The experts that the engine chose for each token but the last (routes.py); null if it returned none.
         pa.field("routes", pa.large_binary()),
     ]
 )
