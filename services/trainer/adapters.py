@@ -1,15 +1,35 @@
 """Chooses and initializes low-rank adapters (arXiv 2106.09685), the same for both backends."""
 
+import contextlib
 import fnmatch
 import math
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
 from services.common.config.trainer.section import LoraConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.megatron.lora import PARTS
+
+
+class AdaptedLayer:
+    """Is a base of every layer that has an adapter."""
+
+    lora_is_on = True
+
+
+@contextlib.contextmanager
+def without_adapters(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Turns the adapters of `models` off inside the context, which leaves the base model."""
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, AdaptedLayer)]
+    for layer in layers:
+        layer.lora_is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.lora_is_on = True
 
 
 def target_parts(lora: LoraConfig) -> set[str]:

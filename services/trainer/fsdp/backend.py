@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from services.common.batches.routes import route_shape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import PreconditionFailed
+from services.trainer.adapters import without_adapters
 from services.trainer.backend import (
     Adapters,
     AddsBlocks,
@@ -30,7 +31,7 @@ from services.trainer.backend import (
 )
 from services.trainer.checkpoint.torch_errors import typed_errors
 from services.trainer.checkpoint.torch_writer import ThreadedWriter
-from services.trainer.fsdp.lora import AdapterStream, adapters_only, without_adapters
+from services.trainer.fsdp.lora import AdapterStream, adapters_only
 from services.trainer.fsdp.model import LogprobModel, ValueModel, build, reshard
 from services.trainer.fsdp.routes import Replay
 from services.trainer.fsdp.weights import WeightStream, local_shard
@@ -75,7 +76,7 @@ class FsdpBackend(OffloadedParts, Backend, AddsBlocks, ReplaysRoutes, Adapters, 
         return outputs
 
     def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
-        with without_adapters(self._model):
+        with without_adapters([self._model]):
             return self.forward(packs, temperature)
 
     def accumulate(

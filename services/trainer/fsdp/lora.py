@@ -5,7 +5,6 @@ kinds are named as with strategy megatron, which stacks q, k and v in one layer,
 share one A. The rest of the model is frozen. Experts get no adapters, except a shared expert.
 """
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,20 +18,19 @@ from services.common.config.trainer.section import LoraConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, make_architecture
 from services.common.megatron.lora import PARTS, lora_layer
-from services.trainer.adapters import excluded_modules, initial_a, peft_name, refuse_part, target_parts
+from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
 from services.trainer.compat.torch import set_class
 from services.trainer.fsdp.weights import WeightStream, is_adapter
 
 _Named = Iterator[tuple[str, torch.Tensor]]
 
 
-class _Adapted(nn.Linear):
+class _Adapted(AdaptedLayer, nn.Linear):
     """Adds an adapter to a linear layer, which another layer may share the A of."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_scale: float
-    lora_is_on = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         out = super().forward(input)
@@ -56,19 +54,6 @@ def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, *, seed: int) -> 
     for name, layers in sites.items():
         if name not in excluded:
             _adapt([causal_lm.get_submodule(layer) for layer in layers], name, lora, seed)
-
-
-@contextlib.contextmanager
-def without_adapters(causal_lm: nn.Module) -> Iterator[None]:
-    """Turns the adapters off inside the context, which leaves the base model."""
-    layers = [layer for layer in causal_lm.modules() if isinstance(layer, _Adapted)]
-    for layer in layers:
-        layer.lora_is_on = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.lora_is_on = True
 
 
 class AdapterStream:

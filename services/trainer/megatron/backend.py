@@ -11,6 +11,7 @@ import torch.distributed as dist
 from services.common.config.trainer.section import TrainerConfig
 from services.common.families.architecture import Architecture
 from services.common.megatron.layout import check_layout
+from services.trainer.adapters import without_adapters
 from services.trainer.backend import (
     Adapters,
     AddsBlocks,
@@ -38,7 +39,7 @@ from services.trainer.megatron.optim.adam import make_optimizer, set_rates, stat
 from services.trainer.megatron.parallel import Parallelism, forget_parallelism
 from services.trainer.megatron.role import Collect, MegatronModel
 from services.trainer.megatron.transformer import model_architecture, read_config
-from services.trainer.megatron.weights.lora import add_adapters, merged_values, without_adapters
+from services.trainer.megatron.weights.lora import add_adapters, merged_values
 from services.trainer.megatron.weights.lora_map import AdapterMap
 from services.trainer.megatron.weights.stream import (
     WeightStream,

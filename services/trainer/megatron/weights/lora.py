@@ -30,7 +30,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from services.common.config.trainer.section import LoraConfig
 from services.common.errors import InvalidInput
 from services.common.megatron.lora import FUSED, PARTS
-from services.trainer.adapters import excluded_modules, initial_a, target_parts
+from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, target_parts
 from services.trainer.compat.megatron.random import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.model import Chunk
@@ -68,13 +68,12 @@ class _Shape:
         return torch.cat([part.unflatten(-1, (self.num_groups, -1)) for part in parts], -1).flatten(-2)
 
 
-class _Adapted:
+class _Adapted(AdaptedLayer):
     """Adds adapters to a parallel linear layer. `lora_A` and `lora_B` map parts to matrices; a part may have none."""
 
     lora_A: CallableParameters
     lora_B: CallableParameters
     lora_shape: _Shape
-    lora_is_on = True
     weight: torch.nn.Parameter
     training: bool
     state_dict: Callable[..., dict[str, Any]]
@@ -161,19 +160,6 @@ def add_adapters(chunks: Sequence[Chunk], lora: LoraConfig, parallelism: Paralle
         kept = [part for part in parts if f"{site.prefix}.{part}" not in excluded]
         if kept:
             _adapt(site, kept, lora, parallelism, seed)
-
-
-@contextlib.contextmanager
-def without_adapters(chunks: Sequence[Chunk]) -> Iterator[None]:
-    """Turns the adapters off inside the context, which leaves the base model."""
-    modules = _adapted(chunks)
-    for module in modules:
-        module.lora_is_on = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.lora_is_on = True
 
 
 def merged_values(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], torch.Tensor]:
