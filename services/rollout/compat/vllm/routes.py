@@ -9,6 +9,7 @@ that it was computed with. The slots are in a file that the engine's first worke
 memory, since the two may be different processes.
 """
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -113,13 +114,13 @@ class ReturnsRoutes(_Base):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Reads the routes of a request that has ended, before its slots can be given to another."""
-        slots_SLK = self._slots()
         (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
         slots = np.add.outer(np.array(blocks) * self.block_size, np.arange(self.block_size)).reshape(-1)
-        self._routes[request.request_id] = slots_SLK[slots[: request.num_tokens - 1]]
+        self._routes[request.request_id] = self._slots_SLK[slots[: request.num_tokens - 1]]
         return super()._free_request(request, *args, **kwargs)
 
-    def _slots(self) -> np.ndarray:
+    @functools.cached_property  # the first worker has made the file by the time that a request ends
+    def _slots_SLK(self) -> np.ndarray:
         shape = _shape(self.vllm_config)
         flat = np.memmap(_path(self.vllm_config), shape.dtype, "r")
         return np.asarray(flat).reshape(-1, shape.num_layers, shape.top_k)
