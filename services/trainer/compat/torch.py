@@ -11,6 +11,9 @@ from services.common.compat.versions import require_version
 
 require_version("torch")
 
+GROUPED_ALIGN_BYTES = 16
+"""torch's grouped matrix product, which computes experts, needs rows of a multiple of this."""
+
 
 def record_allocations(max_events: int) -> None:
     """Records the last `max_events` allocations and frees of GPU memory, with Python stacks.

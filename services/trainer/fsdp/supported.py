@@ -8,10 +8,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.errors import InvalidInput
 from services.common.families.supported import require_supported as require_config_supported
+from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 from services.trainer.fsdp import attention
-
-# torch's grouped matrix product, which computes experts, needs rows of a multiple of this.
-_ALIGN_BYTES = 16
 
 
 def require_supported(
@@ -42,8 +40,8 @@ def require_supported(
 
 def _require_aligned_experts(causal_lm: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, parameter in causal_lm.named_parameters():
-        if parameter.ndim == 3 and parameter.shape[-1] * dtype.itemsize % _ALIGN_BYTES:
-            multiple = _ALIGN_BYTES // dtype.itemsize
+        if parameter.ndim == 3 and parameter.shape[-1] * dtype.itemsize % GROUPED_ALIGN_BYTES:
+            multiple = GROUPED_ALIGN_BYTES // dtype.itemsize
             _refuse(
                 f"{name} of shape {list(parameter.shape)} (moe_intermediate_size, hidden_size): the last size must be "
                 f"a multiple of {multiple} in {dtype}; it"

@@ -21,9 +21,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from services.common.errors import InvalidInput
+from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 
-_ALIGN_BYTES = 16
-"""torch's grouped product needs rows of a multiple of this."""
 _UNSUPPORTED = ("fp8", "fp4", "moe_apply_probs_on_input", "moe_latent_size", "use_te_activation_func")
 
 
@@ -166,9 +165,9 @@ def _require_supported(config: TransformerConfig, width: int) -> None:
                 field="trainer.megatron.moe.grouped_gemm",
             )
     for size in (config.hidden_size, width):
-        if size * config.params_dtype.itemsize % _ALIGN_BYTES:
+        if size * config.params_dtype.itemsize % GROUPED_ALIGN_BYTES:
             raise InvalidInput(
                 f"trainer.megatron.moe.grouped_gemm: experts of {config.hidden_size} x {width} on each rank do not "
-                f"have rows of a multiple of {_ALIGN_BYTES} bytes; set it to false",
+                f"have rows of a multiple of {GROUPED_ALIGN_BYTES} bytes; set it to false",
                 field="trainer.megatron.moe.grouped_gemm",
             )

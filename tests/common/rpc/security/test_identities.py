@@ -35,11 +35,6 @@ def expected(method: str) -> set[Role]:
     return set(Role) if method.endswith("/GetInfo") else {Role.COORDINATOR}
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
 @pytest_asyncio.fixture(scope="module")
 async def address(certificates: Certificates) -> AsyncIterator[str]:
     server, address = await serve(certificates.of(Role.TRAINER))

@@ -35,11 +35,6 @@ from tests.coordinator.fake_services import make_config, make_prompt
 from tests.support import PATIENCE_S, free_port
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
 @pytest_asyncio.fixture(scope="module")
 async def address(certificates: Certificates) -> AsyncIterator[str]:
     server, address = await serve(certificates.of(Role.REWARD))
