@@ -87,9 +87,8 @@ class PairSender(PairEnd):
     def acknowledged(self, version: int) -> list[str]:
         self._finish()
         others = [rank for rank in range(1, self.world_size) if rank != self._partner]
-        digests = dict(zip(others, self._acknowledged_by(others, version), strict=True)) | {
-            self._partner: self._received
-        }
+        digests = {self._partner: self._received}
+        digests |= zip(others, self._acknowledged_by(others, version), strict=True)
         return [digests[rank] for rank in range(1, self.world_size)]
 
     def _hold(self, num_bytes: int) -> torch.Tensor:

@@ -235,21 +235,23 @@ def test_members_agree_if_the_first_rank_and_all_workers_bring_the_same(store, p
     members.abort()
 
 
-def test_bytes_that_change_on_the_way_are_noticed(store, pool, monkeypatch) -> None:
+@pytest.mark.parametrize("pair", [0, 1])
+def test_bytes_that_change_on_the_way_are_noticed(store, pool, monkeypatch, pair) -> None:
     written = PairSender._tell_written
 
     def flipped(self: PairSender) -> None:
         assert self._buffers is not None
-        self._buffers.tensors[self._num_sent % 2][3] ^= 1
+        self._buffers.tensors[self._num_sent % 2][3] ^= self.rank == pair
         written(self)
 
     monkeypatch.setattr(PairSender, "_tell_written", flipped)
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, asked(store, ranks=2, workers=2))
     received = members.receive(PLAN, 1)
     with pytest.raises(PreconditionFailed) as caught:
-        members.send(PLAN, [WEIGHTS], 1)[0].result(PATIENCE_S)
+        members.send(PLAN, [WEIGHTS, WEIGHTS], 1)[0].result(PATIENCE_S)
     assert caught.value.reason is Reason.DIGEST_MISMATCH
-    assert received[0].result(PATIENCE_S)[0] != caught.value.metadata["sent"]
+    digests = [one.result(PATIENCE_S)[0] for one in received]
+    assert [digest == caught.value.metadata["sent"] for digest in digests] == [pair == 1, pair == 0]
     members.abort()
 
 
