@@ -1,5 +1,6 @@
-"""Real Megatron ranks that train in blocks, in every layout: at once, as with streaming off; and with everything that
-comes between the blocks of a stream.
+"""Real ranks that train in blocks, Megatron in every layout, and FSDP.
+
+They do it at once, as with streaming off, and with everything that comes between the blocks of a stream.
 
 One process imports everything and forks the ranks of one world after the other. What came out lies in
 DIRECTORY/NAME-{whole,off,on}.{safetensors,json}.
@@ -36,10 +37,15 @@ from tests.trainer.megatron_harness import (
 NUM_UPDATES, GROUPS_PER_BLOCK = 2, 2
 MODES = ("whole", "off", "on")
 KL = {"loss": FULL_LOSS}
+FSDP = {"strategy": "fsdp"}
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
 def _layouts() -> Iterator[tuple[str, Layout]]:
+    for world in (1, 2):
+        yield f"untied-fsdp{world}-kl", _layout("untied", world, {}, FSDP | KL)
+        yield f"untied-fsdp{world}-lora", _layout("untied", world, {}, FSDP | LORA | KL)
+        yield f"moe-fsdp{world}", _layout("moe", world, {}, FSDP)
     splits: dict[str, dict[str, Any]] = {"tp2": TP, "pp2": PP, "cp2": CP, "dp2": {}}
     yield "untied-1", _layout("untied", 1, {})
     yield "untied-1-kl", _layout("untied", 1, {}, KL)
