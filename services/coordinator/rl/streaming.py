@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.streaming import streams
@@ -34,9 +35,10 @@ class Blocks:
         self,
         begin: Callable[[], BlockStream] | None,
         to_block: Callable[[Sequence[ScoredGroup]], pa.Table],
+        is_as_sent: Callable[[pa.Table], bool],
         tasks: asyncio.TaskGroup,
     ):
-        self._begin, self._to_block, self._tasks = begin, to_block, tasks
+        self._begin, self._to_block, self._is_as_sent, self._tasks = begin, to_block, is_as_sent, tasks
         self._sent: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
 
     def take(self, groups: Sequence[ScoredGroup]) -> None:
@@ -51,9 +53,13 @@ class Blocks:
     async def commit(self, batch: pa.Table) -> Updated | None:
         """Applies the blocks, which are those of `batch`, as it is on disk. Returns the new version and metrics.
 
-        Returns None if no block was sent or the stream was lost: `batch` must be sent as a whole.
+        Returns None if no block was sent, the stream was lost, or the mini-batches of `batch` are not those that were
+        sent: it must be sent as a whole.
         """
         if self._sent is None:
+            return None
+        if not self._is_as_sent(batch):
+            self.end()
             return None
         stream, answer = self._sent
         stream.commit(batch)
@@ -77,9 +83,14 @@ async def sending_blocks(run: Run, context: LoopContext, stamp: PolicyStamp) -> 
     def to_block(groups: Sequence[ScoredGroup]) -> pa.Table:
         return with_advantages(config, to_table(groups, mask_truncated=config.selection.overlong.mask_truncated), coef)
 
+    def is_as_sent(batch: pa.Table) -> bool:
+        # Fewer groups than wanted make smaller mini-batches.
+        num_groups = pc.count_distinct(batch["group"]).as_py()
+        return config.trainer.num_minibatches == 1 or num_groups == config.data.prompts_per_step
+
     begin = (lambda: context.trainer.stream(run.batch_id(stamp), stamp)) if streams(config) else None
     async with task_group() as tasks:
-        blocks = Blocks(begin, to_block, tasks)
+        blocks = Blocks(begin, to_block, is_as_sent, tasks)
         try:
             yield blocks
         finally:

@@ -203,7 +203,7 @@ class TrainerConfig(Strict):
         is_sum = self.loss.is_sampled and not self.loss.needs_covariance
         # Auxiliary losses are divided by other counts than the loss. Of dropout, a stream that is lost uses up numbers.
         is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
-        return self.num_minibatches == self.num_epochs == 1 and is_sum and is_alone
+        return self.num_epochs == 1 and is_sum and is_alone
 
     @property
     def replays_routes(self) -> bool:
