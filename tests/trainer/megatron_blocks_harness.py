@@ -49,10 +49,10 @@ LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
 def _layouts() -> Iterator[tuple[str, Layout]]:
-    for world in (1, 2):
-        yield f"untied-fsdp{world}-kl", _layout("untied", world, {}, FSDP | KL)
-        yield f"untied-fsdp{world}-lora", _layout("untied", world, {}, FSDP | LORA | KL)
-        yield f"moe-fsdp{world}", _layout("moe", world, {}, FSDP)
+    yield "untied-fsdp1-lora", _layout("untied", 1, {}, FSDP | LORA | KL)
+    yield "untied-fsdp2-lora", _layout("untied", 2, {}, FSDP | LORA | KL)
+    yield "untied-fsdp2-kl", _layout("untied", 2, {}, FSDP | KL)
+    yield "moe-fsdp2", _layout("moe", 2, {}, FSDP)
     splits: dict[str, dict[str, Any]] = {"tp2": TP, "pp2": PP, "cp2": CP, "dp2": {}}
     yield "untied-1", _layout("untied", 1, {})
     yield "untied-1-kl", _layout("untied", 1, {}, KL)
@@ -66,15 +66,12 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
     yield "moe-ep2", _layout("moe", 2, EP)
     yield "routed-pp2", replace(_layout("moe", 2, PP, {"gradient_checkpointing": True}), has_routes=True)
     yield "deep-vpp2", _layout("deep", 2, PP | VPP)
-    for name, changes in MINIBATCHES.items():
-        yield f"untied-fsdp2-{name}", _layout("untied", 2, {}, FSDP | changes)
-        yield f"untied-1-{name}", _layout("untied", 1, {}, changes)
-        yield f"untied-tp2-{name}", _layout("untied", 2, TP, changes)
+    yield "untied-fsdp2-recompute", _layout("untied", 2, {}, FSDP | MINIBATCHES["recompute"])
+    yield "untied-1-engine", _layout("untied", 1, {}, MINIBATCHES["engine"])
+    yield "untied-tp2-on_policy", _layout("untied", 2, TP, MINIBATCHES["on_policy"])
     yield "untied-pp2-recompute", _layout("untied", 2, PP, MINIBATCHES["recompute"])
-    yield (
-        "untied-dp2-recompute-auto_offload",
-        _layout("untied", 2, {"auto_offload": True}, LORA | MINIBATCHES["recompute"]),
-    )
+    offloaded = {"auto_offload": True}
+    yield "untied-dp2-recompute-auto_offload", _layout("untied", 2, offloaded, LORA | MINIBATCHES["recompute"])
     routed = _layout("moe", 2, EP, {"num_minibatches": 2})
     yield "routed-ep2-minibatches", replace(routed, has_routes=True)
     yield "untied-dp2-plain", _layout("untied", 2, {"use_distributed_optimizer": False})

@@ -18,16 +18,20 @@ def groups_per_block(config: Config) -> int:
 
     Blocks are as many as can each fill a micro-batch of every rank, or four for each stage of a pipeline, with the
     longest possible samples, at most eight. They follow from the config alone and not from `trainer.streaming`, so that
-    streaming changes no number.
+    streaming changes no number. Several mini-batches each consist of whole blocks of one size, at least of one block.
     """
     if not _is_exact(config):
         return 0
-    wanted, trainer = config.data.prompts_per_step, config.trainer
+    trainer = config.trainer
+    wanted = config.data.prompts_per_step // trainer.num_minibatches
     longest = config.data.max_prompt_tokens + config.max_response_tokens
     most_tokens = wanted * config.rollout.completions_per_prompt * longest
     num_packs = data_parallel_size(trainer) * _packs_per_rank(trainer)
     num_blocks = min(wanted, _MAX_BLOCKS, most_tokens // (trainer.max_tokens_per_microbatch * num_packs))
-    return -(-wanted // num_blocks) if num_blocks > 1 else 0
+    size = -(-wanted // max(1, num_blocks))
+    if trainer.num_minibatches > 1:
+        return next(whole for whole in range(size, wanted + 1) if wanted % whole == 0)
+    return size if num_blocks > 1 else 0
 
 
 def streams(config: Config) -> bool:
@@ -47,7 +51,7 @@ def _packs_per_rank(trainer: TrainerConfig) -> int:
 
 
 def _is_exact(config: Config) -> bool:
-    """Returns whether the sum of the blocks' gradients, divided by the batch's counts, is the gradient of the batch."""
+    """Returns whether the sum of the blocks' gradients, divided by a mini-batch's counts, is its gradient."""
     trainer, advantage = config.trainer, config.advantage
     return (
         trainer.adds_blocks

@@ -21,7 +21,8 @@ class BlockUpdate:
     """The updates of the policy on one batch: one for each of its mini-batches, which consist of whole blocks.
 
     Blocks of the first mini-batch add to the gradient as they arrive. Those of later ones are kept, because they are
-    trained on by the weights that the updates before them leave. `apply` makes all updates.
+    trained on by the weights that the updates before them leave. `apply` makes all updates, and computes each later
+    mini-batch at once.
 
     The counts that the loss is divided by are known only at the end. So each block adds the gradient of the sum of its
     losses, and `apply` divides once, in float32. Discards gradients that an earlier update has left.
@@ -32,7 +33,7 @@ class BlockUpdate:
         self._backend, self._blocks = backend, backend
         self._config, self._temperature = config, temperature
         self._sums: dict[str, float] = {}
-        self._kept: dict[int, list[Sequence[Pack]]] = {}  # number of a later mini-batch -> this rank's packs, by block
+        self._kept: dict[int, list[Pack]] = {}  # number of a later mini-batch -> this rank's packs
         self._gaps, self._replayed = Gaps(), Replayed()
         backend.discard_gradients()
 
@@ -41,7 +42,7 @@ class BlockUpdate:
         if not minibatch:
             self._gaps.add(packs, self._accumulate(packs))
             return
-        self._kept.setdefault(minibatch, []).append(packs)
+        self._kept.setdefault(minibatch, []).extend(packs)
         if self._config.loss.old_logprobs == "recompute":  # the old policy is the one before the first update
             outputs = self._backend.forward(packs, self._temperature)
             set_old(packs, outputs)
@@ -62,8 +63,8 @@ class BlockUpdate:
         metrics: list[dict[str, float]] = []
         for index, minibatch in enumerate(totals):
             with later_update(index):
-                for packs in self._kept.pop(index, []):
-                    self._accumulate(packs)
+                if index:
+                    self._accumulate(self._kept.pop(index))
                 metrics.append(self._apply_one(minibatch, version * len(totals) + index))
         return means_of(metrics) | gap | self._replayed.metrics()
 
@@ -72,7 +73,7 @@ class BlockUpdate:
         self._backend.discard_gradients()
 
     def _accumulate(self, packs: Sequence[Pack]) -> Sequence[torch.Tensor]:
-        """Adds the gradient of a block. Returns the outputs of its packs."""
+        """Adds the gradient of packs, and returns their outputs."""
         loss = functools.partial(pack_loss, config=self._config.loss, totals=Totals(1, 1))
         outputs, sums = self._blocks.accumulate_block(packs, self._temperature, loss)
         self._sums = {name: self._sums.get(name, 0.0) + float(value) for name, value in sums.items()}
