@@ -9,7 +9,7 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.batches.blocks import batch_sha256, begins_of_groups, blocks_of, content_sha256, trained_tokens
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.losses import Totals
@@ -92,7 +92,8 @@ class BlockTraining:
         """Seconds in which the ranks have worked on this batch."""
         self._ranks, self._config, self._data_ranks = ranks, config, data_ranks
         self._blocks: list[pa.Table] = []
-        self._last_group, self._was_last, self._is_applied = -1, False, False
+        self._groups: set[int] = set()
+        self._was_last = self._is_applied = False
 
     async def begin(self) -> None:
         """Begins; drops the gradients of a batch that was begun before.
@@ -163,16 +164,16 @@ class BlockTraining:
         return pa.concat_tables(self._blocks) if self._blocks else batches.SAMPLE_SCHEMA.empty_table()
 
     def _require_next(self, block: pa.Table) -> None:
-        groups = block["group"].to_numpy()
-        size, num_groups = self.header.groups_per_block, len(set(groups.tolist()))
-        is_ascending = groups[0] > self._last_group and (groups[1:] >= groups[:-1]).all()
-        if self._was_last or num_groups > size or not is_ascending:
+        size = self.header.groups_per_block
+        groups = block["group"].to_numpy()[begins_of_groups(block)].tolist()
+        if self._was_last or len(groups) > size or len(self._groups.union(groups)) < len(self._groups) + len(groups):
             raise InvalidInput(
-                f"group: a block of {num_groups} groups from {groups[0]} on cannot follow group {self._last_group}; "
-                f"groups must ascend, and each block but the last must have {size}",
+                f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group "
+                f"must be neighbors, and each block but the last must have {size} groups",
                 field="group",
             )
-        self._last_group, self._was_last = int(groups[-1]), num_groups < size
+        self._groups.update(groups)
+        self._was_last = len(groups) < size
 
 
 class OpenStream:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.batches.blocks import begins_of_groups
 from services.common.config.streaming import streams
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import task_group
@@ -38,6 +39,7 @@ class Blocks:
     ):
         self._begin, self._to_block, self._tasks = begin, to_block, tasks
         self._sent: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
+        self._groups: list[int] = []
 
     def take(self, groups: Sequence[ScoredGroup]) -> None:
         """Sends the next block, if the config streams; called as soon as it is complete."""
@@ -47,13 +49,20 @@ class Blocks:
             stream = self._begin()
             self._sent = stream, self._tasks.create_task(_unless_lost(stream))
         self._sent[0].send(self._to_block(groups))
+        self._groups += [group.index for group in groups]
 
     async def commit(self, batch: pa.Table) -> Updated | None:
         """Applies the blocks, which are those of `batch`, as it is on disk. Returns the new version and metrics.
 
-        Returns None if no block was sent or the stream was lost: `batch` must be sent as a whole.
+        Returns None if no block was sent, the stream was lost, or `batch` has another order than the blocks: it must be
+        sent as a whole.
         """
         if self._sent is None:
+            return None
+        if batch["group"].to_numpy()[begins_of_groups(batch)].tolist() != self._groups:
+            # A group that was sampled again, because its replica was lost, is shorter than the part that was reported.
+            log.warning("a group that was sampled twice has changed the order; the batch is sent as a whole")
+            self.end()
             return None
         stream, answer = self._sent
         stream.commit(batch)
