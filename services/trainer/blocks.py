@@ -9,7 +9,7 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.batches.blocks import batch_sha256, begins_of_groups, blocks_of, content_sha256, trained_tokens
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.losses import Totals
@@ -94,8 +94,9 @@ class BlockTraining:
         self._blocks: list[pa.Table] = []
         self._trained: list[list[np.ndarray]] = [[] for _ in range(config.num_minibatches)]
         """The number of trained tokens of each sample, by mini-batch and block."""
-        self._num_groups, self._groups_per_minibatch = 0, header.groups_per_minibatch
-        self._last_group, self._was_last, self._is_applied = -1, False, False
+        self._groups: set[int] = set()
+        self._groups_per_minibatch = header.groups_per_minibatch
+        self._was_last = self._is_applied = False
 
     async def begin(self) -> None:
         """Begins; drops the gradients of a batch that was begun before.
@@ -123,7 +124,6 @@ class BlockTraining:
             InvalidInput: The block does not continue the one before it, has another number of groups than the header
                 says, or cannot be trained on with the config.
         """
-        self._require_next(block)
         minibatch = self._minibatch_of(block)
         begin = time.perf_counter()
         parts = block_parts(block, self._config, max(self._data_ranks) + 1)
@@ -139,10 +139,10 @@ class BlockTraining:
             InvalidInput: A mini-batch has no trained tokens, or fewer groups than the header says.
         """
         begin = time.perf_counter()
-        wanted = self._groups_per_minibatch * self._config.num_minibatches
-        if wanted and self._num_groups != wanted:
+        wanted, num_groups = self._groups_per_minibatch * self._config.num_minibatches, len(self._groups)
+        if wanted and num_groups != wanted:
             raise InvalidInput(
-                f"group: the mini-batches need {wanted} groups, and {self._num_groups} have arrived", field="group"
+                f"group: the mini-batches need {wanted} groups, and {num_groups} have arrived", field="group"
             )
         totals = [vars(_totals(blocks)) for blocks in self._trained]
         if not all(minibatch["num_tokens"] for minibatch in totals):
@@ -184,32 +184,33 @@ class BlockTraining:
         """Returns the number of the mini-batch that the next block is in.
 
         Raises:
-            InvalidInput: It is in several, or in one that the config does not have.
+            InvalidInput: It is in several, or in one that the config does not have; or it does not continue the block
+                before it.
         """
-        begin, size = self._num_groups, self._groups_per_minibatch
-        self._num_groups += len(set(block["group"].to_pylist()))
+        begin, size = len(self._groups), self._groups_per_minibatch
+        self._require_next(block)
         if not size:
             return 0
-        minibatch = begin // size
-        if self._num_groups > size * min(minibatch + 1, self._config.num_minibatches):
+        minibatch, end = begin // size, len(self._groups)
+        if end > size * min(minibatch + 1, self._config.num_minibatches):
             raise InvalidInput(
-                f"group: groups {begin} to {self._num_groups - 1} of the batch are not in one of its "
+                f"group: groups {begin} to {end - 1} of the batch are not in one of its "
                 f"{self._config.num_minibatches} mini-batches of {size}",
                 field="group",
             )
         return minibatch
 
     def _require_next(self, block: pa.Table) -> None:
-        groups = block["group"].to_numpy()
-        size, num_groups = self.header.groups_per_block, len(set(groups.tolist()))
-        is_ascending = groups[0] > self._last_group and (groups[1:] >= groups[:-1]).all()
-        if self._was_last or num_groups > size or not is_ascending:
+        size = self.header.groups_per_block
+        groups = block["group"].to_numpy()[begins_of_groups(block)].tolist()
+        if self._was_last or len(groups) > size or len(self._groups.union(groups)) < len(self._groups) + len(groups):
             raise InvalidInput(
-                f"group: a block of {num_groups} groups from {groups[0]} on cannot follow group {self._last_group}; "
-                f"groups must ascend, and each block but the last must have {size}",
+                f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group "
+                f"must be neighbors, and each block but the last must have {size} groups",
                 field="group",
             )
-        self._last_group, self._was_last = int(groups[-1]), num_groups < size
+        self._groups.update(groups)
+        self._was_last = len(groups) < size
 
 
 class OpenStream:

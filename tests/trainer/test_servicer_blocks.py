@@ -187,7 +187,8 @@ async def test_a_batch_is_applied_once_however_it_is_sent(trainer: Deployment) -
 async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> None:
     batch = trainer.batch()
     good = messages_of(header_of(trainer), batch)
-    assert (await refused(trainer, good[1:])).metadata["field"] == "header"
+    error = await refused(trainer, good[1:])
+    assert error.metadata.get("field") == "header", error
     assert (await refused(trainer, messages_of(header_of(trainer, groups=1, batch_id=""), batch))).metadata[
         "field"
     ] == "batch_id"
@@ -200,7 +201,6 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
     for sent, kind in (
         (blocks[:3], DataLoss),
         ([*blocks[:2], *blocks[1:]], InvalidInput),
-        ([blocks[1], blocks[0], *blocks[2:]], InvalidInput),
         (blocks_of(batch, 2), InvalidInput),
     ):
         assert type(await refused(trainer, messages_of(header_of(trainer), batch, sent))) is kind

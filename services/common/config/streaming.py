@@ -34,6 +34,24 @@ def groups_per_block(config: Config) -> int:
     return size if num_blocks > 1 else 0
 
 
+def orders_by_length(config: Config) -> bool:
+    """Returns whether the groups of a batch are in the order of their longest completion, not in that of their prompts.
+
+    Groups finish in about that order, so that the first blocks are complete early. It takes a step whose groups are all
+    trained on and all begin at once, each with one request per sample.
+    """
+    num_samples = config.data.prompts_per_step * config.rollout.completions_per_prompt
+    return (
+        groups_per_block(config) > 0
+        and config.trainer.num_minibatches == 1  # which prompts are in which must not follow from their samples
+        and not config.environment
+        and not config.advantage.needs_baseline
+        and not config.selection.dynamic.enabled
+        and config.selection.over_sampling.factor == 1
+        and num_samples <= config.rollout.num_replicas * config.rollout.max_samples
+    )
+
+
 def streams(config: Config) -> bool:
     """Returns whether blocks are sent as they are complete.
 

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.batches.blocks import begins_of_groups
 from services.common.config.streaming import streams
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import task_group
@@ -35,11 +35,13 @@ class Blocks:
         self,
         begin: Callable[[], BlockStream] | None,
         to_block: Callable[[Sequence[ScoredGroup]], pa.Table],
-        is_as_sent: Callable[[pa.Table], bool],
+        num_wanted: int | None,
         tasks: asyncio.TaskGroup,
     ):
-        self._begin, self._to_block, self._is_as_sent, self._tasks = begin, to_block, is_as_sent, tasks
+        """Creates them. `num_wanted` is the number of groups of a batch whose mini-batches end where blocks say."""
+        self._begin, self._to_block, self._num_wanted, self._tasks = begin, to_block, num_wanted, tasks
         self._sent: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
+        self._groups: list[int] = []
 
     def take(self, groups: Sequence[ScoredGroup]) -> None:
         """Sends the next block, if the config streams; called as soon as it is complete."""
@@ -49,16 +51,20 @@ class Blocks:
             stream = self._begin()
             self._sent = stream, self._tasks.create_task(_unless_lost(stream))
         self._sent[0].send(self._to_block(groups))
+        self._groups += [group.index for group in groups]
 
     async def commit(self, batch: pa.Table) -> Updated | None:
         """Applies the blocks, which are those of `batch`, as it is on disk. Returns the new version and metrics.
 
-        Returns None if no block was sent, the stream was lost, or the mini-batches of `batch` are not those that were
-        sent: it must be sent as a whole.
+        Returns None if no block was sent, the stream was lost, or `batch` has another order or fewer groups for its
+        mini-batches than what was sent: it must be sent as a whole.
         """
         if self._sent is None:
             return None
-        if not self._is_as_sent(batch):
+        groups = batch["group"].to_numpy()[begins_of_groups(batch)].tolist()
+        # A group that was sampled again, because its replica was lost, is shorter than the part that was reported.
+        if groups != self._groups or self._num_wanted not in (None, len(groups)):
+            log.warning("the batch has another order or smaller mini-batches than its blocks; it is sent as a whole")
             self.end()
             return None
         stream, answer = self._sent
@@ -83,14 +89,10 @@ async def sending_blocks(run: Run, context: LoopContext, stamp: PolicyStamp) -> 
     def to_block(groups: Sequence[ScoredGroup]) -> pa.Table:
         return with_advantages(config, to_table(groups, mask_truncated=config.selection.overlong.mask_truncated), coef)
 
-    def is_as_sent(batch: pa.Table) -> bool:
-        # Fewer groups than wanted make smaller mini-batches.
-        num_groups = pc.count_distinct(batch["group"]).as_py()
-        return config.trainer.num_minibatches == 1 or num_groups == config.data.prompts_per_step
-
+    num_wanted = config.data.prompts_per_step if config.trainer.num_minibatches > 1 else None
     begin = (lambda: context.trainer.stream(run.batch_id(stamp), stamp)) if streams(config) else None
     async with task_group() as tasks:
-        blocks = Blocks(begin, to_block, is_as_sent, tasks)
+        blocks = Blocks(begin, to_block, num_wanted, tasks)
         try:
             yield blocks
         finally:
