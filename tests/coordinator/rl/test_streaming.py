@@ -12,6 +12,7 @@ import pytest
 from services.common.config.run import Config
 from services.common.errors import InternalError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
+from services.coordinator.rl.order import ByLength
 from services.trainer.ranks.calls import rank_command
 from tests.coordinator.fake_services import FakeReward
 from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services
@@ -91,6 +92,20 @@ async def test_a_lost_stream_is_sent_again_as_a_whole(
         monkeypatch.setattr(Client, "call", losing)
         outcome = await services.run(made(tmp_path / "lost"))
         assert (outcome.version, len(lost)) == (2, 2)
+        assert services.rank.blocks == undisturbed
+
+
+async def test_blocks_in_another_order_than_the_batch_are_sent_again_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a group, of which many tokens were reported, was sampled again and is shorter."""
+    async with surviving_services() as services:
+        await services.run(made(tmp_path / "undisturbed"))
+        undisturbed = [*services.rank.blocks]
+        services.rank.blocks.clear()
+        decide = ByLength.decide
+        monkeypatch.setattr(ByLength, "decide", lambda *args: [*reversed(decide(*args))])
+        assert (await services.run(made(tmp_path / "disturbed"))).version == 2
         assert services.rank.blocks == undisturbed
 
 

@@ -172,9 +172,9 @@ class TrainerConfig(Strict):
     """Number of passes over the mini-batches of a batch (verl ppo_epochs, TRL num_iterations, SkyRL
     update_epochs_per_batch). The comparison with the engine's log-probabilities comes before the first update."""
     streaming: Literal["auto", "off"] = "auto"
-    """auto: send prompt groups to the trainer in blocks, in prompt order, while others are still generated, wherever
-    the result is the same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same
-    with both, to the bit on CPU."""
+    """auto: send prompt groups to the trainer in blocks while others are still generated, wherever the result is the
+    same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same with both, to the
+    bit on CPU."""
     lag: LagConfig = LagConfig()
     """Training on samples of earlier weights."""
     max_logprob_gap: float = Field(default=1.0, gt=0)
