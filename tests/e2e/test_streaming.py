@@ -40,15 +40,24 @@ def test_the_weights_are_the_same_with_and_without(streamed: Path, tmp_path: Pat
     compare(streamed, finished(tmp_path / "off", "off", lent))
 
 
+_MEGATRON = {"strategy": "megatron"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "Megatron": _MEGATRON,
+    "Megatron, tensors cut": {**_MEGATRON, "megatron": {"tensor_model_parallel_size": 2}},
+    # Four micro-batches for each stage are half a batch of this.
+    "Megatron, pipeline": {
+        **_MEGATRON,
+        "megatron": {"pipeline_model_parallel_size": 2},
+        "max_tokens_per_microbatch": 128,
+    },
+    "several mini-batches": {"num_minibatches": 2},
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("split", ["data", "tensor_model", "pipeline_model"])
-def test_so_they_are_with_megatron(split: str, tmp_path: Path, lent: Sequence[str]) -> None:
-    trainer: dict[str, Any] = {"strategy": "megatron"}
-    if split != "data":
-        trainer["megatron"] = {f"{split}_parallel_size": 2}
-    if split == "pipeline_model":  # four micro-batches for each stage are half a batch of this
-        trainer["max_tokens_per_microbatch"] = 128
-    compare(*(finished(tmp_path / streaming, streaming, lent, **trainer) for streaming in ("auto", "off")))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_so_they_are_with_other_trainers(variant: str, tmp_path: Path, lent: Sequence[str]) -> None:
+    compare(*(finished(tmp_path / streaming, streaming, lent, **VARIANTS[variant]) for streaming in ("auto", "off")))
 
 
 def compare(streamed: Path, whole: Path) -> None:
