@@ -50,7 +50,6 @@ LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 def _layouts() -> Iterator[tuple[str, Layout]]:
     yield "untied-fsdp1-lora", _layout("untied", 1, {}, FSDP | LORA | KL)
-    yield "untied-fsdp2-lora", _layout("untied", 2, {}, FSDP | LORA | KL)
     yield "untied-fsdp2-kl", _layout("untied", 2, {}, FSDP | KL)
     yield "moe-fsdp2", _layout("moe", 2, {}, FSDP)
     splits: dict[str, dict[str, Any]] = {"tp2": TP, "pp2": PP, "cp2": CP, "dp2": {}}
@@ -69,9 +68,8 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
     yield "untied-fsdp2-recompute", _layout("untied", 2, {}, FSDP | MINIBATCHES["recompute"])
     yield "untied-1-engine", _layout("untied", 1, {}, MINIBATCHES["engine"])
     yield "untied-tp2-on_policy", _layout("untied", 2, TP, MINIBATCHES["on_policy"])
-    yield "untied-pp2-recompute", _layout("untied", 2, PP, MINIBATCHES["recompute"])
-    offloaded = {"auto_offload": True}
-    yield "untied-dp2-recompute-auto_offload", _layout("untied", 2, offloaded, LORA | MINIBATCHES["recompute"])
+    offloaded = PP | {"auto_offload": True}
+    yield "untied-pp2-recompute-auto_offload", _layout("untied", 2, offloaded, LORA | MINIBATCHES["recompute"])
     routed = _layout("moe", 2, EP, {"num_minibatches": 2})
     yield "routed-ep2-minibatches", replace(routed, has_routes=True)
     yield "untied-dp2-plain", _layout("untied", 2, {"use_distributed_optimizer": False})
