@@ -11,7 +11,7 @@ from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture, read_content
 from services.coordinator.data.reading.columns import is_messages, is_prompt, is_text
 from services.coordinator.data.reading.hub import local_model
-from services.coordinator.data.reading.sources import read_rows
+from services.coordinator.data.reading.sources import files_of, read_rows
 from services.coordinator.text.tokenizer import Tokenizer
 
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
@@ -82,7 +82,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     sizes = _ON_GPU if num_gpus else _ON_CPU
     directory = Path(local_model(str(model), has_weights=False, field="--model"))
     architecture, content = read_architecture(directory), read_content(directory)
-    rows = read_rows(train, field="--data")
+    rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)

@@ -1,6 +1,7 @@
 """The part of the Hugging Face Hub's HTTP API that a download of one dataset or model needs."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ class _Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
-        if path.startswith((f"/api/datasets/{_ID}/revision/", f"/api/models/{_ID}/revision/")):
+        if re.fullmatch(f"/api/(datasets|models)/{_ID}(/revision/.*)?", path):
             siblings = [{"rfilename": name} for name in self.files]
             self._answer(json.dumps({"id": _ID, "sha": _SHA, "siblings": siblings}).encode())
         elif path.startswith((f"/api/datasets/{_ID}/tree/", f"/api/models/{_ID}/tree/")):
