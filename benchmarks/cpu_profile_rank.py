@@ -36,7 +36,7 @@ def _serve(directory: Path) -> None:
     store, _, _ = next(rendezvous("env://"))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rank = ProfiledRank(directory, json.loads((directory / "case.json").read_text()), store)
-    (directory / "profile.json").write_text(json.dumps(rank.profile()))
+    (directory / "profile.json").write_text(json.dumps(rank.measured()))
     os._exit(0)
 
 
@@ -47,9 +47,10 @@ class ProfiledRank(Rank):
         super().__init__(directory, case, store, 0, 1)
         self._vocabulary = read_architecture(directory / "model").vocab_size
         self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._processor: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self._operators: dict[str, dict[str, float]] = {}
 
-    def profile(self) -> dict[str, list[float]]:
+    def measured(self) -> dict[str, list[float]]:
         """Runs all phases. Returns each quantity's values."""
         peaks = self.run()
         samples = {"memory before the model [MiB]": [peaks["imports"][0] / 2**20]}
@@ -57,6 +58,8 @@ class ProfiledRank(Rank):
         for phase in _PHASES:
             samples[f"{phase}, first [s]"] = self._seconds[phase][:1]
             samples[f"{phase} [s]"] = self._seconds[phase][1:]
+            samples[f"{phase}, processor time [s]"] = [user + system for user, system in self._processor[phase]]
+            samples[f"{phase}, processor time of the kernel [s]"] = [system for _, system in self._processor[phase]]
             samples[f"{phase}, peak memory [MiB]"] = [peak / 2**20 for peak in peaks[phase]]
             for operator, seconds in self._operators[phase].items():
                 samples[f"{phase}: {operator} [s]"] = [seconds]
@@ -70,9 +73,11 @@ class ProfiledRank(Rank):
         with super().phase(name):
             if profiled:
                 profiled.start()
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), os.times()
             yield
             self._seconds[name].append(time.perf_counter() - begin)
+            after = os.times()
+            self._processor[name].append((after.user - before.user, after.system - before.system))
             if profiled:
                 profiled.stop()
         if profiled:
