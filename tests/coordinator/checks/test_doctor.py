@@ -44,8 +44,7 @@ from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S, ROOT, free_port
 
-OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
-SETUP = "make setup-gpu"
+OK, WARN, FAIL, SETUP = Verdict.OK, Verdict.WARN, Verdict.FAIL, "make setup-gpu"
 GIB = 2**30
 
 

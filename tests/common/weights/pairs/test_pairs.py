@@ -22,7 +22,6 @@ from services.common.compat.torch import broadcast, gloo_group
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.weights.pairs import sender as sender_module
 from services.common.weights.pairs.buffers import NUM_BUFFERS
-from services.common.weights.pairs.members import device_name, partners
 from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.pairs.sender import PairSender, Spread
 from services.common.weights.plan import Plan
@@ -317,17 +316,6 @@ def test_visitors_without_the_secret_are_not_let_in(store, pool, monkeypatch) ->
     assert visitor.recv(1) == b""
     visitor.close()
     members.abort()
-
-
-def test_partners_are_on_one_device() -> None:
-    member = lambda name: sender_module.pb.PairMember(device=name)  # noqa: E731
-    a, b, c = map(member, "abc")
-    assert partners([a, b, b, a], 2) == {2: 1, 3: 0}
-    assert partners([a, b, b], 2) == {2: 1}
-    for wrong, why in (([a, b, a, c], "on device c"), ([a, a, a], "2 trainer ranks"), ([a, b, b, b], "2 engine work")):
-        with pytest.raises(InvalidInput, match=why):
-            partners(wrong, 2)
-    assert device_name(CPU, 3) != device_name(CPU, 2)
 
 
 class Worker:
