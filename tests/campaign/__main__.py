@@ -16,7 +16,7 @@ from benchmarks.report import RESULTS
 from tests.campaign.cluster import Cluster
 from tests.campaign.episode import Baseline, Episode, Result, baseline_of, make_plan
 from tests.campaign.faults.all import FAULTS
-from tests.campaign.table import table
+from tests.campaign.table import save, table
 from tests.campaign.workspace import NUM_STEPS, VARIANTS, make_files
 
 
@@ -70,9 +70,8 @@ def _save(options: argparse.Namespace, rows: list[dict[str, Any]], baselines: Ma
         "undisturbed_s": seconds,
         "mean_lost_s": statistics.mean(lost),
         "ettr_at_a_fault_in_every_tenth_step": ettr,
-        "rows": rows,
     }
-    (Path(options.out) / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    save(Path(options.out) / f"{options.name}.json", content, rows)
 
 
 def main() -> int:

@@ -71,7 +71,9 @@ class Result:
     violations: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
-        return asdict(self) | asdict(self.plan) | {"plan": None}
+        row = asdict(self) | asdict(self.plan)
+        del row["plan"]
+        return row
 
 
 def make_plan(seed: int, episode: int, faults: list[str], baselines: Mapping[str, Baseline]) -> Plan:

@@ -11,7 +11,7 @@ from tests.campaign.__main__ import play, warm
 from tests.campaign.cluster import Cluster
 from tests.campaign.episode import Baseline, Plan, Result, make_plan
 from tests.campaign.faults.all import FAULTS
-from tests.campaign.table import table
+from tests.campaign.table import load, save, table
 
 Warm = tuple[Cluster, Mapping[str, Baseline], Path]
 
@@ -45,7 +45,9 @@ async def test_a_run_survives_or_resumes_exactly(
     if fault == "reset":
         wrong = await play(cluster, other, directory, Result(1, Plan("whole", fault, victim, event, 1)))
         assert wrong.violations == ["the weights are not those of the undisturbed run"]
-        assert f"| {fault} | 1 |" in table([result.row()])
+        save(directory / "saved.json", {"episodes": 2}, [result.row(), wrong.row()])
+        assert load(directory / "saved.json") == [result.row(), wrong.row()]
+        assert f"| {fault} | 2 |" in table(load(directory / "saved.json"))
 
 
 def test_the_plan_follows_from_seed_and_number() -> None:
