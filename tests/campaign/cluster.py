@@ -8,15 +8,30 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from lockstep.reward.v1 import reward_pb2
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer, RewardServiceStub
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer, RolloutServiceStub
+from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer, TrainerServiceStub
+
+from services.common.errors import LockstepError
+from services.common.rpc.client import Client
 from tests.campaign.proxy import Proxy
 from tests.support import descendants, free_port
 
 SERVICES = ("trainer", "reward", "rollout-0", "rollout-1")
-_START_S = 120.0
+_START_S, _ANSWER_S = 120.0, 10.0
+_ASKING: Mapping[str, Any] = {
+    "trainer": (TrainerServiceStub, TrainerServiceServicer.GetInfo, trainer_pb2.GetInfoRequest()),
+    "rollout": (RolloutServiceStub, RolloutServiceServicer.GetInfo, rollout_pb2.GetInfoRequest()),
+    "reward": (RewardServiceStub, RewardServiceServicer.GetInfo, reward_pb2.GetInfoRequest()),
+}
 
 
 @dataclass
@@ -94,6 +109,8 @@ class Cluster:
         self.processes: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
         self.addresses: dict[str, str] = {}
+        """Those of the proxies."""
+        self.direct: dict[str, str] = {}
         self.on_event: Handler | None = None
         self.events: Counter[str] = Counter()
         self.gate = directory / "gate"
@@ -109,7 +126,7 @@ class Cluster:
         try:
             for name in SERVICES:
                 port = free_port()
-                self.proxies[name] = Proxy(port)
+                self.proxies[name], self.direct[name] = Proxy(port), f"127.0.0.1:{port}"
                 self.addresses[name] = await self.proxies[name].start()
                 self._keeping.append(asyncio.create_task(self._keep(name, port)))
             await self.until_ready()
@@ -142,6 +159,21 @@ class Cluster:
             for name in SERVICES:
                 while not self._listens(name):
                     await asyncio.sleep(0.01)
+
+    async def open_runs(self) -> list[str]:
+        """Returns the services on which a run is open, or that do not say."""
+        held = []
+        for name in SERVICES:
+            stub, method, request = _ASKING[name.partition("-")[0]]
+            client = Client(self.direct[name], stub, is_alone=True)
+            try:
+                info = (await client.call(method, request, timeout_s=_ANSWER_S)).info
+                held += [f"{name} has {info.run_id} open"] if info.state != "idle" else []
+            except LockstepError as error:
+                held.append(f"{name} does not answer: {error.message}")
+            finally:
+                await client.close()
+        return held
 
     def _listens(self, name: str) -> bool:
         process = self.processes.get(name)

@@ -21,7 +21,7 @@ from tests.campaign.cluster import Cluster, Process
 from tests.campaign.faults.all import FAULTS
 from tests.campaign.faults.base import Scene
 from tests.campaign.faults.disks import restore
-from tests.campaign.workspace import NUM_STEPS, VARIANTS, write_config
+from tests.campaign.workspace import LEASE_S, NUM_STEPS, VARIANTS, write_config
 from tests.e2e.lockstep_command import numbers
 from tests.small_disk import small_disk
 from tests.support import descendants
@@ -33,6 +33,7 @@ _REASON = re.compile(r"^lockstep: error: ([A-Z_]+): ", re.MULTILINE)
 _WARNING = re.compile(r"^(\S+ \S+) [WE] ")
 # Untyped, or a bug by its own word.
 _BAD_REASONS = {"INTERNAL"}
+_RIVALS = ("two-coordinators", "another-run")
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Episode:
                 self._disk = stack.enter_context(small_disk(self._directory / "runs"))
             await self._sessions()
             if not self._result.violations:
-                self._result.violations += self._wrong(baseline)
+                self._result.violations += await self._left_open() + self._wrong(baseline)
         self._result.wall_s = round(time.monotonic() - begin, 3)
 
     async def _sessions(self) -> None:
@@ -249,6 +250,20 @@ class Episode:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return wrong
         return [*wrong, "the ledger is still locked"]
+
+    async def _left_open(self) -> list[str]:
+        """Returns what a finished run has left open on services.
+
+        It is nothing; but a run that could not reach a service has said so, and is closed there when its lease ends, as
+        is another run that failed.
+        """
+        log = self._directory / "runs" / "run" / "logs" / "coordinator.log"
+        has_lease = "may still be open at" in log.read_text(errors="replace") or self._plan.fault in _RIVALS
+        deadline = time.monotonic() + (LEASE_S + _HANG_S if has_lease else 0.0)
+        await self._cluster.until_ready()
+        while (held := await self._cluster.open_runs()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return held
 
     def _still_damaged(self) -> str:
         """Returns the name of a damaged file that no session has read or written again; "" if there is none."""

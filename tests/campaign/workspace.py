@@ -25,6 +25,7 @@ class Echo:
 """
 # Well above what the toys need on a busy machine, and below the faults that are to pass a deadline.
 _TIMEOUTS = {"info_s": 3, "open_s": 30, "generate_s": 5, "score_s": 5, "train_s": 5, "publish_s": 5, "memory_s": 5}
+LEASE_S = 12.0
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "streamed": {"trainer": {"max_tokens_per_microbatch": 48}},
@@ -69,7 +70,7 @@ def write_config(directory: Path, files: Path, variant: str) -> None:
         "evaluation": {"eval_freq": 3},
         "checkpoint": {"save_freq": SAVE_FREQ, "max_ckpts_to_keep": 10},
         "weights": {"timeout_s": 2},
-        "timeouts": _TIMEOUTS | {"checkpoint_s": 5},
+        "timeouts": _TIMEOUTS | {"checkpoint_s": 5, "lease_s": LEASE_S},
     }
     for name, change in changes.items():
         config[name] = {**config[name], **change} if isinstance(config.get(name), dict) else change
