@@ -34,6 +34,16 @@ _ASKING: Mapping[str, Any] = {
 }
 
 
+_ENGINE = r"toy_engine|EngineCore"
+# A process below that of a service: the service, and what its command line has.
+_BELOW = {
+    "rank-1": ("trainer", ""),
+    "engine-0": ("rollout-0", _ENGINE),
+    "engine-1": ("rollout-1", _ENGINE),
+    "worker": ("reward", r"graders|hosted|processes"),
+}
+
+
 @dataclass
 class Process:
     """A process that was started; `code` is set when it has ended."""
@@ -81,9 +91,18 @@ class Zygote:
             process.code = answer["code"]
             process.ended.set()
 
-    async def fork(self, kind: str, args: list[str], log: Path, gate: Path | None, cwd: Path) -> Process:
+    async def fork(
+        self, kind: str, args: list[str], log: Path, gate: Path | None, cwd: Path, *, is_real: bool = False
+    ) -> Process:
         assert self._child.stdin
-        asked = {"kind": kind, "args": args, "log": str(log), "gate": str(gate or ""), "cwd": str(cwd)}
+        asked = {
+            "kind": kind,
+            "args": args,
+            "log": str(log),
+            "gate": str(gate or ""),
+            "cwd": str(cwd),
+            "is_real": is_real,
+        }
         async with self._turn:
             self._child.stdin.write(json.dumps(asked).encode() + b"\n")
             process = Process(kind, await self._answers.get(), log)
@@ -101,10 +120,13 @@ Handler = Callable[[str], Awaitable[str]]
 
 
 class Cluster:
-    """Services that are warm between episodes. `on_event` is asked at the gate, and returns the answer."""
+    """Services that are warm between episodes. `on_event` is asked at the gate, and returns the answer.
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    With `is_real`, they are those of a user: vLLM and two ranks of FSDP, on CPU.
+    """
+
+    def __init__(self, directory: Path, *, is_real: bool = False):
+        self.directory, self.is_real = directory, is_real
         self.zygote = Zygote()
         self.processes: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
@@ -149,13 +171,15 @@ class Cluster:
             before = log.stat().st_size if log.exists() else 0
             args = ["--listen", f"127.0.0.1:{port}"]
             self._begins[name] = before
-            self.processes[name] = await self.zygote.fork(name, args, log, self.gate, self.directory)
+            self.processes[name] = await self.zygote.fork(
+                name, args, log, self.gate, self.directory, is_real=self.is_real
+            )
             await self.processes[name].ended.wait()
             self.num_restarts += 1
 
     async def until_ready(self) -> None:
         """Waits until every service listens."""
-        async with asyncio.timeout(_START_S):
+        async with asyncio.timeout(_START_S * (5 if self.is_real else 1)):
             for name in SERVICES:
                 while not self._listens(name):
                     await asyncio.sleep(0.01)
@@ -192,14 +216,19 @@ class Cluster:
 
     def pid_of(self, victim: str) -> int | None:
         """The process id of a service or of a process below one; None if it is not there now."""
-        service = {"rank-1": "trainer", "engine-0": "rollout-0", "engine-1": "rollout-1", "worker": "reward"}
-        process = self.processes.get(service.get(victim, victim))
+        service, wanted = _BELOW.get(victim, (victim, ""))
+        process = self.processes.get(service)
         if process is None or process.code is not None:
             return None
-        if victim not in service:
+        if service == "trainer" and self.is_real:  # a process that starts the ranks in their order
+            return dict(enumerate(descendants(process.pid))).get(0 if victim == "trainer" else 1)
+        if victim not in _BELOW:
             return process.pid
         below = descendants(process.pid)
-        wanted = (
-            r"toy_engine" if victim.startswith("engine") else r"graders|hosted|processes" if victim == "worker" else ""
-        )
         return next((pid for pid, command in below.items() if re.search(wanted, command)), None)
+
+    def engines(self) -> list[str]:
+        """Returns the command lines of all engines."""
+        replicas = [self.processes[name].pid for name in ("rollout-0", "rollout-1")]
+        below = [command for pid in replicas for command in descendants(pid).values()]
+        return [command for command in below if re.search(_ENGINE, command)]

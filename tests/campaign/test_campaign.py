@@ -67,7 +67,7 @@ async def test_services_close_a_run_whose_coordinator_never_comes_back(toys: War
     assert await episode._session(with_fault=True) == "killed"
     assert len(await cluster.open_runs()) == 4
     async with asyncio.timeout(PATIENCE_S):
-        while await cluster.open_runs() or episode._engines():
+        while await cluster.open_runs() or cluster.engines():
             await asyncio.sleep(0.1)
 
 
