@@ -254,7 +254,7 @@ class Episode:
         finished = [row.version for row in verdict.rows if row.kind == "finished"]
         if sorted(set(finished)) != [*range(1, NUM_STEPS + 1)]:
             wrong.append(f"finished steps: {finished}")
-        if _exported(run_dir) != baseline.weights:
+        if exported(run_dir) != baseline.weights:
             wrong.append("the weights are not those of the undisturbed run")
         if not _has_all_lines(self._directory, baseline, is_full=self._disk is not None):
             wrong.append("metrics.jsonl is not that of the undisturbed run")
@@ -285,7 +285,7 @@ class Episode:
         return path.name if path.is_file() and path.read_bytes() != content and path.suffix == ".parquet" else ""
 
 
-def _exported(run_dir: Path) -> bytes:
+def exported(run_dir: Path) -> bytes:
     """Returns the weights that a run has exported."""
     return b"".join(
         path.read_bytes()
@@ -312,4 +312,4 @@ async def baseline_of(cluster: Cluster, directory: Path, files: Path, variant: s
         outcome = await episode._session(with_fault=True)
     assert outcome == "done", f"{variant}: {outcome}: {episode._tail()}"
     run_dir = directory / "runs" / "run"
-    return Baseline(_exported(run_dir), numbers(directory), dict(episode._seen), time.monotonic() - begin)
+    return Baseline(exported(run_dir), numbers(directory), dict(episode._seen), time.monotonic() - begin)
