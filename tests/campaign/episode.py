@@ -23,11 +23,13 @@ from tests.campaign.faults.base import Scene
 from tests.campaign.faults.disks import restore
 from tests.campaign.workspace import LEASE_S, NUM_STEPS, REAL_IS_SLOWER, write_config
 from tests.e2e.lockstep_command import numbers
-from tests.small_disk import small_disk
+from tests.small_disk import NUM_BYTES, small_disk
 
 # A session that lasts longer hangs: one takes seconds, and no fault lasts for more than a few deadlines.
 _HANG_S = 150.0
 _MAX_SESSIONS = 6
+# The checkpoints of a real run.
+_REAL_DISK = 512 << 20
 _REASON = re.compile(r"^lockstep: error: ([A-Z_]+): ", re.MULTILINE)
 _WARNING = re.compile(r"^(\S+ \S+) [WE] ")
 # Untyped, or a bug by its own word.
@@ -104,10 +106,13 @@ class Episode:
         begin = time.monotonic()
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir()
-        write_config(self._directory, self._files, self._plan.variant, is_real=self._cluster.is_real)
+        is_real = self._cluster.is_real
+        write_config(self._directory, self._files, self._plan.variant, is_real=is_real)
         with ExitStack() as stack:
             if FAULTS[self._plan.fault].needs_disk:
-                self._disk = stack.enter_context(small_disk(self._directory / "runs"))
+                self._disk = stack.enter_context(
+                    small_disk(self._directory / "runs", _REAL_DISK if is_real else NUM_BYTES)
+                )
             await self._sessions()
             if not self._result.violations:
                 self._result.violations += await self._left_open() + self._wrong(baseline)

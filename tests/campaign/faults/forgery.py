@@ -41,9 +41,10 @@ def _send(scene: Scene, *, has_key: bool) -> None:
             forger.curve_publickey, forger.curve_secretkey = zmq.curve_keypair()
             forger.curve_serverkey = zmq.curve_keypair()[0]
         forger.connect(f"tcp://{host}:{port}")
-        for number in range(_NUM_FORGED):
-            forger.send_multipart([f"call {number}".encode(), json.dumps({"metrics": {}}).encode()])
-        forger.send_multipart([b"end", b"{}"])
+        calls = [f"call {number}".encode() for number in range(_NUM_FORGED)]
+        with contextlib.suppress(zmq.Again):  # once rank 0 has refused the forger, nothing can be sent
+            for call in (*calls, b"end"):
+                forger.send_multipart([call, json.dumps({"metrics": {}}).encode()], flags=zmq.NOBLOCK)
         scene.undos.append((_FOR_S, forger.close))
 
 
