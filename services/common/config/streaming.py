@@ -4,9 +4,9 @@ from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size, samples_at_once
 
-# More blocks leave less to compute after the last group. Each costs a reduction of the gradients, unless only one rank
-# has them.
-_MAX_BLOCKS, _MAX_BLOCKS_OF_ONE = 8, 16
+# More blocks leave less to compute after the last group. Each costs a reduction of the gradients, and passes of the
+# model that may not be full: the samples are shorter than the longest possible.
+_MAX_BLOCKS = 8
 # Micro-batches of a block for each stage of a pipeline, which fills and drains for every block. So it idles for less
 # than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
 _PACKS_PER_STAGE = 4
@@ -18,9 +18,8 @@ def groups_per_block(config: Config) -> int:
     """Returns the number of prompt groups in a block; 0 if the batch is trained on as a whole.
 
     Blocks are as many as can each fill a micro-batch of every rank, or four for each stage of a pipeline, with the
-    longest possible samples, at most eight, or 16 with one data-parallel rank. They follow from the config alone and
-    not from `trainer.streaming`, so that streaming changes no number. Several mini-batches each consist of whole blocks
-    of one size, at least of one block.
+    longest possible samples, at most eight. They follow from the config alone and not from `trainer.streaming`, so that
+    streaming changes no number. Several mini-batches each consist of whole blocks of one size, at least of one block.
     """
     if not _is_exact(config):
         return 0
@@ -28,10 +27,8 @@ def groups_per_block(config: Config) -> int:
     wanted = config.data.prompts_per_step // trainer.num_minibatches
     longest = config.data.max_prompt_tokens + config.max_response_tokens
     most_tokens = wanted * config.rollout.completions_per_prompt * longest
-    num_data_ranks = data_parallel_size(trainer)
-    num_packs = num_data_ranks * _packs_per_rank(trainer)
-    most = _MAX_BLOCKS if num_data_ranks > 1 else _MAX_BLOCKS_OF_ONE
-    num_blocks = min(wanted, most, most_tokens // (trainer.max_tokens_per_microbatch * num_packs))
+    num_packs = data_parallel_size(trainer) * _packs_per_rank(trainer)
+    num_blocks = min(wanted, _MAX_BLOCKS, most_tokens // (trainer.max_tokens_per_microbatch * num_packs))
     size = -(-wanted // max(1, num_blocks))
     if trainer.num_minibatches > 1:
         return next(whole for whole in range(size, wanted + 1) if wanted % whole == 0)
