@@ -29,9 +29,9 @@ async def train(run: Run, context: LoopContext) -> None:
     while version < held or (version < run.num_steps and not run.stopping):
         async with sending_blocks(run, context, stamp) as blocks:
             with run.phase(Phase.GENERATING):
-                batch = await run.recorded_batch(stamp)
-                if batch is None:
-                    batch = run.record.record_batch(await collect(run, context, stamp, version, blocks.take))
+                batch = await run.recorded_batch(stamp) or run.record.record_batch(
+                    await collect(run, context, stamp, version, blocks.take)
+                )
             with run.phase(Phase.TRAINING):
                 version, trained = await blocks.commit(batch) or await update(run, context, batch, stamp)
         with run.phase(Phase.PUBLISHING):

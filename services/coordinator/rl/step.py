@@ -1,6 +1,6 @@
 """The parts of a step: samples a batch, computes its advantages and updates the models."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -88,9 +88,9 @@ async def collect(
     async with context.forwards.of_batch(take) as forwards:
         collect_one = context.collector.with_baseline if config.advantage.needs_baseline else context.collector.one
 
-        async def draw_one(index: int, prompt: Prompt) -> ScoredGroup | None:
+        def draw_one(index: int, prompt: Prompt) -> Awaitable[ScoredGroup | None]:
             forwards.begin(index, prompt)
-            return await collect_one(index, prompt, draw)
+            return collect_one(index, prompt, draw)
 
         selected = await select(config, prompts, draw_one, forwards.decide)
         groups = await forwards.complete(context.forwards.in_order(selected.groups))
