@@ -202,7 +202,7 @@ def verify(run_dir: _RunDir) -> None:
 
 
 @app.command()
-@takes_addresses("rollout", "reward", "trainer")
+@takes_addresses("rollout", "reward", "trainer", "reference", "critic")
 def doctor(
     config: Annotated[
         list[str] | None,

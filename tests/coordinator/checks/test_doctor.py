@@ -272,7 +272,10 @@ async def test_services(reward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "idle" in answered.found and "no run" in answered.found
     nobody = f"127.0.0.1:{free_port()}"
     wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
-    assert_fails(wrong, FAIL, f"{reward} is not a trainer service", "swapped")
+    (critic,) = await examine_services(Addresses(critic=reward))
+    assert critic.check == f"critic {reward}"
+    for found in (wrong, critic):
+        assert_fails(found, FAIL, f"{reward} is not a trainer service", "swapped")
     assert_fails(lost, FAIL, nobody, "start the service")
     assert_fails(untried, WARN, f"not tried: no answer from trainer {reward}, rollout {nobody}", "above")
 
