@@ -7,7 +7,7 @@ benchmarks.megatron_layouts.MODELS, which gets random weights. One rank has all 
 The phases are those of benchmarks.memory_rank; a publication has no receiver here (benchmarks.sync measures it with
 real engines). The first update also allocates the optimizer's state, so that its seconds are kept apart. Seconds of
 operators are those of the last repeat, which the profiler slows down a little. What has the size of the vocabulary in
-one of its inputs is counted apart.
+one of its inputs is counted apart. Processor time is that of all threads; on a busy machine it tells more than seconds.
 """
 
 import argparse

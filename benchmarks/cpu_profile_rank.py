@@ -60,7 +60,8 @@ class ProfiledRank(Rank):
             samples[f"{phase} [s]"] = self._seconds[phase][1:]
             samples[f"{phase}, processor time [s]"] = [user + system for user, system in self._processor[phase]]
             samples[f"{phase}, processor time of the kernel [s]"] = [system for _, system in self._processor[phase]]
-            samples[f"{phase}, peak memory [MiB]"] = [peak / 2**20 for peak in peaks[phase]]
+            # The profiler itself needs memory in the last repeat.
+            samples[f"{phase}, peak memory [MiB]"] = [peak / 2**20 for peak in peaks[phase][:-1]]
             for operator, seconds in self._operators[phase].items():
                 samples[f"{phase}: {operator} [s]"] = [seconds]
         return samples

@@ -1,6 +1,8 @@
 """Functions of the user's that a config names as `package.module:function`."""
 
 import functools
+import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -14,10 +16,15 @@ IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 def load_function(path: str, *, field: str) -> Callable[..., Any]:
     """Imports the function that `path` names. The path must come from a run's config, never from a sample.
 
+    Modules in the working directory are found too: `python -m`, which starts services, looks there, and the `lockstep`
+    command does not.
+
     Raises:
         InvalidInput: It cannot be imported, or is not a function; names `field`.
     """
     module_name, _, name = path.partition(":")
+    if (directory := os.getcwd()) not in sys.path:
+        sys.path.append(directory)
     try:
         function = getattr(import_module(module_name), name)
     except Exception as error:  # importing runs the user's module, which may raise anything

@@ -93,7 +93,7 @@ def test_command_line_starts_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())
     assert "services.coordinator.cli.main" in imported
-    assert not imported & set(HEAVY)
+    assert not imported & {*HEAVY, "numpy", "pyarrow", "pydantic", "huggingface_hub"}  # `--help` needs none of them
 
 
 def test_coordinator_needs_no_torch() -> None:

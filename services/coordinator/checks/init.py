@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -87,7 +87,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     answer = _column(rows, _ANSWERS, "answers", is_text)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
     prompt_tokens = min(sizes.prompt_tokens, length // 2)
-    sizes = _Sizes(**{**vars(sizes), "prompt_tokens": prompt_tokens})
+    sizes = replace(sizes, prompt_tokens=prompt_tokens, prompts=min(sizes.prompts, rows.num_rows))
     ranks = max(1, num_gpus // 2)
     replicas = max(1, num_gpus - ranks)
     shared = "\nplacement: colocated            # trainer and engine take turns on the GPU"

@@ -1,27 +1,18 @@
-"""`lockstep data`: creates prompt files."""
+"""`lockstep data`: creates prompt files. What creates them is imported only when a subcommand runs."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import pyarrow as pa
 import typer
-from rich.console import Console
 
-from services.coordinator.data.prepare.arithmetic import Problem, problems
-from services.coordinator.data.prepare.convert import (
-    FORMATS,
-    ConversionOptions,
-    ConversionReport,
-    convert,
-    write_splits,
-)
 from services.coordinator.data.prepare.formats import Format, Split
-from services.coordinator.data.prepare.reasoning_gym import make_files, parse_settings
-from services.coordinator.data.prepare.search_r1 import make_search_files
-from services.coordinator.data.reading.bad_rows import NUM_NAMED
+from services.coordinator.data.prepare.options import FORMATS, ConversionOptions
 
-_ARITHMETIC_SCHEMA = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
+if TYPE_CHECKING:
+    from services.coordinator.data.prepare.arithmetic import Problem
+    from services.coordinator.data.prepare.convert import ConversionReport
+
 _DEFAULTS = ConversionOptions()
 
 _Out = Annotated[Path, typer.Option(help="Directory to write train.parquet and test.parquet to.")]
@@ -55,6 +46,8 @@ def _converter(format: Format) -> Callable[..., None]:
         ] = _DEFAULTS.test_size,
         instruction: Annotated[str, typer.Option(help="Text to append to each problem.")] = format.instruction,
     ) -> None:
+        from services.coordinator.data.prepare.convert import convert
+
         options = ConversionOptions(bad_rows, test_size, instruction, revision)
         _show(convert(format, source, out, options))
 
@@ -68,11 +61,17 @@ def _arithmetic(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
 ) -> None:
     """Generate the quickstart's task: additions and subtractions of numbers up to 99."""
+    import pyarrow as pa
+
+    from services.coordinator.data.prepare.arithmetic import problems
+    from services.coordinator.data.prepare.convert import ConversionReport, write_splits
+
+    schema = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
     rows: dict[Split, list[Problem]] = {
         "train": problems("train", num_train, seed),
         "test": problems("test", num_test, seed),
     }
-    files = write_splits({split: pa.Table.from_pylist(part, _ARITHMETIC_SCHEMA) for split, part in rows.items()}, out)
+    files = write_splits({split: pa.Table.from_pylist(part, schema) for split, part in rows.items()}, out)
     num_rows: dict[Split, int] = {split: len(part) for split, part in rows.items()}
     _show(ConversionReport("arithmetic", f"seed {seed}", files, num_rows, dropped=(), num_held_out=0))
 
@@ -86,6 +85,8 @@ def _reasoning_gym(
     settings: Annotated[str, typer.Option(help="Settings of the task, as a JSON object.")] = "{}",
 ) -> None:
     """Generate tasks of reasoning-gym for `environment: {kind: reasoning_gym}` (extra: environments)."""
+    from services.coordinator.data.prepare.reasoning_gym import make_files, parse_settings
+
     sizes: dict[Split, int] = {"train": num_rows, "test": num_test} if num_test else {"train": num_rows}
     _show(make_files(task, parse_settings(settings), num_rows=sizes, seed=seed, out=out))
 
@@ -100,11 +101,17 @@ def _search_r1(
     ] = _DEFAULTS.bad_rows,
 ) -> None:
     """Convert questions and documents for episodes with a search (.parquet, .json or .jsonl), as Search-R1 has them."""
+    from services.coordinator.data.prepare.search_r1 import make_search_files
+
     files: dict[Split, Path] = {"train": questions, **({"test": test_questions} if test_questions else {})}
     _show(make_search_files(files, corpus, out, bad_rows))
 
 
-def _show(report: ConversionReport) -> None:
+def _show(report: "ConversionReport") -> None:
+    from rich.console import Console
+
+    from services.coordinator.data.reading.bad_rows import NUM_NAMED
+
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(f"{report.dataset} from {report.source}")
     for split, path in report.files.items():

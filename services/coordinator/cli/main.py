@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from typing_extensions import Unpack
 
-from services.common.config.reading.load import keys, load
 from services.common.errors import InvalidInput, LockstepError
 from services.coordinator.cli.certs import app as certs_app
 from services.coordinator.cli.data import app as data_app
@@ -73,6 +72,7 @@ def run(
     **given: Unpack[Given],
 ) -> None:
     """Train with RL. Starts services without an address, here or on the coordinator's host; they stop with the run."""
+    from services.common.config.reading.load import load
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
     from services.coordinator.observe.frontend import TerminalFrontend
@@ -97,6 +97,7 @@ def run(
 @takes_addresses("trainer")
 def sft(config: _Configs, dry_run: _DryRun = False, **given: Unpack[Given]) -> None:
     """Fine-tune on prompts and responses (SFT). Uses only a trainer, and starts one here if --trainer is not given."""
+    from services.common.config.reading.load import load
     from services.common.config.sft import SftConfig
     from services.coordinator.checks.plan import check_model
     from services.coordinator.sft.session import run_session, show_outcome
@@ -120,6 +121,7 @@ def evaluate(
     **given: Unpack[Given],
 ) -> None:
     """Evaluate a checkpoint or a model on a run's held-out sets. The run's own files are not changed."""
+    from services.common.config.reading.load import load
     from services.common.config.run import Config
     from services.coordinator.checks.plan import check_model
     from services.coordinator.rl.eval_session import eval_config, eval_session, show_evaluation
@@ -200,7 +202,7 @@ def verify(run_dir: _RunDir) -> None:
 
 
 @app.command()
-@takes_addresses("rollout", "reward", "trainer")
+@takes_addresses("rollout", "reward", "trainer", "reference", "critic")
 def doctor(
     config: Annotated[
         list[str] | None,
@@ -273,6 +275,7 @@ def config(
     ] = False,
 ) -> None:
     """List every config key with its type, default and help."""
+    from services.common.config.reading.load import keys
     from services.common.config.run import Config
     from services.common.config.sft import SftConfig
     from services.coordinator.cli.config_list import keys_with_prefix, show_keys

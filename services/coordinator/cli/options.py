@@ -17,9 +17,8 @@ _OwnTrainer = Annotated[str, typer.Option(help="HOST:PORT of the trainer dedicat
 _Tls = Annotated[
     Path | None,
     typer.Option(
-        help="Directory with the coordinator's ca.pem, cert.pem and key.pem, made by `lockstep certs`. Every "
-        "connection then uses mTLS, also to services started here. Without it, connections are plaintext and stay on "
-        "this host."
+        help="Directory with ca.pem, cert.pem and key.pem, made by `lockstep certs`: all connections use mTLS. Without "
+        "it they are plaintext, on this host only."
     ),
 ]
 _OPTIONS: dict[str, tuple[object, object]] = {

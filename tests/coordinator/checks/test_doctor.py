@@ -18,16 +18,15 @@ from lockstep.types.v1 import types_pb2
 from lockstep.types.v1.types_pb2 import ServiceInfo
 from typer.testing import CliRunner
 
-from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import Unavailable
 from services.common.rpc import ports
 from services.common.rpc.security.identities import Role
 from services.common.rpc.server import Server
-from services.coordinator.checks.doctor import broadcast, host, running, session, settings
+from services.coordinator.checks.doctor import broadcast, host, running, session
 from services.coordinator.checks.doctor.broadcast import check_broadcast
 from services.coordinator.checks.doctor.environment import check_environment, examine_environment
-from services.coordinator.checks.doctor.finding import Finding, Verdict
+from services.coordinator.checks.doctor.finding import Finding
 from services.coordinator.checks.doctor.inputs import examine_inputs, shown
 from services.coordinator.checks.doctor.running import (
     Answer,
@@ -41,19 +40,12 @@ from services.coordinator.services import devices
 from services.coordinator.services.launch import Addresses
 from services.reward.servicer import NAME, RewardServicer
 from tests.common.rpc.tls_harness import Certificates, serve
+from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S, ROOT, free_port
 
-OK, WARN, FAIL, SETUP = Verdict.OK, Verdict.WARN, Verdict.FAIL, "make setup-gpu"
+SETUP = "make setup-gpu"
 GIB = 2**30
-
-
-def config_with(**sections: object) -> Config:
-    return make_config(model=str(ROOT / "deploy" / "quickstart" / "model"), **sections)
-
-
-def assert_fails(finding: Finding, verdict: Verdict, found: str, fix: str) -> None:
-    assert (finding.verdict, found in finding.found, fix in finding.fix) == (verdict, True, True), finding
 
 
 def test_python() -> None:
@@ -205,7 +197,7 @@ def test_model_and_data(tmp_path: Path) -> None:
 
     model, found = examine_inputs(config_with(data=data | {"train": "/nope.parquet"}), Addresses())
     assert model.verdict is OK
-    assert_fails(found, FAIL, "data.train: /nope.parquet does not exist", "files")
+    assert_fails(found, FAIL, "data.train: /nope.parquet does not exist", "correct data.train, or the rows of")
     elsewhere = make_config(model="/nope", data=data)
     model, found = examine_inputs(elsewhere, Addresses())
     assert_fails(model, FAIL, "/nope does not exist", "directory")
@@ -262,54 +254,6 @@ def test_a_dry_run_checks_and_starts_nothing(tmp_path: Path, command: str) -> No
     assert not runs.exists()
 
 
-def test_scorers_are_imported() -> None:
-    def named(path: str) -> Config:
-        return config_with(reward={"scorers": [{"kind": "exact"}, {"kind": "python", "path": path}]})
-
-    finding = settings.check_scorers(named("statistics:fmean"))
-    assert (finding.verdict, "statistics:fmean" in finding.found) == (OK, True), finding
-    wrong = settings.check_scorers(named("statistics:is_nowhere"))
-    assert_fails(wrong, FAIL, "is_nowhere", "can be imported")
-
-
-def test_engine_arguments() -> None:
-    pytest.importorskip("vllm")
-    config = config_with(rollout={"engine": {"enforce_eager": True, "gpu_memory_utilisation": 0.5}})
-    finding = settings.check_engine(config)
-    assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
-    assert "enforce_eager" not in finding.found
-    assert settings.check_engine(config, ("-c", "")).verdict is OK
-
-
-def test_lengths(tmp_path: Path) -> None:
-    def lengths(**changes: object) -> Finding:
-        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024} | changes))
-        config = make_config(model=str(tmp_path), rollout={"max_model_len": 2048})
-        (finding,) = settings.check_lengths(config)
-        return finding
-
-    assert_fails(
-        lengths(), FAIL, "rollout.max_model_len 2048, the model's max_position_embeddings 1024", "at most 1024"
-    )
-    assert lengths(rope_scaling={"rope_type": "yarn", "factor": 4.0}).verdict is WARN
-    assert lengths(max_position_embeddings=2048).verdict is OK
-
-
-def test_memory_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo = tmp_path / "meminfo"
-
-    def memory(total_gib: int, free_gib: int) -> list[Finding]:
-        meminfo.write_text(f"MemTotal: {total_gib << 20} kB\nMemAvailable: {free_gib << 20} kB\n")
-        return list(settings.check_memory(config_with(), meminfo))
-
-    monkeypatch.setattr(settings, "visible_gpus", list)
-    assert memory(512, 256)[0].verdict is OK
-    assert_fails(memory(512, 0)[0], WARN, "this host has 512.0", "lower trainer.max_tokens_per_microbatch")
-    assert memory(0, 0)[0].verdict is FAIL
-    monkeypatch.setattr(settings, "visible_gpus", lambda: ["0"])
-    assert memory(0, 0) == []
-
-
 @pytest.fixture
 async def reward() -> AsyncIterator[str]:
     """Yields the address of a real reward service."""
@@ -329,7 +273,10 @@ async def test_services(reward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "idle" in answered.found and "no run" in answered.found
     nobody = f"127.0.0.1:{free_port()}"
     wrong, lost, untried = await examine_services(Addresses(trainer=reward, rollout=(nobody,)))
-    assert_fails(wrong, FAIL, f"{reward} is not a trainer service", "swapped")
+    (critic,) = await examine_services(Addresses(critic=reward))
+    assert critic.check == f"critic {reward}"
+    for found in (wrong, critic):
+        assert_fails(found, FAIL, f"{reward} is not a trainer service", "swapped")
     assert_fails(lost, FAIL, nobody, "start the service")
     assert_fails(untried, WARN, f"not tried: no answer from trainer {reward}, rollout {nobody}", "above")
 

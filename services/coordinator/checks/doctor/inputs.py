@@ -34,9 +34,14 @@ def examine_inputs(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
     try:
         findings = _rows(config, given) if isinstance(config, SftConfig) else _prompts(config, given)
     except LockstepError as error:
-        yield Finding("data", error.message, Verdict.FAIL, "set data to files and columns that exist")
+        yield Finding("data", error.message, Verdict.FAIL, f"correct {_key(error)}, or the rows of its files")
         return
     yield from findings
+
+
+def _key(error: LockstepError) -> str:
+    field = error.metadata.get("field", "")
+    return field if field.startswith("data.") else "data"
 
 
 def _rows(config: SftConfig, given: Addresses) -> list[Finding]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.reward.v1 import reward_pb2
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
@@ -30,8 +31,9 @@ _SKEW_WARN_S, _SKEW_FAIL_S = 1.0, 300.0
 # A run fails with different versions of the first group, and may compute different results with those of the second.
 _MUST_AGREE, _SHOULD_AGREE = ("lockstep-rl", "nccl"), ("torch", "cuda", "transformers")
 
+_TRAINER = (TrainerServiceStub, TrainerService.GetInfo, trainer_pb2.GetInfoRequest())
+"""Of the policy; a reference or a critic may have one of its own."""
 _KINDS = {
-    "trainer": (TrainerServiceStub, TrainerService.GetInfo, trainer_pb2.GetInfoRequest()),
     "rollout": (RolloutServiceStub, RolloutService.GetInfo, rollout_pb2.GetInfoRequest()),
     "reward": (RewardServiceStub, RewardService.GetInfo, reward_pb2.GetInfoRequest()),
 }
@@ -49,9 +51,8 @@ class Answer:
 async def examine_services(given: Addresses) -> list[Finding]:
     """Runs all checks of the services at `given`."""
     several = [(kind, one) for kind, these in (("reward", given.reward), ("rollout", given.rollout)) for one in these]
-    named = [("trainer", given.trainer), *several]
-    there = [(kind, address) for kind, address in named if address]
-    answers = await gather(_ask(kind, address, given.transport) for kind, address in there)
+    there = [(name, address) for name, address in (*given.trainers.items(), *several) if address]
+    answers = await gather(_ask(_KINDS.get(name, _TRAINER), address, given.transport) for name, address in there)
     findings, infos = [], {}
     for (kind, address), answer in zip(there, answers, strict=True):
         name = f"{kind} {address}"
@@ -65,8 +66,8 @@ async def examine_services(given: Addresses) -> list[Finding]:
     return findings
 
 
-async def _ask(kind: str, address: str, transport: Transport) -> Answer | LockstepError:
-    stub, method, request = _KINDS[kind]
+async def _ask(kind: tuple[Any, Any, Any], address: str, transport: Transport) -> Answer | LockstepError:
+    stub, method, request = kind
     client = Client(address, stub, transport)
     answers = []
     try:

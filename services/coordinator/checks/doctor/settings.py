@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
             yield check_scorers(config)
         if starts_replicas(config, given) and config.rollout.engine:
             yield check_engine(config)
+    if functions := _functions(config, given):
+        yield check_functions(functions)
     if (Path(config.model) / "config.json").is_file():
         yield from check_lengths(config)
         if not given.trainer:
@@ -43,6 +45,22 @@ def check_scorers(config: Config, command: Sequence[str] = ("-m", "services.rewa
         fix = "run in the directory from which the module can be imported, or install it where the reward service runs"
         return Finding("scorers", why, Verdict.FAIL, fix)
     return Finding("scorers", f"imported {paths}")
+
+
+def check_functions(functions: Mapping[str, str]) -> Finding:
+    """Checks that the user's functions can be imported. `functions` maps config keys to paths."""
+    if why := _problem(("-m", "services.common.probe_functions"), json.dumps(functions)):
+        fix = "run in the directory that has the module, or install it where trainer and coordinator run"
+        return Finding("functions", why, Verdict.FAIL, fix)
+    return Finding("functions", f"imported {', '.join(functions.values())}")
+
+
+def _functions(config: AnyConfig, given: Addresses) -> dict[str, str]:
+    """Returns the functions that are called on this host, apart from scorers."""
+    found = {} if given.trainer else {"trainer.loss.import_path": config.trainer.loss.import_path}
+    if isinstance(config, Config):
+        found["advantage.import_path"] = config.advantage.import_path
+    return {key: path for key, path in found.items() if path}
 
 
 def check_engine(config: Config, command: Sequence[str] = ("-m", "services.rollout.probe")) -> Finding:

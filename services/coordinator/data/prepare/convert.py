@@ -4,19 +4,16 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import pyarrow as pa
 
 from services.common.errors import InvalidInput
-from services.coordinator.data.prepare.deepscaler import DEEPSCALER
 from services.coordinator.data.prepare.formats import Example, Format, Split
-from services.coordinator.data.prepare.gsm8k import GSM8K
+from services.coordinator.data.prepare.options import ConversionOptions
 from services.coordinator.data.prepare.sources import find_files, read_records
 from services.coordinator.data.reading.bad_rows import BadRow, BadRows
 from services.coordinator.data.reading.parquet import write_tables
-
-FORMATS: Mapping[str, Format] = {format.name: format for format in (GSM8K, DEEPSCALER)}
 
 _TEXT_COLUMNS = ("prompt", "answer", "source", "solution")
 _SCHEMA = pa.schema([*((name, pa.string()) for name in _TEXT_COLUMNS), ("index", pa.int64())])
@@ -42,19 +39,6 @@ class ConversionReport:
     """`<file> <row or line>: <reason>` of every bad row."""
     num_held_out: int
     """Number of test rows that were taken from train because the source has no test split."""
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """Options of a conversion."""
-
-    bad_rows: Literal["fail", "drop"] = "fail"
-    test_size: int = 500
-    """Number of distinct problems to hold out as test if the source has no test split; 0 for none."""
-    instruction: str | None = None
-    """Text to append to each problem; None for the format's own, empty for nothing."""
-    revision: str | None = None
-    """Commit, tag or branch on the Hub."""
 
 
 def convert(format: Format, source: str, out: Path, options: ConversionOptions) -> ConversionReport:

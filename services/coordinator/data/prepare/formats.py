@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.coordinator.data.reading.bad_rows import BadRow
-from services.coordinator.data.reading.parquet import Record
+from services.coordinator.data.reading.record import Record
 
 Split = Literal["train", "test"]
 

@@ -3,15 +3,13 @@
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.common.errors import InvalidInput, NotFound
+from services.coordinator.data.reading.record import Record
 
-Record = Mapping[str, Any]
-"""A row: column -> value, as Parquet or JSON has it."""
 _ROWS_AT_ONCE = 4096
 
 

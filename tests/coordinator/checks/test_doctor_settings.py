@@ -1,0 +1,86 @@
+"""`lockstep doctor` tries settings of a config that only fail once services have started."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.config.run import Config
+from services.common.import_path import load_function
+from services.coordinator.checks.doctor import settings
+from services.coordinator.checks.doctor.finding import Finding
+from services.coordinator.services.launch import Addresses
+from tests.coordinator.checks.findings import FAIL, OK, WARN, assert_fails, config_with
+from tests.coordinator.fake_services import make_config
+from tests.support import ROOT
+
+
+def test_scorers_are_imported() -> None:
+    def named(path: str) -> Config:
+        return config_with(reward={"scorers": [{"kind": "exact"}, {"kind": "python", "path": path}]})
+
+    finding = settings.check_scorers(named("statistics:fmean"))
+    assert (finding.verdict, "statistics:fmean" in finding.found) == (OK, True), finding
+    wrong = settings.check_scorers(named("statistics:is_nowhere"))
+    assert_fails(wrong, FAIL, "is_nowhere", "can be imported")
+
+
+def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def loss(tokens, config): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'protos'}")
+
+    def found(name: str, given: Addresses) -> list[Finding]:
+        config = config_with(
+            trainer={"loss": {"kind": "python", "import_path": f"mine:{name}"}},
+            advantage={"kind": "python", "import_path": "statistics:fmean"},
+        )
+        return [finding for finding in settings.examine_settings(config, given) if finding.check == "functions"]
+
+    (finding,) = found("loss", Addresses())
+    assert (finding.verdict, finding.found) == (OK, "imported mine:loss, statistics:fmean")
+    (wrong,) = found("nowhere", Addresses())
+    assert_fails(wrong, FAIL, "trainer.loss.import_path: mine:nowhere cannot be imported", "where trainer")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert load_function("mine:loss", field="here")(None, None) is None
+    (elsewhere,) = found("nowhere", Addresses(trainer="10.0.0.1:1"))
+    assert (elsewhere.verdict, elsewhere.found) == (OK, "imported statistics:fmean")
+
+
+def test_engine_arguments() -> None:
+    pytest.importorskip("vllm")
+    config = config_with(rollout={"engine": {"enforce_eager": True, "gpu_memory_utilisation": 0.5}})
+    finding = settings.check_engine(config)
+    assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
+    assert "enforce_eager" not in finding.found
+    assert settings.check_engine(config, ("-c", "")).verdict is OK
+
+
+def test_lengths(tmp_path: Path) -> None:
+    def lengths(**changes: object) -> Finding:
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024} | changes))
+        config = make_config(model=str(tmp_path), rollout={"max_model_len": 2048})
+        (finding,) = settings.check_lengths(config)
+        return finding
+
+    assert_fails(
+        lengths(), FAIL, "rollout.max_model_len 2048, the model's max_position_embeddings 1024", "at most 1024"
+    )
+    assert lengths(rope_scaling={"rope_type": "yarn", "factor": 4.0}).verdict is WARN
+    assert lengths(max_position_embeddings=2048).verdict is OK
+
+
+def test_memory_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+
+    def memory(total_gib: int, free_gib: int) -> list[Finding]:
+        meminfo.write_text(f"MemTotal: {total_gib << 20} kB\nMemAvailable: {free_gib << 20} kB\n")
+        return list(settings.check_memory(config_with(), meminfo))
+
+    monkeypatch.setattr(settings, "visible_gpus", list)
+    assert memory(512, 256)[0].verdict is OK
+    assert_fails(memory(512, 0)[0], WARN, "this host has 512.0", "lower trainer.max_tokens_per_microbatch")
+    assert memory(0, 0)[0].verdict is FAIL
+    monkeypatch.setattr(settings, "visible_gpus", lambda: ["0"])
+    assert memory(0, 0) == []
