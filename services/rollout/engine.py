@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import math
 import multiprocessing
 import os
 import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
@@ -32,6 +33,7 @@ from services.common.memory.device import DeviceState, changed, gib
 from services.rollout.arguments import Needs, check_adapters_run, engine_arguments
 from services.rollout.compat.vllm.client import abort_samples, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
+from services.rollout.compat.vllm.drafts import Drafts, drafts_of
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
 from services.rollout.failures import log_size, see_log, start_failure
@@ -59,6 +61,8 @@ class Sample:
     prompt_tokens: Sequence[int]
     num_cached_tokens: int
     """Number of prompt tokens that were taken from the prefix cache."""
+    drafts: Drafts = field(default_factory=Drafts)
+    """What was drafted for it; nothing without speculative decoding."""
     routes: bytes = b""
     """The routes of all tokens but the last (services.common.batches.routes); empty if there are none."""
 
@@ -139,6 +143,7 @@ class Engine:
             InvalidInput: The prompt exceeds the engine's context or vocabulary, vLLM rejects the sampling, or there are
                 stop strings and the model has no tokenizer.
             PreconditionFailed: The sample was aborted because the weights changed.
+            InternalError: A log-probability is not finite.
             Unavailable: The engine died.
         """
         limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
@@ -181,6 +186,7 @@ class Engine:
                 f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
             )
         assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
+        _require_finite(result.logprobs.logprobs)
         completion = Completion(
             tokens=result.token_ids,
             logprobs=result.logprobs.logprobs,
@@ -188,7 +194,8 @@ class Engine:
             seed=seed,
         )
         routes = self._routes(output) if sampling.return_routes else b""
-        return Sample(completion, output.prompt_token_ids or (), output.num_cached_tokens or 0, routes)
+        cached = output.num_cached_tokens or 0
+        return Sample(completion, output.prompt_token_ids or (), cached, drafts_of(output), routes)
 
     async def call_workers(
         self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments
@@ -337,6 +344,14 @@ def _require_fit(part: str, fits: Sequence[Fit]) -> None:
                 reason=Reason.OUT_OF_MEMORY,
                 **fit,
             )
+
+
+def _require_finite(logprobs: Sequence[float]) -> None:
+    if not math.isfinite(math.fsum(logprobs)):
+        raise InternalError(
+            f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "
+            "log-probabilities that are not finite; the weights, or vLLM, are broken"
+        )
 
 
 def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
