@@ -30,3 +30,17 @@ def check_speculation(
             f"evaluation.sets.{cut[0]}.min_p: vLLM has no min_p with speculative decoding; set top_p instead, or leave "
             "rollout.speculation out"
         )
+
+
+def check_length(speculation: SpeculationConfig, longest: tuple[int, str], max_model_len: int) -> None:
+    """Raises ValueError if a sample may come so close to the engine's limit that vLLM stops to draft for all samples.
+
+    `longest` has the maximum number of tokens of a sample with its prompt, and the keys that it is the sum of. Seen with
+    vLLM 0.32: with one such sample in a step, it "drafts" token 0 for each sample, which costs time.
+    """
+    tokens, parts = longest
+    if (least := tokens + speculation.num_tokens) > max_model_len:
+        raise ValueError(
+            f"{parts} = {tokens} leaves no room for rollout.speculation.num_tokens {speculation.num_tokens} below "
+            f"rollout.max_model_len = {max_model_len}; raise that to at least {least}"
+        )

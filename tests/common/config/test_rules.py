@@ -13,6 +13,7 @@ from tests.common.config.smallest import SMALLEST, refused, write
 KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
 LAG = ["trainer.lag.versions=1", "trainer.loss.kind=grpo", "trainer.loss.old_logprobs=engine"]
 GRAPHS = ["trainer.strategy=megatron", "trainer.num_ranks=1"]
+LONG = ["data.max_prompt_tokens=100", "rollout.sampling.max_tokens=100"]
 HELD = ["data.eval={held: a.jsonl}"]
 CROSS_FIELD = {
     "colocated ranks and workers are pairs": (
@@ -88,6 +89,11 @@ CROSS_FIELD = {
         [*HELD, "evaluation.sets={held: {temperature: 1.0, min_p: 0.1}}", "rollout.speculation={kind: ngram}"],
         ["evaluation.sets.held.min_p", "set top_p"],
         [*HELD, "evaluation.sets={held: {temperature: 1.0, top_p: 0.9}}", "rollout.speculation={kind: ngram}"],
+    ),
+    "a draft has room": (
+        [*LONG, "rollout.max_model_len=203", "rollout.speculation={kind: ngram, num_tokens: 4}"],
+        ["= 200", "num_tokens 4", "raise that to at least 204"],
+        [*LONG, "rollout.max_model_len=204", "rollout.speculation={kind: ngram, num_tokens: 4}"],
     ),
     "an n-gram has a length": (
         ["rollout.speculation={kind: ngram, min_match: 4, max_match: 3}"],
