@@ -35,7 +35,7 @@ def sampled(directory: Path, options: argparse.Namespace, speculation: dict[str,
         "prompt_tokens": prompt_tokens,
         "max_tokens": max_tokens,
         "rollout": {
-            "max_model_len": prompt_tokens + max_tokens + options.num_tokens,
+            "max_model_len": prompt_tokens + max_tokens + 2 * options.num_tokens,
             "max_samples": max(options.concurrency),
             "speculation": speculation,
             "engine": {} if options.tiny else {"gpu_memory_utilization": 0.5},

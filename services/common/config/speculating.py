@@ -35,12 +35,13 @@ def check_speculation(
 def check_length(speculation: SpeculationConfig, longest: tuple[int, str], max_model_len: int) -> None:
     """Raises ValueError if a sample may come so close to the engine's limit that vLLM stops to draft for all samples.
 
-    `longest` has the maximum number of tokens of a sample with its prompt, and the keys that it is the sum of. Seen with
-    vLLM 0.32: with one such sample in a step, it "drafts" token 0 for each sample, which costs time.
+    `longest` has the maximum number of tokens of a sample with its prompt, and the keys that it is the sum of. vLLM
+    0.32 adds the tokens that are being verified and those that it would draft next. If that exceeds the limit for one
+    sample, it drafts token 0 for each sample of the step, which costs time and gains nothing.
     """
     tokens, parts = longest
-    if (least := tokens + speculation.num_tokens) > max_model_len:
+    if (least := tokens + 2 * speculation.num_tokens) > max_model_len:
         raise ValueError(
-            f"{parts} = {tokens} leaves no room for rollout.speculation.num_tokens {speculation.num_tokens} below "
-            f"rollout.max_model_len = {max_model_len}; raise that to at least {least}"
+            f"{parts} = {tokens} leaves no room for twice rollout.speculation.num_tokens {speculation.num_tokens} "
+            f"below rollout.max_model_len = {max_model_len}; raise that to at least {least}"
         )

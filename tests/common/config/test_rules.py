@@ -91,9 +91,9 @@ CROSS_FIELD = {
         [*HELD, "evaluation.sets={held: {temperature: 1.0, top_p: 0.9}}", "rollout.speculation={kind: ngram}"],
     ),
     "a draft has room": (
-        [*LONG, "rollout.max_model_len=203", "rollout.speculation={kind: ngram, num_tokens: 4}"],
-        ["= 200", "num_tokens 4", "raise that to at least 204"],
-        [*LONG, "rollout.max_model_len=204", "rollout.speculation={kind: ngram, num_tokens: 4}"],
+        [*LONG, "rollout.max_model_len=207", "rollout.speculation={kind: ngram, num_tokens: 4}"],
+        ["= 200", "num_tokens 4", "raise that to at least 208"],
+        [*LONG, "rollout.max_model_len=208", "rollout.speculation={kind: ngram, num_tokens: 4}"],
     ),
     "an n-gram has a length": (
         ["rollout.speculation={kind: ngram, min_match: 4, max_match: 3}"],
