@@ -56,7 +56,8 @@ def run(overrides: list[str], directory: Path) -> tuple[Path, dict[str, list[flo
     outcome = asyncio.run(run_session(config, Addresses(), TerminalFrontend(Console())))
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step_s" in line]
-    warm = steps[min(_WARM_UP, len(steps) - 1) :]  # at least one step, if the run was interrupted
+    whole = [step for step in steps if "time/generate_busy_s" in step]  # with a lag, the last ones generate nothing
+    warm = whole[min(_WARM_UP, len(whole) - 1) :]  # at least one step, if the run was interrupted
     samples = {label: [step[key] for step in warm] for key, label in KEPT.items()}
     samples["training reward"] = [step["reward/mean"] for step in steps]
     for evaluation in outcome.evaluations:

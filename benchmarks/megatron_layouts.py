@@ -54,9 +54,20 @@ _QWEN25_7B = _QWEN25_3B | {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
+_SMOLLM2_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 4}
 _8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm2-135m": ("llama", _SMOLLM2_135M),
     "qwen3-8b": ("qwen3", _QWEN3 | _8B | {"tie_word_embeddings": False}),
     "qwen3-0.6b": ("qwen3", _QWEN3),
     "qwen3-a3b-4-layers": ("qwen3_moe", _A3B | {"num_hidden_layers": 4, "num_experts": 32}),

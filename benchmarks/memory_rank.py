@@ -43,14 +43,16 @@ def main() -> None:
 def _serve(directory: Path, case: dict[str, Any]) -> None:
     store, rank, world = next(rendezvous("env://"))
     torch.set_num_threads(1)
-    measured = _Rank(directory, case, store, rank, world).run()
+    measured = Rank(directory, case, store, rank, world).run()
     (directory / f"rank-{rank}.json").write_text(json.dumps(measured))
     store.set(f"done/{rank}", "1")
     store.wait([f"done/{other}" for other in range(world)])  # when one rank ends, the launcher ends the others
     os._exit(0)
 
 
-class _Rank:
+class Rank:
+    """Runs one rank's phases and keeps their peaks."""
+
     def __init__(self, directory: Path, case: dict[str, Any], store: dist.Store, rank: int, world: int):
         self._worker = Worker(store, rank, world, torch.device("cpu"))
         self._store, self._rank, self._model = store, rank, directory / "model"
@@ -60,7 +62,7 @@ class _Rank:
     def run(self) -> dict[str, list[int]]:
         """Returns the peaks of each phase in bytes. The first update also allocates the optimizer's state."""
         self._peaks["imports"] = [_resident()]
-        with self._phase("open"):
+        with self.phase("open"):
             answer = self._worker.open(
                 role=Role.POLICY,
                 config_json=self._config.model_dump_json(),
@@ -73,10 +75,10 @@ class _Rank:
         forward, train = self._parts(data_rank, self._case["data_ranks"])
         with self._split_updates():
             for repeat in range(self._case["repeats"]):
-                with self._phase("forward"):
+                with self.phase("forward"):
                     self._worker.forward(role=Role.POLICY, **forward.body, frames=forward.frames, temperature=1.0)
                 self._worker.train(**train.body, frames=train.frames, temperature=1.0, version=repeat)
-                with self._phase("publication"):
+                with self.phase("publication"):
                     self._publish(epoch=repeat)
         return self._peaks
 
@@ -93,13 +95,14 @@ class _Rank:
         backend = type(self._worker._backends[Role.POLICY])  # pyright: ignore[reportPrivateUsage]
 
         def measured(name: str, phase: str) -> Any:
-            return patch.object(backend, name, _in_phase(getattr(backend, name), functools.partial(self._phase, phase)))
+            return patch.object(backend, name, _in_phase(getattr(backend, name), functools.partial(self.phase, phase)))
 
         with measured("accumulate", "backward"), measured("step", "optimizer"):
             yield
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures the block as a phase."""
         _RESET.write_text(_RESET_PEAK)
         yield
         self._peaks.setdefault(name, []).append(_peak())

@@ -87,7 +87,7 @@ class Build:
 
     def _begin(self, rest: str) -> Stage:
         base, _, name = rest.partition(" AS ")
-        if base != "python:3.11-slim-bookworm":
+        if base.partition("@")[0] != "python:3.11-slim-bookworm":
             raise SystemExit(f"{self.service}: this script replaces python:3.11-slim-bookworm only, not {base}")
         stage = self._stages[name] = Stage(self._root / self.service / name)
         if not self._is_built:

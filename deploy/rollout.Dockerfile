@@ -1,6 +1,6 @@
 # Image of a rollout replica, which runs vLLM.
 #   docker build -f deploy/rollout.Dockerfile --target cpu -t lockstep-rollout .
-FROM python:3.11-slim-bookworm AS source
+FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS source
 WORKDIR /src
 COPY pyproject.toml README.md ./
 COPY protos/lockstep protos/lockstep
@@ -12,7 +12,7 @@ RUN python -m venv /opt/build
 RUN /opt/build/bin/python -m pip install --no-cache-dir --no-deps --require-hashes -r requirements/build.txt
 RUN /opt/build/bin/python -m pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
 
-FROM python:3.11-slim-bookworm AS cpu-packages
+FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS cpu-packages
 WORKDIR /src
 COPY requirements/cpu-torch.txt requirements/rollout-cpu.txt requirements/
 RUN python -m venv /opt/lockstep
@@ -21,7 +21,7 @@ RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-h
 COPY --from=source /wheel /wheel
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 
-FROM python:3.11-slim-bookworm AS cpu
+FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b AS cpu
 RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=cpu-packages /opt/lockstep /opt/lockstep
 RUN useradd --uid 10001 --create-home lockstep && install --directory --owner lockstep /certificates /work /work/runs
@@ -33,7 +33,7 @@ HEALTHCHECK --interval=10s --timeout=6s --start-period=120s CMD ["lockstep-healt
 ENTRYPOINT ["lockstep-rollout"]
 CMD ["--listen", "0.0.0.0:50051", "--tls", "/certs"]
 
-FROM ubuntu:24.04 AS cuda-packages
+FROM ubuntu:24.04@sha256:69cecf4bbf72d2d44a9eef1b71fb98c7fb973d78af11399deccef19beb008ad9 AS cuda-packages
 RUN apt-get update && apt-get install -y --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY requirements/rollout-cuda.txt requirements/
@@ -42,7 +42,7 @@ RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --require-h
 COPY --from=source /wheel /wheel
 RUN /opt/lockstep/bin/python -m pip install --no-cache-dir --no-deps --no-index --find-links /wheel lockstep-rl
 
-FROM ubuntu:24.04 AS cuda
+FROM ubuntu:24.04@sha256:69cecf4bbf72d2d44a9eef1b71fb98c7fb973d78af11399deccef19beb008ad9 AS cuda
 # Triton and torch.compile need a compiler to build kernels at their first use.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ python3-dev python3-venv libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-packages /opt/lockstep /opt/lockstep

@@ -31,7 +31,7 @@ from services.common.errors import InternalError, InvalidInput, Overloaded, Prec
 from services.common.files.model_card import write_model_card
 from services.common.memory.device import DeviceState, changed, gib
 from services.rollout.arguments import Needs, check_adapters_run, engine_arguments
-from services.rollout.compat.vllm.client import abort_samples, stop_reading
+from services.rollout.compat.vllm.client import abort_samples, lengths_so_far, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
 from services.rollout.compat.vllm.drafts import Drafts, drafts_of
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
@@ -136,7 +136,17 @@ class Engine:
         parallel = self._llm.vllm_config.parallel_config
         return parallel.world_size * parallel.data_parallel_size
 
-    async def sample(self, prompt_tokens: Sequence[int], seed: int, sampling: SamplingParams) -> Sample:
+    def unfinished(self) -> dict[str, int]:
+        """Returns, by id of each prompt with unfinished samples, the tokens that the longest of them has so far."""
+        lengths: dict[str, int] = {}
+        for request_id, num_tokens in lengths_so_far(self._llm):
+            prompt_id = request_id.rpartition("/")[0]
+            lengths[prompt_id] = max(num_tokens, lengths.get(prompt_id, 0))
+        return lengths
+
+    async def sample(
+        self, prompt_tokens: Sequence[int], seed: int, sampling: SamplingParams, prompt_id: str = ""
+    ) -> Sample:
         """Samples one completion of one prompt.
 
         Raises:
@@ -166,8 +176,9 @@ class Engine:
         self.samples_in_flight += 1
         self._idle.clear()
         try:
+            request_id = f"{prompt_id}/{uuid.uuid4().hex}"
             outputs = self._llm.generate(
-                prompt, _engine_sampling(sampling, seed), uuid.uuid4().hex, lora_request=self._adapter
+                prompt, _engine_sampling(sampling, seed), request_id, lora_request=self._adapter
             )
             async for last in outputs:
                 output = last

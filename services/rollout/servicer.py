@@ -113,10 +113,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise PreconditionFailed("the weights changed while sampling", reason=Reason.NOT_SERVING)
             self._metrics.tokens.inc(sum(len(sample.completion.tokens) for sample in samples))
             group = _group(prompt.prompt_id, samples, self._stamp)
+            if request.report_unfinished:
+                group.unfinished.update(engine.unfinished())
             return [seal(request, message) for message in (*_routes(group, samples), group)]
 
         tasks = [
-            [asyncio.create_task(engine.sample(prompt.tokens, seed, request.sampling)) for seed in prompt.seeds]
+            [
+                asyncio.create_task(engine.sample(prompt.tokens, seed, request.sampling, prompt.prompt_id))
+                for seed in prompt.seeds
+            ]
             for prompt in request.prompts
         ]
         self._num_generating += 1

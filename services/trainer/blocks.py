@@ -9,12 +9,12 @@ import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import batch_sha256, blocks_of, content_sha256, trained_tokens
+from services.common.batches.blocks import batch_sha256, begins_of_groups, blocks_of, content_sha256, trained_tokens
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.losses import Totals
 from services.trainer.ranks.calls import Ranks
-from services.trainer.ranks.shards import block_parts
+from services.trainer.ranks.shards import block_parts, groups_per_minibatch
 from services.trainer.ranks.worker import Worker
 
 
@@ -92,47 +92,62 @@ class BlockTraining:
         """Seconds in which the ranks have worked on this batch."""
         self._ranks, self._config, self._data_ranks = ranks, config, data_ranks
         self._blocks: list[pa.Table] = []
-        self._last_group, self._was_last, self._is_applied = -1, False, False
+        self._trained: list[list[np.ndarray]] = [[] for _ in range(config.num_minibatches)]
+        """The number of trained tokens of each sample, by mini-batch and block."""
+        self._groups: set[int] = set()
+        self._groups_per_minibatch = header.groups_per_minibatch
+        self._was_last = self._is_applied = False
 
     async def begin(self) -> None:
         """Begins; drops the gradients of a batch that was begun before.
 
         Raises:
-            InvalidInput: The config does not allow blocks.
+            InvalidInput: The config does not allow blocks, or the header does not say where mini-batches end.
         """
+        num_minibatches = self._config.num_minibatches
         if not self._config.adds_blocks:
             raise InvalidInput(
                 "groups_per_block: must be 0, because this config trains on whole batches (docs/concepts.md, A step)",
                 field="groups_per_block",
             )
+        if num_minibatches > 1 and not self._groups_per_minibatch:
+            raise InvalidInput(
+                f"groups_per_minibatch: must be above 0 with trainer.num_minibatches {num_minibatches}",
+                field="groups_per_minibatch",
+            )
         await self._ranks.call(Worker.begin_blocks, temperature=self.header.temperature)
 
     async def add(self, block: pa.Table) -> None:
-        """Computes the gradient of a block, whose samples were checked.
+        """Hands the ranks a block, whose samples were checked. Those of the first mini-batch compute its gradient.
 
         Raises:
             InvalidInput: The block does not continue the one before it, has another number of groups than the header
                 says, or cannot be trained on with the config.
         """
-        self._require_next(block)
+        minibatch = self._minibatch_of(block)
         begin = time.perf_counter()
         parts = block_parts(block, self._config, max(self._data_ranks) + 1)
-        await self._ranks.call(Worker.add_block, [parts[rank] for rank in self._data_ranks])
+        await self._ranks.call(Worker.add_block, [parts[rank] for rank in self._data_ranks], minibatch=minibatch)
         self._blocks.append(block)
+        self._trained[minibatch].append(trained_tokens(block))
         self.busy_s += time.perf_counter() - begin
 
     async def apply(self, version: int) -> dict[str, Any]:
-        """Applies the gradient of all blocks to the policy, which is at `version`. Returns the metrics.
+        """Updates the policy, which is at `version`, on the mini-batches of all blocks. Returns the metrics.
 
         Raises:
-            InvalidInput: There are no trained tokens.
+            InvalidInput: A mini-batch has no trained tokens, or fewer groups than the header says.
         """
         begin = time.perf_counter()
-        trained = np.concatenate([np.zeros(0, np.int64), *map(trained_tokens, self._blocks)])
-        totals = Totals(int(trained.sum()), int((trained > 0).sum()))
-        if not totals.num_tokens:
-            raise InvalidInput("loss_mask: masks every token of the batch", field="loss_mask")
-        answers = await self._ranks.call(Worker.apply_blocks, totals=vars(totals), version=version)
+        wanted, num_groups = self._groups_per_minibatch * self._config.num_minibatches, len(self._groups)
+        if wanted and num_groups != wanted:
+            raise InvalidInput(
+                f"group: the mini-batches need {wanted} groups, and {num_groups} have arrived", field="group"
+            )
+        totals = [vars(_totals(blocks)) for blocks in self._trained]
+        if not all(minibatch["num_tokens"] for minibatch in totals):
+            raise InvalidInput("loss_mask: masks every token of a mini-batch", field="loss_mask")
+        answers = await self._ranks.call(Worker.apply_blocks, totals=totals, version=version)
         self._is_applied = True
         self.busy_s += time.perf_counter() - begin
         return answers[0].body["metrics"]
@@ -143,10 +158,13 @@ class BlockTraining:
         Raises:
             LockstepError: As `add` and `apply`. Nothing was applied.
         """
+        size = self._groups_per_minibatch = groups_per_minibatch(samples, self._config.num_minibatches)
         await self.begin()
         try:
-            for block in blocks_of(samples, self.header.groups_per_block):
-                await self.add(block)
+            for minibatch in blocks_of(samples, size):
+                self._was_last = False  # the last block of each may be smaller
+                for block in blocks_of(minibatch, self.header.groups_per_block):
+                    await self.add(block)
             return await self.apply(version)
         except BaseException:
             await self.drop()
@@ -162,17 +180,37 @@ class BlockTraining:
         """Returns the samples of all blocks so far."""
         return pa.concat_tables(self._blocks) if self._blocks else batches.SAMPLE_SCHEMA.empty_table()
 
-    def _require_next(self, block: pa.Table) -> None:
-        groups = block["group"].to_numpy()
-        size, num_groups = self.header.groups_per_block, len(set(groups.tolist()))
-        is_ascending = groups[0] > self._last_group and (groups[1:] >= groups[:-1]).all()
-        if self._was_last or num_groups > size or not is_ascending:
+    def _minibatch_of(self, block: pa.Table) -> int:
+        """Returns the number of the mini-batch that the next block is in.
+
+        Raises:
+            InvalidInput: It is in several, or in one that the config does not have; or it does not continue the block
+                before it.
+        """
+        begin, size = len(self._groups), self._groups_per_minibatch
+        self._require_next(block)
+        if not size:
+            return 0
+        minibatch, end = begin // size, len(self._groups)
+        if end > size * min(minibatch + 1, self._config.num_minibatches):
             raise InvalidInput(
-                f"group: a block of {num_groups} groups from {groups[0]} on cannot follow group {self._last_group}; "
-                f"groups must ascend, and each block but the last must have {size}",
+                f"group: groups {begin} to {end - 1} of the batch are not in one of its "
+                f"{self._config.num_minibatches} mini-batches of {size}",
                 field="group",
             )
-        self._last_group, self._was_last = int(groups[-1]), num_groups < size
+        return minibatch
+
+    def _require_next(self, block: pa.Table) -> None:
+        size = self.header.groups_per_block
+        groups = block["group"].to_numpy()[begins_of_groups(block)].tolist()
+        if self._was_last or len(groups) > size or len(self._groups.union(groups)) < len(self._groups) + len(groups):
+            raise InvalidInput(
+                f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group "
+                f"must be neighbors, and each block but the last must have {size} groups",
+                field="group",
+            )
+        self._groups.update(groups)
+        self._was_last = len(groups) < size
 
 
 class OpenStream:
@@ -200,6 +238,11 @@ class OpenStream:
         if self._training is not None and training in (None, self._training):
             ended, self._training = self._training, None
             await ended.drop()
+
+
+def _totals(blocks: Sequence[np.ndarray]) -> Totals:
+    trained = np.concatenate([np.zeros(0, np.int64), *blocks])
+    return Totals(int(trained.sum()), int((trained > 0).sum()))
 
 
 def _corrupt(why: str) -> DataLoss:

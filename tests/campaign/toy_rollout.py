@@ -93,7 +93,10 @@ class ToyEngine:
         finally:
             self._waiting.pop(number, None)
 
-    async def sample(self, prompt_tokens: Sequence[int], seed: int, sampling: SamplingParams) -> Sample:
+    def unfinished(self) -> dict[str, int]:
+        return {}
+
+    async def sample(self, prompt_tokens: Sequence[int], seed: int, sampling: SamplingParams, prompt_id: str) -> Sample:
         answer = await self._ask(prompt=list(prompt_tokens), seed=seed)
         completion = Completion(
             tokens=answer["tokens"], logprobs=answer["logprobs"], finish_reason=FINISH_REASON_STOP, seed=seed

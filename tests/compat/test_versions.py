@@ -60,5 +60,5 @@ def test_another_version_is_refused_with_what_is_supported(found: str, monkeypat
 
 def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(versions.BUILDS, "vllm", ("no-such-distribution",))
-    with pytest.raises(PreconditionFailed, match="vllm is not installed"):
+    with pytest.raises(PreconditionFailed, match=r"vllm is not installed, .*: pip install 'lockstep-rl\[rollout\]'$"):
         require_version("vllm")

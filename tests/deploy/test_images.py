@@ -65,6 +65,18 @@ def test_an_image_has_its_own_service_only_and_runs_without_root(service: str) -
         assert yaml.safe_load(probe.partition(" CMD ")[2]) == HEALTH
 
 
+def test_base_images_are_named_by_tag_and_digest() -> None:
+    digests: dict[str, set[str]] = {}
+    for service in SERVICES:
+        stages = {line.rpartition(" AS ")[2] for line in lines(service) if line.startswith("FROM ")}
+        for line in lines(service):
+            if line.startswith("FROM ") and (base := line.split()[1]) not in stages:
+                tag, _, digest = base.partition("@sha256:")
+                assert ":" in tag and re.fullmatch("[0-9a-f]{64}", digest), line
+                digests.setdefault(tag, set()).add(digest)
+    assert set(map(len, digests.values())) == {1}, digests
+
+
 def test_each_container_sees_its_own_key_only() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     for name, service in compose["services"].items():

@@ -11,9 +11,9 @@ _TRAINER = {"num_ranks": 2, "max_tokens_per_microbatch": 256, "optim": {"lr": 1e
 _STEPS = 5
 
 
-def workspace(directory: Path, lag: int) -> Path:
+def workspace(directory: Path, lag: int, strategy: str) -> Path:
     directory.mkdir()
-    trainer = {**_TRAINER, "loss": {"old_logprobs": "engine"}, "lag": {"versions": lag}}
+    trainer = {**_TRAINER, "strategy": strategy, "loss": {"old_logprobs": "engine"}, "lag": {"versions": lag}}
     return make_workspace(directory, trainer=trainer, num_steps=_STEPS, checkpoint={"save_freq": 2})
 
 
@@ -23,9 +23,9 @@ def sampled_from(directory: Path) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lag", [1, 2])
-def test_a_killed_run_ends_like_one_that_is_not(lag: int, tmp_path: Path) -> None:
-    undisturbed, disturbed = workspace(tmp_path / "undisturbed", lag), workspace(tmp_path / "killed", lag)
+@pytest.mark.parametrize(("lag", "strategy"), [(1, "fsdp"), (1, "megatron"), (2, "fsdp")])
+def test_a_killed_run_ends_like_one_that_is_not(lag: int, strategy: str, tmp_path: Path) -> None:
+    undisturbed, disturbed = (workspace(tmp_path / name, lag, strategy) for name in ("undisturbed", "killed"))
     done = invoke("run", "run.yaml", cwd=undisturbed)
     assert done.returncode == 0, done.stdout + done.stderr
     with LockstepRun(disturbed) as run:

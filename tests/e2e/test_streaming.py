@@ -19,11 +19,11 @@ def score(*, completion, **_):
 """
 
 
-def finished(directory: Path, streaming: str, lent: Sequence[str]) -> Path:
+def finished(directory: Path, streaming: str, lent: Sequence[str], **trainer: Any) -> Path:
     directory.mkdir()
     settings: dict[str, Any] = {"num_steps": 3, "selection": _SELECTION, "checkpoint": {"save_freq": 2}}
     settings["model"] = str(directory / "model")
-    workspace = make_workspace(directory, trainer={**_TRAINER, "streaming": streaming}, **settings)
+    workspace = make_workspace(directory, trainer={**_TRAINER, "streaming": streaming, **trainer}, **settings)
     (workspace / "gate.py").write_text(_SCORER)
     done = invoke("run", "run.yaml", *lent, cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,7 +37,31 @@ def streamed(tmp_path_factory: pytest.TempPathFactory, lent: Sequence[str]) -> P
 
 
 def test_the_weights_are_the_same_with_and_without(streamed: Path, tmp_path: Path, lent: Sequence[str]) -> None:
-    whole = finished(tmp_path / "off", "off", lent)
+    compare(streamed, finished(tmp_path / "off", "off", lent))
+
+
+_MEGATRON = {"strategy": "megatron"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "Megatron": _MEGATRON,
+    "Megatron, tensors cut": {**_MEGATRON, "megatron": {"tensor_model_parallel_size": 2}},
+    # Four micro-batches for each stage are half a batch of this.
+    "Megatron, pipeline": {
+        **_MEGATRON,
+        "megatron": {"pipeline_model_parallel_size": 2},
+        "max_tokens_per_microbatch": 128,
+    },
+    "several mini-batches": {"num_minibatches": 2},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_so_they_are_with_other_trainers(variant: str, tmp_path: Path, lent: Sequence[str]) -> None:
+    compare(*(finished(tmp_path / streaming, streaming, lent, **VARIANTS[variant]) for streaming in ("auto", "off")))
+
+
+def compare(streamed: Path, whole: Path) -> None:
+    """Asserts that two runs have the same weights and numbers, and that only the first has streamed."""
     assert weights(streamed) == weights(whole) != {}
     assert numbers(streamed) == numbers(whole)
     assert sum(line.get("sampling/dropped_zero_variance", 0) for line in numbers(whole)) > 0

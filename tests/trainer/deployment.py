@@ -92,11 +92,8 @@ class Deployment:
     async def train(
         self, batch: pa.Table | Sequence[bytes], *, stamp: PolicyStamp | None = None, batch_id: str = "", **header: Any
     ) -> pb.TrainResponse:
-        head = pb.TrainHeader(
-            expected_stamp=stamp or self.stamp, batch_id=batch_id or f"batch{next(_numbers)}", temperature=1.0
-        )
-        for name, value in header.items():
-            setattr(head, name, value)
+        fields = {"expected_stamp": stamp or self.stamp, "batch_id": batch_id or f"batch{next(_numbers)}"}
+        head = pb.TrainHeader(**{**fields, "temperature": 1.0, **header})
         frames = list(batches.encode(batch)) if isinstance(batch, pa.Table) else batch
         return await self.call(TrainerService.Train, messages(pb.TrainRequest, head, frames))
 

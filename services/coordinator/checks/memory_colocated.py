@@ -1,6 +1,7 @@
 """Estimates for `lockstep plan`: memory of a GPU that a trainer rank and an engine worker share, in each phase.
 
-Contexts, CUDA graphs and the kernels' own memory, which both processes keep all the time, are not counted.
+Contexts, CUDA graphs and the kernels' own memory, which both processes keep all the time, are not counted, nor are the
+buffers of a pair outside of publications: they are kept if they are small (services.common.weights.pairs.buffers).
 """
 
 from collections.abc import Collection

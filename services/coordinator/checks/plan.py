@@ -196,7 +196,11 @@ def _blocks(config: Config) -> Iterator[str]:
         num_packs = max(layout.pp, num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
         share = (layout.pp - 1) / (layout.vpp * num_packs + layout.pp - 1)
         idle = f"; the pipeline idles for {share:.0%} of each, more if samples are shorter than they may be"
-    yield f"blocks: {-(-config.data.prompts_per_step // size)} of {size} groups, trained on {when}{idle}"
+    num_minibatches, rest = trainer.num_minibatches, ""
+    if num_minibatches > 1:
+        rest = f"; they are the first of {num_minibatches} mini-batches, and each of the others is trained on at once"
+    num_blocks = -(-config.data.prompts_per_step // num_minibatches // size)
+    yield f"blocks: {num_blocks} of {size} groups, trained on {when}{idle}{rest}"
 
 
 def _lag(config: Config) -> Iterator[str]:

@@ -148,6 +148,18 @@ def export(
 
 
 @app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(help="An exported model: runs/NAME/model, or the --out of an export.")],
+    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the Hugging Face Hub; made if it is not there.")],
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; it is private else.")] = False,
+) -> None:
+    """Upload an exported model to the Hugging Face Hub, with the login of `hf auth login` or HF_TOKEN."""
+    from services.coordinator.services.push import push
+
+    _console.print(f"pushed {push(directory, repository, is_public=public)}", soft_wrap=True)
+
+
+@app.command()
 def report(
     run_dir: _RunDir,
     out: Annotated[

@@ -37,6 +37,11 @@ class SampledGroup:
     routes: Sequence[bytes] = field(default=(), kw_only=True)
     """The routes of each completion with its prompt (common.batches.routes); empty if the engine returned none."""
 
+    @property
+    def length(self) -> int:
+        """Tokens of its longest completion."""
+        return max(len(completion.tokens) for completion in self.completions)
+
     def episode(self, sample: int) -> Episode | None:
         """Returns the episode of a completion; None without an environment."""
         return self.episodes[sample] if self.episodes else None
@@ -76,7 +81,7 @@ class ScoredGroup(SampledGroup):
 
 
 def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> pa.Table:
-    """Returns the batch without advantages, ordered by the groups' indices, in whatever order they finished.
+    """Returns the batch without advantages, in the order of `groups`.
 
     With `mask_truncated`, loss_mask excludes all tokens of samples that reached max_tokens.
     """
@@ -101,7 +106,7 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
             **({"routes": group.routes[sample]} if group.routes else {}),
             **{name: rows[sample] for name, rows in group.columns.items()},
         }
-        for group in sorted(groups, key=lambda g: g.index)
+        for group in groups
         for sample, (completion, score) in enumerate(zip(group.completions, group.scores, strict=True))
     ]
     return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)

@@ -8,35 +8,39 @@ from dataclasses import replace
 import pyarrow as pa
 
 from services.common.config.run import Config
-from services.common.config.streaming import groups_per_block
+from services.common.config.streaming import groups_per_block, orders_by_length
 from services.common.megatron.layout import samples_at_once
 from services.common.tasks import gather, task_group
 from services.coordinator.data.groups import ScoredGroup, to_table
+from services.coordinator.data.prompts import Prompt
+from services.coordinator.rl.order import ByLength, ByPrompt, in_order_of_length
 from services.coordinator.services.clients.trainer import Model
 
 _BLOCKS_PER_STEP = 8
 
-# Told of each block of groups, in the order of prompts, once every model has answered.
+# Told of each block of groups, in the order of the batch, once every model has answered.
 TakeBlock = Callable[[Sequence[ScoredGroup]], None]
 
 
 class Forwards:
-    """Sends the groups of a batch in blocks, in prompt order, to every model that must see them before training.
+    """Sends the groups of a batch in blocks, in its order, to every model that must see them before training.
 
-    Which samples share a block follows from their order alone. Timing must not decide it, because the numbers of a
+    Which samples share a block follows from that order alone. Timing must not decide it, because the numbers of a
     forward depend, in their last bits, on what is packed together.
     """
 
-    def __init__(self, models: Sequence[Model], config: Config):
+    def __init__(self, models: Sequence[Model], config: Config, lengths: dict[str, int] | None = None):
+        """Creates the forwards of a run. `lengths` is where the replicas' client notes the tokens of groups."""
         # A reference that is the policy's base model runs on the policy's ranks and has no settings of its own.
         settings = [config.models.get(model.name, config.trainer) for model in models]
         self._models = {model: samples_at_once(own) for model, own in zip(models, settings, strict=True)}
         self._turns = {model: asyncio.Lock() for model in models}
         # Engines that share GPUs with these models must have generated all groups first.
         self.starts_at_end = config.placement == "colocated"
-        self._num_wanted = config.data.prompts_per_step
+        self.num_wanted, self._lengths = config.data.prompts_per_step, lengths if lengths is not None else {}
+        self._orders_by_length = orders_by_length(config)
         at_once = -(-max(self._models.values(), default=1) // config.rollout.completions_per_prompt)
-        self._block_size = groups_per_block(config) or max(at_once, -(-self._num_wanted // _BLOCKS_PER_STEP))
+        self._block_size = groups_per_block(config) or max(at_once, -(-self.num_wanted // _BLOCKS_PER_STEP))
 
     @asynccontextmanager
     async def of_batch(self, take: TakeBlock | None = None) -> AsyncGenerator["BatchForwards", None]:
@@ -45,8 +49,14 @@ class Forwards:
         Raises:
             LockstepError: As a model's forward.
         """
+        self._lengths.clear()
+        order = ByLength(self.num_wanted, self._lengths) if self._orders_by_length else ByPrompt()
         async with task_group() as tasks:
-            yield BatchForwards(self, tasks, self._num_wanted, self._block_size, take or (lambda _: None))
+            yield BatchForwards(self, tasks, order, self._block_size, take or (lambda _: None))
+
+    def in_order(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
+        """Returns `groups`, which are in the order of prompts, in the order of the batch."""
+        return in_order_of_length(groups) if self._orders_by_length else groups
 
     async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[list[float]]]]:
         """Returns, for each group, what every model says of its samples, by column of the batch."""
@@ -73,30 +83,30 @@ class Forwards:
 
 
 class BatchForwards:
-    """The forwards of one batch. Blocks start as soon as the places before them are decided."""
+    """The forwards of one batch. A block starts as soon as its groups are certain."""
 
-    def __init__(self, forwards: Forwards, tasks: asyncio.TaskGroup, num_wanted: int, block_size: int, take: TakeBlock):
-        self._forwards, self._tasks, self._take = forwards, tasks, take
-        self._num_wanted, self._block_size = num_wanted, block_size
-        self._decided: dict[int, ScoredGroup | None] = {}
-        self._num_passed = self._num_useful = 0
+    def __init__(
+        self, forwards: Forwards, tasks: asyncio.TaskGroup, order: ByPrompt | ByLength, block_size: int, take: TakeBlock
+    ):
+        self._forwards, self._tasks, self._order, self._take = forwards, tasks, order, take
+        self._block_size, self._num_left = block_size, forwards.num_wanted
         self._may_start = asyncio.Event()
         if not forwards.starts_at_end:
             self._may_start.set()
         self._block: list[ScoredGroup] = []
         self._running: list[asyncio.Task[list[ScoredGroup]]] = []
 
+    def begin(self, place: int, prompt: Prompt) -> None:
+        """Takes note that the prompt at `place` in the order of prompts is sampled."""
+        self._order.begin(place, prompt.prompt_id)
+
     def decide(self, place: int, group: ScoredGroup | None) -> None:
         """Takes note of the group at `place` in the order of prompts; None if it is not trained on."""
-        self._decided[place] = group
-        while self._num_passed in self._decided and self._num_useful < self._num_wanted:
-            useful = self._decided[self._num_passed]
-            self._num_passed += 1
-            if useful is not None:
-                self._num_useful += 1
-                self._block.append(useful)
-                if len(self._block) == self._block_size:
-                    self._start()
+        for useful in self._order.decide(place, group)[: self._num_left]:
+            self._num_left -= 1
+            self._block.append(useful)
+            if len(self._block) == self._block_size:
+                self._start()
 
     async def complete(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns `groups`, which were all decided, with the columns of every model."""

@@ -130,7 +130,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
         collector=make_collector(services, data.tokenizer, config),
         trainer=trainer,
         publisher=make_publisher(services, run),
-        forwards=Forwards(list(services.auxiliary.values()), config),
+        forwards=Forwards(list(services.auxiliary.values()), config, services.rollout.lengths),
         critic=critic,
     )
 

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.batches.blocks import begins_of_groups
 from services.common.config.streaming import streams
 from services.common.errors import LockstepError, Reason
 from services.common.tasks import task_group
@@ -34,10 +35,13 @@ class Blocks:
         self,
         begin: Callable[[], BlockStream] | None,
         to_block: Callable[[Sequence[ScoredGroup]], pa.Table],
+        num_wanted: int | None,
         tasks: asyncio.TaskGroup,
     ):
-        self._begin, self._to_block, self._tasks = begin, to_block, tasks
+        """Creates them. `num_wanted` is the number of groups of a batch whose mini-batches end where blocks say."""
+        self._begin, self._to_block, self._num_wanted, self._tasks = begin, to_block, num_wanted, tasks
         self._sent: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
+        self._groups: list[int] = []
 
     def take(self, groups: Sequence[ScoredGroup]) -> None:
         """Sends the next block, if the config streams; called as soon as it is complete."""
@@ -47,13 +51,21 @@ class Blocks:
             stream = self._begin()
             self._sent = stream, self._tasks.create_task(_unless_lost(stream))
         self._sent[0].send(self._to_block(groups))
+        self._groups += [group.index for group in groups]
 
     async def commit(self, batch: pa.Table) -> Updated | None:
         """Applies the blocks, which are those of `batch`, as it is on disk. Returns the new version and metrics.
 
-        Returns None if no block was sent or the stream was lost: `batch` must be sent as a whole.
+        Returns None if no block was sent, the stream was lost, or `batch` has another order or fewer groups for its
+        mini-batches than what was sent: it must be sent as a whole.
         """
         if self._sent is None:
+            return None
+        groups = batch["group"].to_numpy()[begins_of_groups(batch)].tolist()
+        # A group that was sampled again, because its replica was lost, is shorter than the part that was reported.
+        if groups != self._groups or self._num_wanted not in (None, len(groups)):
+            log.warning("the batch has another order or smaller mini-batches than its blocks; it is sent as a whole")
+            self.end()
             return None
         stream, answer = self._sent
         stream.commit(batch)
@@ -77,9 +89,10 @@ async def sending_blocks(run: Run, context: LoopContext, stamp: PolicyStamp) -> 
     def to_block(groups: Sequence[ScoredGroup]) -> pa.Table:
         return with_advantages(config, to_table(groups, mask_truncated=config.selection.overlong.mask_truncated), coef)
 
+    num_wanted = config.data.prompts_per_step if config.trainer.num_minibatches > 1 else None
     begin = (lambda: context.trainer.stream(run.batch_id(stamp), stamp)) if streams(config) else None
     async with task_group() as tasks:
-        blocks = Blocks(begin, to_block, tasks)
+        blocks = Blocks(begin, to_block, num_wanted, tasks)
         try:
             yield blocks
         finally:

@@ -48,8 +48,11 @@ class StepClock:
             self._busy_s += 0.0 if self._num_active else end - self._busy_began
 
     def take(self, phase: Phase) -> float:
-        """Returns the seconds spent in `phase` and subtracts them from the step's time."""
+        """Returns the seconds spent in `phase`, which has just ended, and leaves them out of the step and its lanes."""
         seconds, self._seconds[phase] = self._seconds[phase], 0.0
+        now = time.perf_counter()
+        for busy in self.lanes.values():
+            busy.leave_out(now - seconds, now)
         self._step_began += seconds
         self._busy_s -= seconds
         return seconds

@@ -38,6 +38,12 @@ class Busy:
             self._began = until
         return [(max(begin, since) - since, end - since) for begin, end in found if end > since]
 
+    def leave_out(self, since: float, until: float) -> None:
+        """Forgets the calls between two times, and moves those before the first to before the second."""
+        moved = until - since
+        before = [(begin, min(end, since)) for begin, end in self._intervals if begin < since]
+        self._intervals = [(begin + moved, end + moved) for begin, end in before]
+
 
 def lane_metrics(lanes: Mapping[str, Busy], since: float, until: float) -> dict[str, float]:
     """Returns `time/<name>_begin_s`, `_end_s` and `_busy_s` of every lane that was busy in the step.

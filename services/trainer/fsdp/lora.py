@@ -21,6 +21,7 @@ from services.common.megatron.lora import PARTS, lora_layer
 from services.trainer.adapters import AdaptedLayer, excluded_modules, initial_a, peft_name, refuse_part, target_parts
 from services.trainer.compat.torch import set_class
 from services.trainer.fsdp.weights import WeightStream, is_adapter
+from services.trainer.merging import add_product
 
 _Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -79,11 +80,12 @@ class AdapterStream:
             yield peft_name(name, "B"), b
 
     def merged(self) -> _Named:
-        """Yields the weights W + alpha / rank * B A, computed in float32, in the dtype of W."""
+        """Yields the weights W + alpha / rank * B A, without gradient."""
         for name, weight in self._base:
             if layer := self._layers.get(name):
                 a, b = self._base.gather([layer.lora_A, layer.lora_B])
-                weight = (weight.float() + layer.lora_scale * (b.float() @ a.float())).to(weight.dtype)
+                weight = weight.clone()
+                add_product(weight[None], b[None], a, layer.lora_scale)
             yield name, weight
 
 

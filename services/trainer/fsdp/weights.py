@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from services.common.compat.torch import copy_all
 from services.trainer.compat.torch import is_persistent
 
 # One collective gathers parameters of about this many entries in total.
@@ -50,14 +51,17 @@ class WeightStream:
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Returns whole parameters. All ranks call it together."""
-        # Cast before gathering, which halves the bytes.
-        local = [local_shard(parameter).to(self._device, self._dtype) for parameter in parameters]
-        world = dist.get_world_size()
-        if world == 1:
+        local, world = [local_shard(parameter) for parameter in parameters], dist.get_world_size()
+        if world == 1 and all(tensor.device == self._device and tensor.dtype == self._dtype for tensor in local):
             return local
+        # Cast before gathering, which halves the bytes.
         numel = [[_shard_shape(p.shape, rank, world).numel() for p in parameters] for rank in range(world)]
-        own = torch.zeros(sum(numel[0]), dtype=self._dtype, device=self._device)  # rank 0 has the largest shard
-        own[: sum(numel[dist.get_rank()])] = torch.cat([tensor.reshape(-1) for tensor in local])
+        own = torch.empty(sum(numel[0]), dtype=self._dtype, device=self._device)  # rank 0 has the largest shard
+        places = own[: sum(numel[dist.get_rank()])].split(numel[dist.get_rank()])
+        targets = [place.view(tensor.shape) for place, tensor in zip(places, local, strict=True)]
+        copy_all(targets, local)  # a copy for each would cost more time than its bytes
+        if world == 1:
+            return targets
         gathered = torch.empty(world, own.numel(), dtype=self._dtype, device=self._device)
         dist.all_gather_into_tensor(gathered.view(-1), own)
         shards = [gathered[rank, : sum(numel[rank])].split(numel[rank]) for rank in range(world)]

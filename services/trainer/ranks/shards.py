@@ -99,6 +99,21 @@ def train_parts(samples: pa.Table, config: TrainerConfig, num_ranks: int, role: 
     ]
 
 
+def groups_per_minibatch(samples: pa.Table, num_minibatches: int) -> int:
+    """Returns the number of prompt groups in each of `num_minibatches` mini-batches.
+
+    Raises:
+        InvalidInput: The groups cannot be split equally.
+    """
+    num_groups = pc.count_distinct(samples["group"]).as_py()
+    if num_groups % num_minibatches:
+        raise InvalidInput(
+            f"{num_groups} prompt groups cannot be split into trainer.num_minibatches {num_minibatches}",
+            field="trainer.num_minibatches",
+        )
+    return num_groups // num_minibatches
+
+
 def block_parts(block: pa.Table, config: TrainerConfig, num_ranks: int) -> list[Message]:
     """Returns each rank's samples for `Worker.add_block`, in the order of its packs, and how they are packed.
 
@@ -168,14 +183,9 @@ def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[li
 
 
 def _minibatch_rows(samples: pa.Table, num_minibatches: int) -> Sequence[np.ndarray]:
-    group = samples["group"].to_numpy()
+    size, group = groups_per_minibatch(samples, num_minibatches), samples["group"].to_numpy()
     groups = np.unique(group)
-    if len(groups) % num_minibatches:
-        raise InvalidInput(
-            f"{len(groups)} prompt groups cannot be split into trainer.num_minibatches {num_minibatches}",
-            field="trainer.num_minibatches",
-        )
-    return [np.flatnonzero(np.isin(group, part)) for part in np.split(groups, num_minibatches)]
+    return [np.flatnonzero(np.isin(group, groups[at : at + size])) for at in range(0, len(groups), size)]
 
 
 def _lengths(samples: pa.Table, name: str) -> np.ndarray:

@@ -176,21 +176,21 @@ class Worker(MemoryCommands):
         self._profiled.enter_context(self._profiler.update(self._num_updates))
 
     @rank_command
-    def add_block(self, *, packs: list[int], frames: Sequence[bytes]) -> None:
-        """Adds the gradient of this rank's samples of a block."""
+    def add_block(self, *, minibatch: int, packs: list[int], frames: Sequence[bytes]) -> None:
+        """Takes this rank's samples of a block of mini-batch number `minibatch`; of the first, adds their gradient."""
         assert self._blocks is not None, "the servicer begins an update before it adds a block"
         built = self._packs(batches.decode(frames), packs)
         with self._profiled.pop_all() as profiled:  # an error ends the profile
-            self._blocks.add(built)
+            self._blocks.add(built, minibatch)
             self._profiled = profiled.pop_all()
 
     @rank_command
-    def apply_blocks(self, *, totals: dict[str, int], version: int) -> Message:
-        """Applies the gradient of all blocks to the policy, which is at `version`."""
+    def apply_blocks(self, *, totals: list[dict[str, int]], version: int) -> Message:
+        """Updates the policy, which is at `version`, on the mini-batches of all blocks, which have `totals`."""
         assert self._blocks is not None, "the servicer begins an update before it applies it"
         with self._profiled.pop_all():
             update, self._blocks = self._blocks, None
-            metrics = update.apply(Totals(**totals), version)
+            metrics = update.apply([Totals(**minibatch) for minibatch in totals], version)
         self._num_updates += 1
         self._synchronize()
         return Message({"metrics": metrics})

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from services.common.config.trainer.loss import LossConfig
 from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import LockstepError
 from services.trainer.backend import Backend
 from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.covariance import covariance, covariance_sums
@@ -48,7 +50,7 @@ def update(
         # The old policy is the one before the first update. The first mini-batch gets it from its own forward.
         compared, later = minibatches, [pack for minibatch in minibatches[1:] for pack in minibatch.packs]
         later_outputs = backend.forward(later, temperature) if later else []
-        _set_old(later, later_outputs)
+        set_old(later, later_outputs)
     metrics: list[dict[str, float]] = []
     replayed = Replayed()
     num_updates = config.num_epochs * len(minibatches)
@@ -57,20 +59,47 @@ def update(
             _set_covariance(backend, minibatch)
         loss = functools.partial(pack_loss, config=config.loss, totals=minibatch.totals)
         outputs, sums = backend.accumulate(minibatch.packs, temperature, loss)
-        replayed.add(backend, minibatch.packs)
+        with later_update(index):
+            replayed.add(backend, minibatch.packs)
         if config.loss.is_sampled and index == 0:
             gaps = Gaps()
             packs = [pack for minibatch in compared for pack in minibatch.packs]
             gaps.add(packs, [*outputs, *later_outputs])
             gap = require_agreement(backend, gaps, sum(m.totals.num_tokens for m in compared), config)
             if config.loss.old_logprobs == "recompute":
-                _set_old(minibatch.packs, outputs)  # for the epochs after the first
+                set_old(minibatch.packs, outputs)  # for the epochs after the first
         applied = apply_gradient(backend, config, version * num_updates + index)
         metrics.append({name: float(value) for name, value in sums.items()} | applied)
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]} | gap | replayed.metrics()
+    return means_of(metrics) | gap | replayed.metrics()
 
 
-def _set_old(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
+def means_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the mean of each metric over the updates of a batch."""
+    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+
+
+@contextmanager
+def later_update(index: int) -> Iterator[None]:
+    """Makes an error in update `index` of a batch, counted from 0, one that ends the trainer, unless it is the first.
+
+    After an error that a rank survives, the trainer would hold neither the weights before the batch nor those after it.
+
+    Raises:
+        RuntimeError: In place of a LockstepError.
+    """
+    try:
+        yield
+    except LockstepError as error:
+        if not index:
+            raise
+        raise RuntimeError(
+            f"update {index + 1} of a batch failed when those before it were applied; resume from a checkpoint: "
+            f"{error.message}"
+        ) from error
+
+
+def set_old(packs: Sequence[Pack], outputs: Sequence[torch.Tensor]) -> None:
+    """Makes the log-probabilities in `outputs` those of the old policy."""
     for pack, outputs_2N in zip(packs, outputs, strict=True):
         pack.columns["old_logprobs"] = outputs_2N[0].detach()
 

@@ -67,14 +67,34 @@ def test_a_block_fills_a_pipeline(stages: int, max_tokens: int, groups: int) -> 
     assert groups_per_block(made) == groups
 
 
+@pytest.mark.parametrize(
+    ("num_groups", "minibatches", "max_tokens", "groups"),
+    [
+        (16, 2, 100, 1),
+        (16, 2, 400, 2),
+        (16, 2, 1600, 8),  # a mini-batch that fills no micro-batch is a block
+        (16, 16, 400, 1),
+        (24, 2, 500, 3),  # four of 12 groups fill a micro-batch less often than three
+        (14, 2, 700, 7),  # blocks of four would not be equal
+        (18, 2, 800, 9),
+    ],
+)
+def test_minibatches_consist_of_equal_blocks(num_groups: int, minibatches: int, max_tokens: int, groups: int) -> None:
+    trainer = {"num_minibatches": minibatches, "max_tokens_per_microbatch": max_tokens}
+    made = config(data={"prompts_per_step": num_groups}, trainer=trainer)
+    assert (groups_per_block(made), streams(made)) == (groups, True)
+    off = config(data={"prompts_per_step": num_groups}, trainer=trainer | {"streaming": "off"})
+    assert (groups_per_block(off), streams(off)) == (groups, False)
+
+
 WHOLE: dict[str, dict[str, Any]] = {
     "advantages of the whole batch": {"advantage": {"kind": "gpg"}},
     "whitened over the batch": {"advantage": {"kind": "grpo", "whiten": "batch"}},
     "whitened by its kind": {"advantage": {"kind": "reinforce_plus_plus"}},
     "own advantages": {"advantage": {"kind": "python", "import_path": "a.b:c"}},
     "a critic": {"advantage": {"kind": "gae"}, "critic": {}},
-    "several updates": {"trainer": {"num_minibatches": 2}},
     "several epochs": {"trainer": {"num_epochs": 2}},
+    "several epochs of mini-batches": {"trainer": {"num_minibatches": 2, "num_epochs": 2}},
     "a loss that reads means of the batch": {"trainer": {"loss": {"kind": "clip_cov"}}},
     "a choice by arrival": {"selection": {"over_sampling": {"factor": 1.5, "keep": "arrival"}}},
     "a group smaller than the ranks": {"trainer": {"num_ranks": 8}},

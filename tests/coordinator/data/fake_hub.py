@@ -1,6 +1,8 @@
-"""The part of the Hugging Face Hub's HTTP API that a download of one dataset or model needs."""
+"""The part of the Hugging Face Hub's HTTP API that a download or an upload of one dataset or model needs."""
 
+import base64
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,10 +14,11 @@ _SHA = "0123456789abcdef0123456789abcdef01234567"
 
 class _Hub(BaseHTTPRequestHandler):
     files: Mapping[str, bytes] = {}
+    pushed: dict[str, bytes]
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
-        if path.startswith((f"/api/datasets/{_ID}/revision/", f"/api/models/{_ID}/revision/")):
+        if re.fullmatch(f"/api/(datasets|models)/{_ID}(/revision/.*)?", path):
             siblings = [{"rfilename": name} for name in self.files]
             self._answer(json.dumps({"id": _ID, "sha": _SHA, "siblings": siblings}).encode())
         elif path.startswith((f"/api/datasets/{_ID}/tree/", f"/api/models/{_ID}/tree/")):
@@ -30,6 +33,23 @@ class _Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        own = f"http://{self.headers['Host']}/{_ID}"
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers["Authorization"] != "Bearer may-write":
+            self.send_error(401)
+        elif "/preupload/" in self.path:
+            wanted = [file["path"] for file in json.loads(body)["files"]]
+            files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in wanted]
+            self._answer(json.dumps({"files": files}).encode())
+        elif "/commit/" in self.path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            values = [line["value"] for line in lines if line["key"] == "file"]
+            self.pushed.update({value["path"]: base64.b64decode(value["content"]) for value in values})
+            self._answer(json.dumps({"commitUrl": f"{own}/commit/{_SHA}", "commitOid": _SHA}).encode())
+        else:
+            self._answer(json.dumps({"url": own, "name": _ID}).encode())
+
     def _answer(self, content: bytes | None) -> None:
         if content is None:
             self.send_response(404)
@@ -42,7 +62,7 @@ class _Hub(BaseHTTPRequestHandler):
         self.send_header("X-Repo-Commit", _SHA)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -50,9 +70,13 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub(files: Mapping[str, bytes]) -> Iterator[str]:
-    """Serves `files` as the dataset and as the model openai/gsm8k, in every revision; its URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"files": files}))
+def hub(files: Mapping[str, bytes], pushed: dict[str, bytes] | None = None) -> Iterator[str]:
+    """Serves `files` as the dataset and as the model openai/gsm8k, in every revision; its URL.
+
+    What a client uploads with the token may-write gets into `pushed`.
+    """
+    served = {"files": files, "pushed": {} if pushed is None else pushed}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), served))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

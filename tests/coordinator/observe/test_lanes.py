@@ -22,6 +22,11 @@ def test_a_step_has_the_lanes_that_were_busy() -> None:
     ]
 
 
+def test_a_lane_that_was_idle_for_a_whole_step_has_zeros() -> None:
+    last = {"step": 4, "time/step_s": 4.0, "time/train_begin_s": 0.0, "time/train_end_s": 4.0, "time/train_busy_s": 3.0}
+    assert lanes([STEP, last])[1]["lanes"] == [("generate", 0.0, 0.0, 0.0), ("train", 0.0, 4.0, 3.0)]
+
+
 def test_lanes_as_text() -> None:
     assert drawing(STEP).splitlines() == [
         f"{'':>10}0 s{'10.0 s':>57}",

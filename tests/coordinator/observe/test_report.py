@@ -265,6 +265,12 @@ def test_an_evaluation_is_drawn_with_the_step_that_it_follows() -> None:
     assert (drawn["evaluating"], drawn["other"]) == ([0, 0.125], [0.5, 0.375])
 
 
+def test_generating_that_overlaps_with_training_is_not_drawn_twice() -> None:
+    lagged = {"step": 1, "time/step_s": 5.0, "time/generating_s": 3.0, "time/training_s": 4.0, "time/publishing_s": 0.5}
+    drawn = {phase["name"]: phase["seconds"] for phase in curves.phases([lagged])["phases"]}
+    assert drawn == {"generating and scoring": [0.5], "training": [4.0], "publishing": [0.5]}
+
+
 def episode(number: int) -> dict[str, Any]:
     """Returns a row of two turns of the policy; the environment answers the first with hostile text."""
     turns = {"turn_begins": [0, 3], "turn_ends": [2, 5], "turn_rewards": [0.25, 0.0], "environment": "e 1"}

@@ -52,7 +52,7 @@ async def run(
 ) -> list[ScoredGroup]:
     config = make_config(
         data={"train": "x.parquet", "prompts_per_step": wanted},
-        rollout={"completions_per_prompt": 2},
+        rollout={"completions_per_prompt": 2, "max_samples": 1},  # in the order of prompts
         trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 8192},
     )
     models: Any = [model]
@@ -88,7 +88,7 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
     partial: Any = FakeModel()
     config = make_config(
         data={"train": "x.parquet", "prompts_per_step": 16},
-        rollout={"completions_per_prompt": 2},
+        rollout={"completions_per_prompt": 2, "max_samples": 1},  # in the order of prompts
         trainer={"max_tokens_per_microbatch": 8192},
     )
     async with Forwards([partial], config).of_batch() as forwards:
@@ -100,6 +100,30 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
         forwards.decide(2, None)
         await forwards.complete([group(index) for index in (0, 1, 3)])
         assert partial.blocks[1:] == [["p3", "p3"]]
+
+
+async def test_blocks_in_the_order_of_length() -> None:
+    config = make_config(
+        data={"train": "x.parquet", "prompts_per_step": 4},
+        rollout={"completions_per_prompt": 2},
+        trainer={"max_tokens_per_microbatch": 8192},
+    )
+    lengths, blocks = {f"p{index}": 2 for index in range(4)}, []
+    forwards = Forwards([], config, lengths)
+    groups = [group(index) for index in range(4)]  # of 1, 2, 3 and 1 tokens
+    async with forwards.of_batch(blocks.append) as batch:
+        for one in groups:
+            batch.begin(one.index, one.prompt)
+        lengths |= {"p1": 2, "p2": 2, "p3": 1}
+        batch.decide(0, groups[0])
+        batch.decide(3, groups[3])
+        while not blocks:
+            await asyncio.sleep(0)
+        assert [one.index for one in blocks[0]] == [0, 3]
+        batch.decide(2, groups[2])
+        batch.decide(1, groups[1])
+        done = await batch.complete(forwards.in_order(groups))
+    assert [one.index for one in done] == [0, 3, 1, 2] == [one.index for block in blocks for one in block]
 
 
 async def test_every_rank_gets_a_sample() -> None:

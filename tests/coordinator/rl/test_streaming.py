@@ -6,29 +6,63 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+from services.common.config.run import Config
 from services.common.errors import InternalError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client
+from services.coordinator.rl.order import ByLength
 from services.trainer.ranks.calls import rank_command
+from tests.coordinator.fake_services import FakeReward
 from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services
+from tests.support import PATIENCE_S
 
 _TWO_BLOCKS = {"max_tokens_per_microbatch": 48}
 
 
-def made(directory: Path, **trainer: Any) -> Any:
+def made(directory: Path, **trainer: Any) -> Config:
     directory.mkdir()
     return make_run(directory, 2, trainer=_TWO_BLOCKS | trainer)
 
 
-async def test_the_ranks_get_the_same_blocks_with_and_without_streaming(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+async def test_the_ranks_get_the_same_blocks_with_and_without_streaming(tmp_path: Path, num_minibatches: int) -> None:
     async with surviving_services() as services:
-        await services.run(made(tmp_path / "on"))
+        await services.run(made(tmp_path / "on", num_minibatches=num_minibatches))
         streamed = [*services.rank.blocks]
         services.rank.blocks.clear()
-        await services.run(made(tmp_path / "off", streaming="off"))
+        await services.run(made(tmp_path / "off", streaming="off", num_minibatches=num_minibatches))
         assert services.rank.blocks == streamed
         assert [len(batch) for batch in streamed] == [3, 3]  # two blocks and the counts
+        assert [batch[1][0] for batch in streamed] == [f"{num_minibatches - 1}"] * 2
+
+
+async def test_minibatches_that_lack_groups_are_sent_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def four(name: str, **trainer: Any) -> Config:
+        config = made(tmp_path / name, num_minibatches=2, **trainer)
+        return config.model_copy(update={"data": config.data.model_copy(update={"prompts_per_step": 4})})
+
+    async with surviving_services() as services:
+        config = four("all")
+        await services.run(config)
+        ids = pq.read_table(config.run_dir / "batches" / "step-000001.parquet")["prompt_id"].to_pylist()
+        # Three of the groups of the second step are left, which make two mini-batches of one.
+        monkeypatch.setattr(FakeReward, "failing", property(lambda _: {ids[2]}), raising=False)
+        services.rank.blocks.clear()
+        await services.run(four("on"))
+        streamed = [*services.rank.blocks]
+        services.rank.blocks.clear()
+        await services.run(four("off", streaming="off"))
+        assert services.rank.blocks == streamed
+        assert [len(batch) for batch in streamed] == [5, 3]
+        async with asyncio.timeout(PATIENCE_S):
+            while "TrainBlocks, whose caller has given up" not in caplog.text:
+                await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, 2, 3, 5])
@@ -58,6 +92,20 @@ async def test_a_lost_stream_is_sent_again_as_a_whole(
         monkeypatch.setattr(Client, "call", losing)
         outcome = await services.run(made(tmp_path / "lost"))
         assert (outcome.version, len(lost)) == (2, 2)
+        assert services.rank.blocks == undisturbed
+
+
+async def test_blocks_in_another_order_than_the_batch_are_sent_again_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a group, of which many tokens were reported, was sampled again and is shorter."""
+    async with surviving_services() as services:
+        await services.run(made(tmp_path / "undisturbed"))
+        undisturbed = [*services.rank.blocks]
+        services.rank.blocks.clear()
+        decide = ByLength.decide
+        monkeypatch.setattr(ByLength, "decide", lambda *args: [*reversed(decide(*args))])
+        assert (await services.run(made(tmp_path / "disturbed"))).version == 2
         assert services.rank.blocks == undisturbed
 
 

@@ -75,11 +75,11 @@ class CountingRank:
         self._added = []
 
     @rank_command
-    def add_block(self, *, packs: list[int], frames: Sequence[bytes]) -> None:
-        self._added.append(f"{packs} {content_sha256(batches.decode(frames)).hex()}")
+    def add_block(self, *, minibatch: int, packs: list[int], frames: Sequence[bytes]) -> None:
+        self._added.append(f"{minibatch} {packs} {content_sha256(batches.decode(frames)).hex()}")
 
     @rank_command
-    def apply_blocks(self, *, totals: dict[str, int], version: int) -> Message:
+    def apply_blocks(self, *, totals: list[dict[str, int]], version: int) -> Message:
         self.blocks.append([*self._added, f"{totals}"])
         return self.train(version=version, role=Role.POLICY)
 

@@ -67,3 +67,25 @@ def test_phases_that_overlap_leave_nothing_outside(clock: Clock) -> None:
         "time/step_s": 10,
         "time/outside_share": pytest.approx(0.2),
     }
+
+
+def test_what_an_evaluation_does_is_in_no_lane(clock: Clock) -> None:
+    steps = StepClock()
+    steps.lanes["generate"] = generate = Busy()
+    with steps.measure(Phase.PUBLISHING):
+        clock.now = 102
+    with steps.measure(Phase.EVALUATING), generate.working():
+        clock.now = 105
+    assert steps.take(Phase.EVALUATING) == 3
+    with steps.measure(Phase.GENERATING), generate.working():
+        clock.now = 109
+    found = steps.metrics()
+    assert {name: value for name, value in found.items() if "generate_" in name or "publish_" in name} == {
+        "time/publish_begin_s": 0,
+        "time/publish_end_s": 2,
+        "time/publish_busy_s": 2,
+        "time/generate_begin_s": 2,
+        "time/generate_end_s": 6,
+        "time/generate_busy_s": 4,
+    }
+    assert found["time/step_s"] == 6

@@ -1,4 +1,7 @@
-"""Batches in blocks on Megatron: what a stream leaves is what the same blocks leave at once, and the whole batch."""
+"""Batches in blocks on real ranks of both backends.
+
+What a stream leaves is what the same blocks leave at once, and the whole batch.
+"""
 
 from pathlib import Path
 

@@ -26,6 +26,7 @@ class FakeWorker:
     def __init__(self, rank: int):
         self.rank = rank
         self.calls: list[str] = []
+        self.minibatches: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
@@ -81,10 +82,11 @@ class FakeWorker:
         self.calls.append("begin")
 
     @rank_command
-    def add_block(self, **_: Any) -> None:
+    def add_block(self, *, minibatch: int, **_: Any) -> None:
         if self.block_error is not None:
             raise self.block_error
         self.calls.append("add")
+        self.minibatches.append(minibatch)
         self.added.set()
 
     @rank_command

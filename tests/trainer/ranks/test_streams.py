@@ -165,7 +165,7 @@ async def test_only_the_policy_is_trained_in_blocks(service: Service, role: pb.R
 
 
 WHOLE: dict[str, dict[str, Any]] = {
-    "updates": {"num_minibatches": 2},
+    "epochs": {"num_minibatches": 2, "num_epochs": 2},
     "means": {"loss": {"kind": "clip_cov"}},
     "data": {"loss": {"kind": "sft"}},
     "router": {"strategy": "megatron", "megatron": {"transformer_config_kwargs": {"moe_z_loss_coeff": 0.1}}},
@@ -181,3 +181,46 @@ async def test_blocks_are_refused_where_their_gradients_do_not_add_up(service: S
         await Streamed(service).whole()
     assert caught.value.metadata["field"] == "groups_per_block"
     assert service.crew.workers[1].calls == []
+
+
+MISCUT: dict[str, tuple[dict[str, int], str, list[str]]] = {
+    "no end": ({"groups_per_minibatch": 0}, "groups_per_minibatch", []),
+    "a block of two mini-batches": (
+        {"groups_per_minibatch": 1, "groups_per_block": 2},
+        "groups 0 to 1 of the batch are not in one",
+        ["begin", "drop"],
+    ),
+    "too few groups": ({"groups_per_minibatch": 2}, "need 4 groups, and 2 have", ["begin", "add", "add", "drop"]),
+}
+
+
+async def publish(service: Service) -> None:
+    join = pb.JoinWeightGroupRequest()
+    join.group.epoch = 1
+    await service.client.call(TrainerService.JoinWeightGroup, join, timeout_s=PATIENCE_S)
+    await service.send()
+
+
+@pytest.mark.parametrize("case", MISCUT)
+async def test_blocks_make_the_minibatches_of_the_config(service: Service, case: str) -> None:
+    header, words, calls = MISCUT[case]
+    await service.open("two", config_json=json.dumps({"num_minibatches": 2}))
+    await publish(service)
+    worker = service.crew.workers[1]
+    worker.calls.clear()
+    with pytest.raises(InvalidInput, match=words):
+        streamed = Streamed(service, **header)
+        for block in blocks_of(streamed.batch, header.get("groups_per_block", 1)):
+            streamed.stream.send(block)
+        streamed.stream.commit(streamed.batch)
+        await streamed.answer
+    assert worker.calls == calls
+    assert (await Streamed(service, groups_per_minibatch=1).whole())[0] == 1
+    assert worker.calls[len(calls) :] == ["begin", "add", "add", "apply"]
+    assert worker.minibatches[-2:] == [0, 1]
+
+
+async def test_one_minibatch_has_no_more_groups_than_the_header_says(service: Service) -> None:
+    with pytest.raises(InvalidInput, match="groups 1 to 1 of the batch are not in one of its 1 mini-batches of 1"):
+        await Streamed(service, groups_per_minibatch=1).whole()
+    await applied_afterwards(service)

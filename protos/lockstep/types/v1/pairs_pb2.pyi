@@ -23,14 +23,16 @@ class PairHello(_message.Message):
     def __init__(self, store_secret: _Optional[bytes] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class PairBuffers(_message.Message):
-    __slots__ = ("buffer_bytes", "memory_handles", "written_handles")
+    __slots__ = ("buffer_bytes", "memory_handles", "written_handles", "is_kept")
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_HANDLES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_HANDLES_FIELD_NUMBER: _ClassVar[int]
+    IS_KEPT_FIELD_NUMBER: _ClassVar[int]
     buffer_bytes: int
     memory_handles: _containers.RepeatedScalarFieldContainer[bytes]
     written_handles: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, buffer_bytes: _Optional[int] = ..., memory_handles: _Optional[_Iterable[bytes]] = ..., written_handles: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    is_kept: bool
+    def __init__(self, buffer_bytes: _Optional[int] = ..., memory_handles: _Optional[_Iterable[bytes]] = ..., written_handles: _Optional[_Iterable[bytes]] = ..., is_kept: bool = ...) -> None: ...
 
 class PairMapped(_message.Message):
     __slots__ = ("read_handles",)

@@ -172,9 +172,9 @@ class TrainerConfig(Strict):
     """Number of passes over the mini-batches of a batch (verl ppo_epochs, TRL num_iterations, SkyRL
     update_epochs_per_batch). The comparison with the engine's log-probabilities comes before the first update."""
     streaming: Literal["auto", "off"] = "auto"
-    """auto: send prompt groups to the trainer in blocks, in prompt order, while others are still generated, wherever
-    the result is the same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same
-    with both, to the bit on CPU."""
+    """auto: send prompt groups to the trainer in blocks while others are still generated, wherever the result is the
+    same (docs/concepts.md, A step); off: send the batch when it is complete. The weights are the same with both, to the
+    bit on CPU."""
     lag: LagConfig = LagConfig()
     """Training on samples of earlier weights."""
     max_logprob_gap: float = Field(default=1.0, gt=0)
@@ -203,7 +203,7 @@ class TrainerConfig(Strict):
         is_sum = self.loss.is_sampled and not self.loss.needs_covariance
         # Auxiliary losses are divided by other counts than the loss. Of dropout, a stream that is lost uses up numbers.
         is_alone = self.strategy == "fsdp" or not (self.megatron.has_auxiliary_loss or self.lora.dropout)
-        return self.num_minibatches == self.num_epochs == 1 and is_sum and is_alone
+        return self.num_epochs == 1 and is_sum and is_alone
 
     @property
     def replays_routes(self) -> bool:

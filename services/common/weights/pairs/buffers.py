@@ -18,6 +18,10 @@ from services.common.compat import cuda
 from services.common.errors import InvalidInput
 
 NUM_BUFFERS = 2
+# Both buffers together are kept between publications if they take at most this share of the GPU's memory. Allocating,
+# mapping, unmapping and freeing them would take several ms of each publication. By default, a fifth of a shared GPU is
+# not the engine's (SHARED_UTILIZATION in services/common/config/placement.py).
+_KEPT_SHARE = 0.03
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -57,6 +61,8 @@ class MappedBuffers(Protocol):
     """The engine worker's end."""
 
     answer: pb.PairMapped
+    is_kept: bool
+    """Whether they stay mapped between publications."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -108,7 +114,7 @@ class _OwnedCpuBuffers:
     def __init__(self, buffer_bytes: int):
         self.fds = [_shared_memory(buffer_bytes) for _ in range(NUM_BUFFERS)]
         self.tensors = [_as_tensor(fd, buffer_bytes) for fd in self.fds]
-        self.message = pb.PairBuffers(buffer_bytes=buffer_bytes)
+        self.message = pb.PairBuffers(buffer_bytes=buffer_bytes, is_kept=True)
 
     def mapped(self, answer: pb.PairMapped) -> None:
         for fd in self.fds:
@@ -129,7 +135,7 @@ class _MappedCpuBuffers:
         for fd in fds:
             _require_sealed(fd, message.buffer_bytes)
         self.tensors = [_as_tensor(fd, message.buffer_bytes) for fd in fds]
-        self.answer = pb.PairMapped()
+        self.answer, self.is_kept = pb.PairMapped(), message.is_kept
 
     def wait_until_written(self, buffer: int) -> None: ...
 
@@ -158,6 +164,7 @@ class _OwnedCudaBuffers:
             buffer_bytes=buffer_bytes,
             memory_handles=[cuda.memory_handle(address) for address in self._addresses],
             written_handles=handles,
+            is_kept=NUM_BUFFERS * buffer_bytes <= _KEPT_SHARE * torch.cuda.mem_get_info(device)[1],
         )
 
     def mapped(self, answer: pb.PairMapped) -> None:
@@ -189,7 +196,7 @@ class _MappedCudaBuffers:
         self.tensors = [cuda.tensor_at(address, message.buffer_bytes, device) for address in self._addresses]
         self._written = [cuda.SharedEvent.of(handle, device) for handle in message.written_handles]
         self._read, handles = _events()
-        self.answer = pb.PairMapped(read_handles=handles)
+        self.answer, self.is_kept = pb.PairMapped(read_handles=handles), message.is_kept
 
     def wait_until_written(self, buffer: int) -> None:
         self._written[buffer].wait()

@@ -49,7 +49,8 @@ class PairEnd(Epoch):
     def _next(self, what: str) -> tuple[pb.PairMessage, list[int]]:
         """Waits for the next message of the other end."""
         link = self._open_link()
-        self._wait_until(link.has_message, f"member {self._partner} {what}", partner=self._partner)
+        name = f"member {self._partner} {what}"
+        self._wait_until(link.has_message, name, partner=self._partner, pause=link.has_message)
         try:
             return link.receive()
         except OSError as error:

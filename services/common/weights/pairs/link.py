@@ -40,9 +40,9 @@ class Link:
         """Sends a message. It never waits: the kernel keeps more messages than a pair ever has under way."""
         socket.send_fds(self._socket, [message.SerializeToString()], list(fds))
 
-    def has_message(self) -> bool:
-        """Whether `receive` returns or raises without waiting."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+    def has_message(self, timeout_s: float = 0) -> bool:
+        """Whether `receive` returns or raises without waiting. Waits for that until the timeout."""
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
 
     def receive(self) -> tuple[pb.PairMessage, list[int]]:
         """Returns the next message and the file descriptors that came with it, which the caller closes."""

@@ -45,7 +45,8 @@ class PairReceiver(PairEnd):
 
     def acknowledge(self, version: int, digest: str) -> None:
         if self.device.type == "cuda" and self._buffers is not None:
-            self._unmap()
+            if not self._buffers.is_kept:
+                self._unmap()
             self._send(pb.PairMessage(unmapped=pb.PairUnmapped()))
         super().acknowledge(version, digest)
 

@@ -24,8 +24,8 @@ from services.common.weights.plan import Bucket
 # Broadcasts the tensor from the plan's sender of this number to all trainer ranks, in place.
 Spread = Callable[[torch.Tensor, int], None]
 
-# GPU memory that the other end may still map, because the epoch was aborted. It is freed when the next epoch has
-# formed, which the other end joins only after it has left this one.
+# GPU memory that the other end may still map, because the epoch has ended. It is freed when the next epoch has formed,
+# which the other end joins only after it has left this one.
 _graveyard: list[OwnedBuffers] = []
 
 
@@ -39,6 +39,7 @@ class PairSender(PairEnd):
         self.sender = senders.index(rank) if rank in senders else -1
         self._spread = spread
         self._buffers: OwnedBuffers | None = None
+        self._is_mapped = False  # the other end has said that it mapped the buffers
         self._scratch: torch.Tensor | None = None  # takes the place of the buffers if there is no other end
         self._buckets: Sequence[Bucket] = ()
         self._num_sent = 0
@@ -116,9 +117,9 @@ class PairSender(PairEnd):
         most = max(bucket.num_bytes for bucket in self._buckets)
         if self._buffers is not None and self._buffers.message.buffer_bytes >= most:
             return
-        self._buffers = make_buffers(most, self.device)
+        self._discard_buffers()
+        self._buffers, self._is_mapped = make_buffers(most, self.device), False
         self._send(pb.PairMessage(buffers=self._buffers.message), self._buffers.fds)
-        self._buffers.mapped(self._expect("mapped", "to map the buffers").mapped)
 
     def _wait_for_buffer(self) -> None:
         if len(self._unread) == NUM_BUFFERS:
@@ -135,6 +136,10 @@ class PairSender(PairEnd):
         self._unread.append(buffer)
 
     def _take_read(self) -> None:
+        if not self._is_mapped:  # buckets are packed meanwhile
+            assert self._buffers is not None, "begin has made them"
+            self._buffers.mapped(self._expect("mapped", "to map the buffers").mapped)
+            self._is_mapped = True
         buffer = self._expect("read", "to read a bucket").read.buffer
         if buffer != self._unread.popleft():
             self._give_up(f"member {self._partner} has read buffer {buffer} out of order")
@@ -153,10 +158,11 @@ class PairSender(PairEnd):
     def _finish_pair(self) -> None:
         while self._unread:
             self._take_read()
-        if self.device.type == "cuda" and self._buffers is not None:  # the memory is needed for other things until then
-            self._expect("unmapped", "to unmap the buffers")
-            buffers, self._buffers = self._buffers, None
-            buffers.free()
+        if self.device.type == "cuda" and self._buffers is not None:
+            self._expect("unmapped", "to read everything")
+            if not self._buffers.message.is_kept:
+                buffers, self._buffers = self._buffers, None
+                buffers.free()
 
     def _connect(self, group: types_pb2.WeightGroup) -> None:
         door = Door()
@@ -180,6 +186,9 @@ class PairSender(PairEnd):
 
     def _disconnect(self) -> None:
         super()._disconnect()
+        self._discard_buffers()
+
+    def _discard_buffers(self) -> None:
         buffers, self._buffers = self._buffers, None
         if buffers is not None and self.device.type == "cuda":
             _graveyard.append(buffers)

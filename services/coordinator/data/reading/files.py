@@ -18,7 +18,7 @@ from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.reading.bad_rows import BadRow, BadRows
 from services.coordinator.data.reading.columns import is_messages
 from services.coordinator.data.reading.parquet import Record, iter_rows
-from services.coordinator.data.reading.sources import read_rows
+from services.coordinator.data.reading.sources import files_of, read_rows
 from services.coordinator.text.chat_template import Message, TemplateRefusal
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -121,7 +121,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
         overlong = BadRows(field, f"above data.{key} {limit}", "Increase it, or set data.overlong=drop")
         kept: list[Tokenized] = []
         num_rows = 0
-        for path in paths:
+        for path in (file for given in paths for file in files_of(given, field=field)):
             file = cls(path, config, tokenizer, field, max_rows)
             for where, example in file._examples(bad, first_number=num_rows):
                 if example.num_tokens > limit:

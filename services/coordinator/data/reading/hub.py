@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.common.config.reading.any import AnyConfig
 from services.common.errors import InvalidInput, NotFound, Unavailable
@@ -13,7 +13,9 @@ ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
 _MODEL = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*?)(@(?P<revision>[\w.-]+))?")
 # As in fsspec, pandas and datasets. A Path has one slash where the URL had two.
-_DATASET_FILE = re.compile(r"hf:/{1,2}datasets/(?P<id>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w.-]+))?/(?P<file>.+)")
+_DATASET_FILE = re.compile(r"hf:/{1,2}datasets/(?P<id>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w.-]+))?(/(?P<file>.+))?")
+# How files of the training split are named on the Hub: train.parquet, data/train-00000-of-00002.parquet, train/1.jsonl.
+_OF_TRAINING = re.compile(r"(^|[/._-])train([/._-])")
 # What a model card is made of, and weights. Other files of a repository are often the same weights in another format.
 _CARD = ("*.json", "*.jinja", "*.txt")
 _WEIGHTS = ("model*.safetensors",)
@@ -61,12 +63,66 @@ def dataset_file(url: str, field: str) -> Path:
     """
     import huggingface_hub  # slow, and few runs need it
 
+    dataset, revision, file = _parts(url, field)
+    if not file:
+        raise InvalidInput(f"{field}: {url} names no file: add one, as in {url}/FILE", field=field)
+    name = f"file {file} of dataset {dataset}"
+    with _hub_errors(name, revision, field):
+        kept = huggingface_hub.try_to_load_from_cache(dataset, file, repo_type="dataset", revision=revision)
+        if not isinstance(kept, str):  # without a network, a download would be tried for half a minute
+            _info(dataset, revision, f"{field}: {name} was not downloaded to this host before, and", field)
+        return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset", revision=revision))
+
+
+def dataset_files(url: str, field: str, *, endings: tuple[str, ...]) -> list[str]:
+    """Returns the URLs of the files that `url` names, sorted, all of one revision.
+
+    A FILE may be a pattern, in which * is any text without a slash. Without a FILE, data.train is the files of the
+    dataset's training split, if it has one such split.
+
+    Raises:
+        InvalidInput: `url` has another form, or it is not clear which files it names. The message lists what there is.
+        NotFound: The Hub has no such dataset, or you may not see it.
+        Unavailable: The Hub is unreachable, which alone knows all files.
+    """
+    dataset, revision, wanted = _parts(url, field)
+    if wanted and "*" not in wanted:
+        return [url]
+    with _hub_errors(f"dataset {dataset}", revision, field):
+        found = _info(dataset, revision, f"{field}: the files of dataset {dataset} are not known, because", field)
+    names = sorted(file.rfilename for file in found.siblings or () if file.rfilename.endswith(endings))
+    if wanted:
+        pattern = re.compile(re.escape(wanted).replace(r"\*", "[^/]*"))
+        chosen = [name for name in names if pattern.fullmatch(name)]
+    else:
+        chosen = [name for name in names if _OF_TRAINING.search(name)] if field == "data.train" else []
+        chosen = chosen if len({name.rpartition("/")[0] for name in chosen}) == 1 else []
+    if not chosen:
+        has = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}" if names else f"no {' or '.join(endings)}"
+        example = f"hf://datasets/{dataset}/{names[0] if names else 'FILE'}"
+        message = f"{field}: {url} does not say which files to read: name them, as in {example} (* is any text)"
+        raise InvalidInput(f"{message}; it has {has}", field=field)
+    return [f"hf://datasets/{dataset}@{found.sha}/{name}" for name in chosen]
+
+
+def _info(dataset: str, revision: str | None, otherwise: str, field: str) -> Any:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return huggingface_hub.HfApi().dataset_info(dataset, revision=revision)
+    except HfHubHTTPError:
+        raise
+    except Exception as error:  # of the HTTP library, which differs between versions of the Hub's client
+        message = f"{otherwise} the Hugging Face Hub is unreachable ({_first_line(error)})"
+        raise Unavailable(f"{message}: use a local copy", field=field) from error
+
+
+def _parts(url: str, field: str) -> tuple[str, str | None, str | None]:
     parts = _DATASET_FILE.fullmatch(url)
     if not parts:
         raise InvalidInput(f"{field}: {url} is not hf://datasets/OWNER/NAME[@REVISION]/FILE", field=field)
-    dataset, file, revision = parts["id"], parts["file"], parts["revision"]
-    with _hub_errors(f"file {file} of dataset {dataset}", revision, field):
-        return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset", revision=revision))
+    return parts["id"], parts["revision"], parts["file"]
 
 
 @contextlib.contextmanager

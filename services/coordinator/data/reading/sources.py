@@ -8,10 +8,21 @@ from typing import Any, cast
 import pyarrow as pa
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.data.reading.hub import dataset_file
+from services.coordinator.data.reading.hub import dataset_file, dataset_files
 from services.coordinator.data.reading.parquet import read_table
 
 _JSON_LINES = (".jsonl", ".ndjson")
+
+
+def files_of(path: Path, *, field: str) -> list[Path]:
+    """Returns the files that a path of a config names: itself, or files of a dataset on the Hub.
+
+    Raises:
+        LockstepError: See `dataset_files`.
+    """
+    if not str(path).startswith("hf:"):
+        return [path]
+    return [Path(url) for url in dataset_files(str(path), field, endings=(".parquet", *_JSON_LINES))]
 
 
 def read_rows(path: Path, *, field: str) -> pa.Table:

@@ -117,13 +117,16 @@ def panels(rows: Sequence[Row]) -> list[Plot]:
 def phases(rows: Sequence[Row]) -> dict[str, object]:
     """Returns the seconds of each phase in every step: `steps`, and `phases` of name and seconds.
 
-    The phase "other" is the rest of a step. An evaluation counts in the step that made its weights; the evaluation of
-    the initial weights counts in the first step.
+    The phase "other" is the rest of a step. With a lag, generating overlaps with training; only what is left of it
+    counts. An evaluation counts in the step that made its weights; the evaluation of the initial weights counts in the
+    first step.
     """
     steps = thin(steps_of(rows))
     columns = {name: [row.get(f"time/{name}_s", 0.0) for row in steps] for name in _PHASES}
     known = [sum(seconds) for seconds in zip(*columns.values(), strict=True)]
     total = sum(row["time/step_s"] for row in steps)
+    twice = [max(0.0, sum_s - row["time/step_s"]) for row, sum_s in zip(steps, known, strict=True)]
+    columns["generating"] = [max(0.0, own - two) for own, two in zip(columns["generating"], twice, strict=True)]
     columns["other"] = [max(0.0, row["time/step_s"] - sum_s) for row, sum_s in zip(steps, known, strict=True)]
     after = {row["step"]: row.get("time/evaluating_s", 0.0) for row in rows if "time/step_s" not in row}
     columns["evaluating"] = [

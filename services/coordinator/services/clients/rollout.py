@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
@@ -12,6 +12,7 @@ from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 from services.common.batches.route_parts import from_parts
 from services.common.batches.token_hash import tokens_sha256
 from services.common.config.run import Config
+from services.common.config.streaming import orders_by_length
 from services.common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -58,9 +59,12 @@ class Rollout:
         self._gpus = gpus or OwnGpus()
         self.replicas = [Replica(address, config.timeouts, transport) for address in addresses]
         self.num_redispatched, self.busy = 0, Busy()
+        self.lengths: dict[str, int] = {}
+        """The number of tokens that the longest sample of a group has at least, by prompt id, if blocks need it."""
         self.before_publication: Callable[[], Awaitable[None]] | None = None
         """Finds out which replicas the run should have."""
         self._config, self._transport = config, transport
+        self._reports_unfinished = orders_by_length(config)
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
         self._parting: dict[str, asyncio.Task[None]] = {}
@@ -137,14 +141,23 @@ class Rollout:
             DataLoss: The prompt or the group changed on the way.
         """
         wanted = pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)
-        request = pb.GenerateRequest(expected_stamp=stamp, prompts=[wanted], sampling=sampling)
+        request = pb.GenerateRequest(
+            expected_stamp=stamp, prompts=[wanted], sampling=sampling, report_unfinished=self._reports_unfinished
+        )
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
             reserved = self._reserved(len(seeds), cost, affinity or Affinity())
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
                 if (answers := await self._answers(replica, request)) is not None:
-                    return _group(index, prompt, len(seeds), answers)
+                    group = _group(index, prompt, len(seeds), answers)
+                    self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
+                    return group
+            self.lengths.pop(prompt.prompt_id, None)  # it begins again
             self.num_redispatched += 1
+
+    def _note_lengths(self, lengths: Mapping[str, int]) -> None:
+        for prompt_id, num_tokens in lengths.items():  # an answer may have been overtaken by that of another group
+            self.lengths[prompt_id] = max(num_tokens, self.lengths.get(prompt_id, 0))
 
     async def _answers(self, replica: Replica, request: pb.GenerateRequest) -> list[pb.GenerateResponse] | None:
         """Returns what `replica` answers; None if it died, hangs or is not serving any more, and is marked as dead."""

@@ -178,7 +178,10 @@ class Trainer(Model):
             with self.busy.working():
                 return await self._client.call(TrainerService.TrainBlocks, requests, timeout_s=timeout_s)
 
-        return BlockStream(self._header(batch_id, stamp), call)
+        header, config = self._header(batch_id, stamp), self._config
+        if isinstance(config, Config) and config.trainer.num_minibatches > 1:
+            header.groups_per_minibatch = config.data.prompts_per_step // config.trainer.num_minibatches
+        return BlockStream(header, call)
 
     async def join(self, group: WeightGroup) -> str:
         """Joins the weight group as its first members. Returns the digest of the plan that the trainer built."""

@@ -1,6 +1,7 @@
 """Calls functions of the engine that AsyncLLM has no public method for."""
 
 import asyncio
+from collections.abc import Iterator
 
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -13,6 +14,16 @@ async def abort_samples(llm: AsyncLLM) -> None:
     not needed here, because each sample reports by itself that it was aborted. Seen with vLLM 0.26.0 and 0.32.0.
     """
     await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+
+
+def lengths_so_far(llm: AsyncLLM) -> Iterator[tuple[str, int]]:
+    """Yields the request id of each unfinished sample, and the number of its tokens that have arrived.
+
+    Reason: a sample is returned only when it is finished, because answers for every token would cost time. vLLM counts
+    the tokens, but has no method that tells. Seen with vLLM 0.26.0 and 0.32.0.
+    """
+    for state in llm.output_processor.request_states.values():
+        yield state.external_req_id, state.detokenizer.num_output_tokens() if state.detokenizer else 0
 
 
 async def stop_reading(llm: AsyncLLM) -> None:

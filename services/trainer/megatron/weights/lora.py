@@ -36,6 +36,7 @@ from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.weights.stream import LocalTensor, gather_json
+from services.trainer.merging import add_product
 
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
@@ -83,15 +84,15 @@ class _Adapted(AdaptedLayer):
         return (out + self._adapter(x), bias) if self.lora_is_on else (out, bias)
 
     def merged_weight(self) -> torch.Tensor:
-        """Returns this rank's W + scale * B A, computed in float32, in the dtype of W."""
-        deltas = [
-            (self.lora_B[part].float() @ self.lora_A[part].float()).T
-            if part in self.lora_A
-            else self.weight.new_zeros(self.weight.size(1), rows, dtype=torch.float32)
-            for part, rows in self.lora_shape.rows.items()
-        ]
-        merged = self.weight.float() + self.lora_shape.scale * self.lora_shape.fuse(deltas).T
-        return merged.to(self.weight.dtype)
+        """Returns this rank's W + scale * B A, without gradient."""
+        merged, shape = self.weight.detach().clone(), self.lora_shape
+        heights = [rows // shape.num_groups for rows in shape.rows.values()]
+        of_parts = merged.unflatten(0, (shape.num_groups, -1)).split(heights, 1)
+        for part, weight_GOI in zip(shape.rows, of_parts, strict=True):
+            if part in self.lora_A:
+                b_GOR = self.lora_B[part].detach().unflatten(0, (shape.num_groups, -1))
+                add_product(weight_GOI, b_GOR, self.lora_A[part].detach(), shape.scale)
+        return merged
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

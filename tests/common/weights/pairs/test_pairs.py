@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +21,7 @@ from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 from services.common.compat.torch import broadcast, gloo_group
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.weights.pairs import sender as sender_module
+from services.common.weights.pairs.buffers import NUM_BUFFERS
 from services.common.weights.pairs.members import device_name, partners
 from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.pairs.sender import PairSender, Spread
@@ -139,6 +141,34 @@ def test_buffers_are_gone_with_the_epoch(store, pool) -> None:
     assert buffers() == before + 4  # two at each end
     members.abort()
     assert buffers() == before
+
+
+def test_a_rank_packs_buckets_while_its_worker_maps_the_buffers(store, pool) -> None:
+    has_packed = threading.Event()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        in_buffers = sum(len(bucket.places) for bucket in PLAN.buckets[:NUM_BUFFERS])
+        for number, named in enumerate(WEIGHTS, 1):
+            yield named
+            if number == in_buffers:
+                has_packed.set()
+
+    members = Members(store, pool, asked(store))
+    (sending,) = members.send(PLAN, [gathered()], 1)
+    assert has_packed.wait(PATIENCE_S)  # nobody receives yet
+    require_equal(members.receive(PLAN, 1)[0], sending.result(PATIENCE_S))
+    members.abort()
+
+
+def test_larger_buckets_get_other_buffers(store, pool) -> None:
+    """A publication of adapters alone comes before one of the base in the same epoch."""
+    small = Plan.of(WEIGHTS[:2], bucket_bytes=1 << 18)
+    members = Members(store, pool, asked(store))
+    for plan, weights in ((small, WEIGHTS[:2]), (PLAN, WEIGHTS), (small, WEIGHTS[:2])):
+        received = members.receive(plan, 1, in_place=True)
+        (publication,) = (one.result(PATIENCE_S) for one in members.send(plan, [weights], 1))
+        assert publication.digest == received[0].result(PATIENCE_S)[0] == digest_of(plan, weights)
+    members.abort()
 
 
 def test_every_worker_gets_all_that_several_ranks_send(store, pool) -> None:

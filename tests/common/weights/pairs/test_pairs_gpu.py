@@ -13,7 +13,9 @@ import torch
 
 from services.common.errors import Aborted
 from services.common.weights.digest import WeightDigest
+from services.common.weights.pairs import buffers as buffers_module
 from services.common.weights.pairs import sender as sender_module
+from services.common.weights.pairs.buffers import NUM_BUFFERS
 from services.common.weights.pairs.sender import PairSender
 from services.common.weights.plan import Plan, pack
 from services.common.weights.store import ServedStore
@@ -81,7 +83,9 @@ def pairs() -> Iterator[list[Pair]]:
         pair.end()
 
 
-def test_what_arrives_is_what_was_sent(weights, pairs) -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_arrives_is_what_was_sent(weights, pairs, monkeypatch, is_kept) -> None:
+    monkeypatch.setattr(buffers_module, "_KEPT_SHARE", 1 if is_kept else 0)
     plan = Plan.of(weights, bucket_bytes=BUCKET_BYTES)
     expected = WeightDigest(plan.digest, GPU)
     for bucket, flat in pack(plan, weights, GPU):
@@ -98,10 +102,13 @@ def test_what_arrives_is_what_was_sent(weights, pairs) -> None:
         seconds.append((publication.duration_s, answer["seconds"]))
         torch.cuda.empty_cache()
         free_bytes.append(torch.cuda.mem_get_info(GPU)[0])
-    # The buffers are gone. What is left of the GPU counts all processes: the worker has copies of the weights, a CUDA
-    # context, kernels and its digest's scratch memory since the first publication.
-    assert free_before - free_bytes[0] < plan.num_bytes + CONTEXT_BYTES
+    # What is left of the GPU counts all processes: the worker has copies of the weights, a CUDA context, kernels and
+    # its digest's scratch memory since the first publication.
+    most = max(bucket.num_bytes for bucket in plan.buckets)
+    kept_bytes = NUM_BUFFERS * most if is_kept else 0
+    assert kept_bytes <= free_before - free_bytes[0] < plan.num_bytes + CONTEXT_BYTES + kept_bytes
     assert free_bytes[0] - min(free_bytes) < BUCKET_BYTES // 4
+    assert (pair.sender._buffers is not None) == is_kept
     sent, received = (statistics.median(column) for column in zip(*seconds[1:], strict=True))
     log.warning(
         "%.2f GB: sent in %.1f ms, received in %.1f ms", publication.num_bytes / 1e9, sent * 1e3, received * 1e3
@@ -125,7 +132,7 @@ def test_a_killed_worker_is_noticed_and_its_memory_is_freed_later(weights, pairs
     pair.publish(weights, 1)
     pair.process.send_signal(signal.SIGSTOP)
     pair.sender._timeout_s = 2.0
-    with pytest.raises(Aborted, match="waited 2 s for member 1 to map the buffers"):
+    with pytest.raises(Aborted, match=r"waited 2 s for member 1 to (map the buffers|read a bucket)"):
         send(pair.sender, plan, weights, version=2)
     assert len(sender_module._graveyard) == 1
     pair.process.send_signal(signal.SIGKILL)

@@ -75,8 +75,9 @@ def read_from_hub(endpoint: str, url: str, tmp_path: Path) -> str:
     """Reads in a new process, because the Hub client reads its settings only when it is imported."""
     code = (
         "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
-        "from services.coordinator.data.reading.sources import read_rows\n"
-        "try:\n    print(read_rows(Path(sys.argv[1]), field='data.train').to_pylist())\n"
+        "from services.coordinator.data.reading.sources import files_of, read_rows\n"
+        "try:\n    files = files_of(Path(sys.argv[1]), field='data.train')\n"
+        "    print([row for file in files for row in read_rows(file, field='data.train').to_pylist()])\n"
         "except LockstepError as error:\n    print(type(error).__name__, error)\n"
     )
     env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
@@ -94,6 +95,28 @@ def test_files_on_the_hub(tmp_path: Path) -> None:
     assert read_from_hub(endpoint, "hf://datasets/openai/gsm8k/data/train.jsonl", tmp_path) == rows  # it was kept
     elsewhere = read_from_hub(endpoint, "hf://datasets/openai/gsm8k/other.jsonl", tmp_path)
     assert elsewhere.startswith("Unavailable data.train: file other.jsonl of dataset openai/gsm8k was not downloaded")
+
+
+def test_several_files_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
+    lines = {f"data/train-{part}.jsonl": f'{{"a": {part}}}\n'.encode() for part in (2, 1)}
+    dataset = "hf://datasets/openai/gsm8k"
+    with hub(lines | {"data/test.jsonl": b'{"a": 0}\n', "README.md": b"train.jsonl"}) as endpoint:
+        for url in (dataset, f"{dataset}@v1", f"{dataset}/data/train-*.jsonl"):
+            assert read_from_hub(endpoint, url, tmp_path) == "[{'a': 1}, {'a': 2}]\n"
+        unclear = read_from_hub(endpoint, f"{dataset}/*.parquet", tmp_path)
+    assert unclear.startswith(
+        f"InvalidInput data.train: {dataset.replace('//', '/')}/*.parquet does not say which files"
+    )
+    assert unclear.endswith("it has data/test.jsonl, data/train-1.jsonl, data/train-2.jsonl\n")
+    with hub({"easy/train.jsonl": b"", "hard/train.jsonl": b""}) as endpoint:
+        assert "easy/train.jsonl, hard/train.jsonl" in read_from_hub(endpoint, dataset, tmp_path)
+    with hub({"README.md": b""}) as endpoint:
+        assert "it has no .parquet or .jsonl or .ndjson" in read_from_hub(endpoint, dataset, tmp_path)
+    unreachable = read_from_hub(endpoint, dataset, tmp_path)
+    assert unreachable.startswith("Unavailable data.train: the files of dataset openai/gsm8k are not known"), (
+        unreachable
+    )
+    assert unreachable.count("\n") == 1
 
 
 def test_other_urls_are_refused() -> None:

@@ -1,0 +1,47 @@
+"""Updates that fail between two mini-batches, on one real rank: the weights are neither the old ones nor the new."""
+
+from typing import Any
+
+import pytest
+
+from services.common.batches.blocks import blocks_of, trained_tokens
+from services.common.errors import InternalError
+from services.trainer.ranks.shards import block_parts
+from services.trainer.updates.replayed import Replayed
+from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
+
+
+def in_blocks(harness: Harness) -> None:
+    """Trains on two mini-batches, each of which is a block."""
+    batch = samples()
+    harness.worker.begin_blocks(temperature=TEMPERATURE)
+    totals = []
+    for number, block in enumerate(blocks_of(batch, 2)):
+        (part,) = block_parts(block, harness._config, 1)
+        harness.worker.add_block(minibatch=number, **part.body, frames=part.frames)
+        totals.append({"num_tokens": int(trained_tokens(block).sum()), "num_sequences": block.num_rows})
+    harness.worker.apply_blocks(totals=totals, version=0)
+
+
+@pytest.mark.parametrize("train", [in_blocks, lambda harness: harness.train(samples())], ids=["blocks", "whole"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_only_an_error_before_the_first_update_leaves_a_trainer_that_may_go_on(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, train: Any, failing: int
+) -> None:
+    harness.open("untied", {"num_minibatches": 2})
+    before, added = harness.parameters(), []
+
+    def add(*_: Any) -> None:
+        added.append(len(added))
+        if added[-1] == failing:
+            raise InternalError("some routes were ignored")
+
+    monkeypatch.setattr(Replayed, "add", add)
+    # A rank survives only Lockstep's own errors.
+    error, words = (RuntimeError, "update 2 of a batch") if failing else (InternalError, "some routes")
+    with pytest.raises(error, match=words) as caught:
+        train(harness)
+    assert type(caught.value) is error
+    harness.worker.drop_blocks()
+    after = harness.parameters()
+    assert all(tensor.equal(before[name]) for name, tensor in after.items()) == (not failing)
