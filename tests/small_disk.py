@@ -41,10 +41,10 @@ class SmallDisk:
 
 
 @contextmanager
-def small_disk(path: Path) -> Iterator[SmallDisk]:
-    """Mounts a disk at `path`; skips the test where that is not permitted."""
+def small_disk(path: Path, num_bytes: int = NUM_BYTES) -> Iterator[SmallDisk]:
+    """Mounts a disk of `num_bytes` at `path`; skips the test where that is not permitted."""
     path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={NUM_BYTES}", "tmpfs", path]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", path]
     if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
         pytest.skip("mounting a tmpfs needs root with CAP_SYS_ADMIN")
     try:

@@ -32,7 +32,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, metrics: RewardMetrics | None = None) -> None:
         self._metrics = metrics or RewardMetrics()
-        self._fence = Fence()
+        self._fence = Fence(self._close_abandoned)
         self.environments = EnvironmentServicer(self._metrics, self._fence)
         self._run: ScoringRun | None = None
         self._answer = pb.OpenRunResponse()
@@ -42,6 +42,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         """Returns state and versions."""
+        self._fence.renew_lease()
         state, libraries = "open" if self._run else "idle", ("math-verify", "sympy")
         info = service_info("reward", state, run=self._opened, libraries=libraries)
         return pb.GetInfoResponse(info=info)
@@ -118,6 +119,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     self._tracebacks.add(digest)
                 with within(group=prompt_id, sample=sample):
                     log.warning("prompt %s sample %d: %s", prompt_id, sample, text)
+
+    async def _close_abandoned(self) -> None:
+        async with self._changing:
+            if self._fence.lease.has_ended(self._opened.run_id):
+                await self._close()
 
     async def _close(self) -> None:
         self._tracebacks.clear()

@@ -46,7 +46,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Creates the servicer without an engine. With `counts`, vLLM's own metrics are on, such as KV cache use."""
         self._fail, self._metrics, self._counts = fail, RolloutMetrics(registry, self._state), counts
         self._engine: Engine | None = None
-        self._run, self._fence = NO_RUN, Fence()
+        self._run, self._fence = NO_RUN, Fence(self._close_abandoned)
         self._needs = Needs()
         self._num_generating = 0
         self._max_samples = 0
@@ -57,6 +57,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._changing = asyncio.Lock()
 
     async def GetInfo(self, request: rollout_pb2.GetInfoRequest, context: Context) -> rollout_pb2.GetInfoResponse:
+        self._fence.renew_lease()
         state = "serving" if self._stamp else "open" if self._engine else "idle"
         if self._engine and self._engine.asleep:
             state = "asleep"
@@ -253,6 +254,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Stops the engine, if there is one."""
         async with self._changing:
             await self._close()
+
+    async def _close_abandoned(self) -> None:
+        async with self._changing:
+            if self._fence.lease.has_ended(self._run.run_id):
+                await self._close()
 
     async def _close(self) -> None:
         engine, self._engine = self._engine, None

@@ -59,7 +59,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._metrics.watch(lambda: {str(role): held.state.version for role, held in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store = store  # where the members of weight groups meet
-        self._run_id, self._fence = "", Fence()
+        self._run_id, self._fence = "", Fence(self._close_abandoned)
         self._roles: dict[Role, OpenRole] = {}
         self._released = Released(ranks)
         self._epoch, self._epoch_timeout_s = -1, 0.0
@@ -70,6 +70,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._changing = asyncio.Lock()  # held while a call changes weights or roles, or needs them unchanged
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
+        self._fence.renew_lease()
         state = "open" if self._roles else "idle"
         policy = self._roles.get(Role.POLICY)
         run = OpenedRun(self._run_id, policy.asked if policy else "")
@@ -334,6 +335,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run_id = request.run_id
         self._roles[role] = OpenRole(asked, config, opened, [answer.body["data_rank"] for answer in answers], state)
         return self._roles[role]
+
+    async def _close_abandoned(self) -> None:
+        async with self._saving, self._changing:
+            if self._fence.lease.has_ended(self._run_id):
+                await self._stream.end()
+                await self._close()
 
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1

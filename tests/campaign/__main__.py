@@ -16,15 +16,17 @@ from benchmarks.report import RESULTS
 from tests.campaign.cluster import Cluster
 from tests.campaign.episode import Baseline, Episode, Result, baseline_of, make_plan
 from tests.campaign.faults.all import FAULTS
-from tests.campaign.table import table
+from tests.campaign.table import save, table
 from tests.campaign.workspace import NUM_STEPS, VARIANTS, make_files
 
 
 @asynccontextmanager
-async def warm(directory: Path, variants: Sequence[str]) -> AsyncIterator[tuple[Cluster, Mapping[str, Baseline]]]:
+async def warm(
+    directory: Path, variants: Sequence[str], *, is_real: bool = False
+) -> AsyncIterator[tuple[Cluster, Mapping[str, Baseline]]]:
     """Starts the services, and runs each variant undisturbed."""
-    make_files(directory)
-    async with Cluster(directory).running() as cluster:
+    make_files(directory, is_real=is_real)
+    async with Cluster(directory, is_real=is_real).running() as cluster:
         baselines = {name: await baseline_of(cluster, directory / f"as-{name}", directory, name) for name in variants}
         yield cluster, baselines
 
@@ -39,7 +41,7 @@ async def play(cluster: Cluster, baselines: Mapping[str, Baseline], directory: P
 async def _campaign(options: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     faults = options.faults.split(",") if options.faults else [*FAULTS]
     rows: list[dict[str, Any]] = []
-    async with warm(directory, [*VARIANTS]) as (cluster, baselines):
+    async with warm(directory, options.variants.split(","), is_real=options.services == "real") as (cluster, baselines):
         for episode in range(options.first, options.first + options.episodes):
             result = Result(episode, make_plan(options.seed, episode, faults, baselines))
             await play(cluster, baselines, directory, result)
@@ -62,17 +64,17 @@ def _save(options: argparse.Namespace, rows: list[dict[str, Any]], baselines: Ma
         "benchmark": options.name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": f"python -m tests.campaign --seed {options.seed} --first {options.first} --episodes {len(rows)}"
-        + (f" --faults {options.faults}" if options.faults else ""),
-        "services": "toy",
+        + (f" --faults {options.faults}" if options.faults else "")
+        + (f" --services real --variants {options.variants}" if options.services == "real" else ""),
+        "services": options.services,
         "episodes": len(rows),
         "injected": sum(row["injected"] for row in rows),
         "violations": sum(bool(row["violations"]) for row in rows),
         "undisturbed_s": seconds,
         "mean_lost_s": statistics.mean(lost),
         "ettr_at_a_fault_in_every_tenth_step": ettr,
-        "rows": rows,
     }
-    (Path(options.out) / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    save(Path(options.out) / f"{options.name}.json", content, rows)
 
 
 def main() -> int:
@@ -82,6 +84,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first episode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", default="", help=f"comma-separated; all by default: {', '.join(FAULTS)}")
+    parser.add_argument("--services", choices=("toy", "real"), default="toy")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="kinds of run, comma-separated; all by default")
     parser.add_argument("--name", default="campaign-toy", help="name of the result")
     parser.add_argument("--out", default=str(RESULTS), help="where the result is saved")
     parser.add_argument("--keep", default="", help="directory for the files of episodes with a violation")

@@ -8,15 +8,40 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from lockstep.reward.v1 import reward_pb2
+from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer, RewardServiceStub
+from lockstep.rollout.v1 import rollout_pb2
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer, RolloutServiceStub
+from lockstep.trainer.v1 import trainer_pb2
+from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer, TrainerServiceStub
+
+from services.common.errors import LockstepError
+from services.common.rpc.client import Client
 from tests.campaign.proxy import Proxy
 from tests.support import descendants, free_port
 
 SERVICES = ("trainer", "reward", "rollout-0", "rollout-1")
-_START_S = 120.0
+_START_S, _ANSWER_S = 120.0, 10.0
+_ASKING: Mapping[str, Any] = {
+    "trainer": (TrainerServiceStub, TrainerServiceServicer.GetInfo, trainer_pb2.GetInfoRequest()),
+    "rollout": (RolloutServiceStub, RolloutServiceServicer.GetInfo, rollout_pb2.GetInfoRequest()),
+    "reward": (RewardServiceStub, RewardServiceServicer.GetInfo, reward_pb2.GetInfoRequest()),
+}
+
+
+_ENGINE = r"toy_engine|EngineCore"
+# A process below that of a service: the service, and what its command line has.
+_BELOW = {
+    "rank-1": ("trainer", ""),
+    "engine-0": ("rollout-0", _ENGINE),
+    "engine-1": ("rollout-1", _ENGINE),
+    "worker": ("reward", r"graders|hosted|processes"),
+}
 
 
 @dataclass
@@ -66,9 +91,18 @@ class Zygote:
             process.code = answer["code"]
             process.ended.set()
 
-    async def fork(self, kind: str, args: list[str], log: Path, gate: Path | None, cwd: Path) -> Process:
+    async def fork(
+        self, kind: str, args: list[str], log: Path, gate: Path | None, cwd: Path, *, is_real: bool = False
+    ) -> Process:
         assert self._child.stdin
-        asked = {"kind": kind, "args": args, "log": str(log), "gate": str(gate or ""), "cwd": str(cwd)}
+        asked = {
+            "kind": kind,
+            "args": args,
+            "log": str(log),
+            "gate": str(gate or ""),
+            "cwd": str(cwd),
+            "is_real": is_real,
+        }
         async with self._turn:
             self._child.stdin.write(json.dumps(asked).encode() + b"\n")
             process = Process(kind, await self._answers.get(), log)
@@ -86,14 +120,19 @@ Handler = Callable[[str], Awaitable[str]]
 
 
 class Cluster:
-    """Services that are warm between episodes. `on_event` is asked at the gate, and returns the answer."""
+    """Services that are warm between episodes. `on_event` is asked at the gate, and returns the answer.
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    With `is_real`, they are those of a user: vLLM and two ranks of FSDP, on CPU.
+    """
+
+    def __init__(self, directory: Path, *, is_real: bool = False):
+        self.directory, self.is_real = directory, is_real
         self.zygote = Zygote()
         self.processes: dict[str, Process] = {}
         self.proxies: dict[str, Proxy] = {}
         self.addresses: dict[str, str] = {}
+        """Those of the proxies."""
+        self.direct: dict[str, str] = {}
         self.on_event: Handler | None = None
         self.events: Counter[str] = Counter()
         self.gate = directory / "gate"
@@ -109,7 +148,7 @@ class Cluster:
         try:
             for name in SERVICES:
                 port = free_port()
-                self.proxies[name] = Proxy(port)
+                self.proxies[name], self.direct[name] = Proxy(port), f"127.0.0.1:{port}"
                 self.addresses[name] = await self.proxies[name].start()
                 self._keeping.append(asyncio.create_task(self._keep(name, port)))
             await self.until_ready()
@@ -132,16 +171,33 @@ class Cluster:
             before = log.stat().st_size if log.exists() else 0
             args = ["--listen", f"127.0.0.1:{port}"]
             self._begins[name] = before
-            self.processes[name] = await self.zygote.fork(name, args, log, self.gate, self.directory)
+            self.processes[name] = await self.zygote.fork(
+                name, args, log, self.gate, self.directory, is_real=self.is_real
+            )
             await self.processes[name].ended.wait()
             self.num_restarts += 1
 
     async def until_ready(self) -> None:
         """Waits until every service listens."""
-        async with asyncio.timeout(_START_S):
+        async with asyncio.timeout(_START_S * (5 if self.is_real else 1)):
             for name in SERVICES:
                 while not self._listens(name):
                     await asyncio.sleep(0.01)
+
+    async def open_runs(self) -> list[str]:
+        """Returns the services on which a run is open, or that do not say."""
+        held = []
+        for name in SERVICES:
+            stub, method, request = _ASKING[name.partition("-")[0]]
+            client = Client(self.direct[name], stub, is_alone=True)
+            try:
+                info = (await client.call(method, request, timeout_s=_ANSWER_S)).info
+                held += [f"{name} has {info.run_id} open"] if info.state != "idle" else []
+            except LockstepError as error:
+                held.append(f"{name} does not answer: {error.message}")
+            finally:
+                await client.close()
+        return held
 
     def _listens(self, name: str) -> bool:
         process = self.processes.get(name)
@@ -160,14 +216,19 @@ class Cluster:
 
     def pid_of(self, victim: str) -> int | None:
         """The process id of a service or of a process below one; None if it is not there now."""
-        service = {"rank-1": "trainer", "engine-0": "rollout-0", "engine-1": "rollout-1", "worker": "reward"}
-        process = self.processes.get(service.get(victim, victim))
+        service, wanted = _BELOW.get(victim, (victim, ""))
+        process = self.processes.get(service)
         if process is None or process.code is not None:
             return None
-        if victim not in service:
+        if service == "trainer" and self.is_real:  # a process that starts the ranks in their order
+            return dict(enumerate(descendants(process.pid))).get(0 if victim == "trainer" else 1)
+        if victim not in _BELOW:
             return process.pid
         below = descendants(process.pid)
-        wanted = (
-            r"toy_engine" if victim.startswith("engine") else r"graders|hosted|processes" if victim == "worker" else ""
-        )
         return next((pid for pid, command in below.items() if re.search(wanted, command)), None)
+
+    def engines(self) -> list[str]:
+        """Returns the command lines of all engines."""
+        replicas = [self.processes[name].pid for name in ("rollout-0", "rollout-1")]
+        below = [command for pid in replicas for command in descendants(pid).values()]
+        return [command for command in below if re.search(_ENGINE, command)]

@@ -21,18 +21,20 @@ from tests.campaign.cluster import Cluster, Process
 from tests.campaign.faults.all import FAULTS
 from tests.campaign.faults.base import Scene
 from tests.campaign.faults.disks import restore
-from tests.campaign.workspace import NUM_STEPS, VARIANTS, write_config
+from tests.campaign.workspace import LEASE_S, NUM_STEPS, REAL_IS_SLOWER, write_config
 from tests.e2e.lockstep_command import numbers
-from tests.small_disk import small_disk
-from tests.support import descendants
+from tests.small_disk import NUM_BYTES, small_disk
 
 # A session that lasts longer hangs: one takes seconds, and no fault lasts for more than a few deadlines.
 _HANG_S = 150.0
 _MAX_SESSIONS = 6
+# The checkpoints of a real run.
+_REAL_DISK = 512 << 20
 _REASON = re.compile(r"^lockstep: error: ([A-Z_]+): ", re.MULTILINE)
 _WARNING = re.compile(r"^(\S+ \S+) [WE] ")
 # Untyped, or a bug by its own word.
 _BAD_REASONS = {"INTERNAL"}
+_RIVALS = ("two-coordinators", "another-run")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Result:
     violations: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
-        return asdict(self) | asdict(self.plan) | {"plan": None}
+        row = asdict(self) | asdict(self.plan)
+        del row["plan"]
+        return row
 
 
 def make_plan(seed: int, episode: int, faults: list[str], baselines: Mapping[str, Baseline]) -> Plan:
@@ -79,7 +83,7 @@ def make_plan(seed: int, episode: int, faults: list[str], baselines: Mapping[str
     number = random.Random(f"{seed} {episode}")
     fault = FAULTS[number.choice(faults)]
     victim = number.choice(fault.victims)
-    variant = "episodes" if victim == "worker" else number.choice([*VARIANTS])
+    variant = "episodes" if victim == "worker" and "episodes" in baselines else number.choice([*baselines])
     event = number.choice(sorted(baselines[variant].events))
     return Plan(variant, fault.name, victim, event, number.randrange(baselines[variant].events[event]))
 
@@ -102,13 +106,16 @@ class Episode:
         begin = time.monotonic()
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir()
-        write_config(self._directory, self._files, self._plan.variant)
+        is_real = self._cluster.is_real
+        write_config(self._directory, self._files, self._plan.variant, is_real=is_real)
         with ExitStack() as stack:
             if FAULTS[self._plan.fault].needs_disk:
-                self._disk = stack.enter_context(small_disk(self._directory / "runs"))
+                self._disk = stack.enter_context(
+                    small_disk(self._directory / "runs", _REAL_DISK if is_real else NUM_BYTES)
+                )
             await self._sessions()
             if not self._result.violations:
-                self._result.violations += self._wrong(baseline)
+                self._result.violations += await self._left_open() + self._wrong(baseline)
         self._result.wall_s = round(time.monotonic() - begin, 3)
 
     async def _sessions(self) -> None:
@@ -119,7 +126,7 @@ class Episode:
             result.outcomes.append(outcome)
             notes = self._scene.notes if self._scene else notes
             if isinstance(rival := notes.pop("rival", None), Process):
-                self._check_rival(rival, await _ended(rival))
+                self._check_rival(rival, await self._end_of(rival))
             if outcome == "done":
                 return
             if outcome in ("hang", "untyped", *_BAD_REASONS):
@@ -140,7 +147,7 @@ class Episode:
             else self._scene
         )
         cluster.on_event = self._at_gate
-        code = await _ended(coordinator)
+        code = await self._end_of(coordinator)
         if code != 0:
             self._detected(time.time())
         elif said := self._first_warning():
@@ -193,6 +200,21 @@ class Episode:
                 undo()
             self._scene.undos = []
 
+    async def _end_of(self, coordinator: Process) -> int | None:
+        """Waits for the end of a process; None if it hangs and was killed."""
+        try:
+            async with asyncio.timeout(_HANG_S * self._slower):
+                await coordinator.ended.wait()
+            return coordinator.code
+        except TimeoutError:
+            coordinator.signal(signal.SIGKILL)
+            await coordinator.ended.wait()
+            return None
+
+    @property
+    def _slower(self) -> float:
+        return REAL_IS_SLOWER if self._cluster.is_real else 1.0
+
     def _first_warning(self) -> float | None:
         """Returns when the coordinator's log first warned after the injection; None if it never did."""
         path, since = self._directory / "runs" / "run" / "logs" / "coordinator.log", self._injected_time
@@ -237,25 +259,44 @@ class Episode:
         finished = [row.version for row in verdict.rows if row.kind == "finished"]
         if sorted(set(finished)) != [*range(1, NUM_STEPS + 1)]:
             wrong.append(f"finished steps: {finished}")
-        if (run_dir / "model" / "weights").read_bytes() != baseline.weights:
+        if exported(run_dir) != baseline.weights:
             wrong.append("the weights are not those of the undisturbed run")
         if not _has_all_lines(self._directory, baseline, is_full=self._disk is not None):
             wrong.append("metrics.jsonl is not that of the undisturbed run")
         wrong += [f"left behind: {path}" for path in run_dir.rglob("*.partial")]
-        wrong += [f"left behind: {command}" for command in self._engines()]
+        wrong += [f"left behind: {command}" for command in self._cluster.engines()]
         with (run_dir / "ledger.lock").open() as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return wrong
         return [*wrong, "the ledger is still locked"]
+
+    async def _left_open(self) -> list[str]:
+        """Returns what a finished run has left open on services.
+
+        It is nothing; but a run that could not reach a service has said so, and is closed there when its lease ends, as
+        is another run that failed.
+        """
+        log = self._directory / "runs" / "run" / "logs" / "coordinator.log"
+        has_lease = "may still be open at" in log.read_text(errors="replace") or self._plan.fault in _RIVALS
+        deadline = time.monotonic() + ((LEASE_S + _HANG_S) * self._slower if has_lease else 0.0)
+        await self._cluster.until_ready()
+        while (held := await self._cluster.open_runs()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return held
 
     def _still_damaged(self) -> str:
         """Returns the name of a damaged file that no session has read or written again; "" if there is none."""
         path, content = (self._scene.notes if self._scene else {}).get("restore", (Path(), b""))
         return path.name if path.is_file() and path.read_bytes() != content and path.suffix == ".parquet" else ""
 
-    def _engines(self) -> list[str]:
-        replicas = [self._cluster.pid_of(name) for name in ("rollout-0", "rollout-1")]
-        return [command for pid in replicas if pid for command in descendants(pid).values()]
+
+def exported(run_dir: Path) -> bytes:
+    """Returns the weights that a run has exported."""
+    return b"".join(
+        path.read_bytes()
+        for path in sorted((run_dir / "model").glob("*"))
+        if "weights" in path.name or path.suffix == ".safetensors"
+    )
 
 
 def _has_all_lines(directory: Path, baseline: Baseline, *, is_full: bool) -> bool:
@@ -264,29 +305,16 @@ def _has_all_lines(directory: Path, baseline: Baseline, *, is_full: bool) -> boo
     return all(line in baseline.numbers for line in found) if is_full else found == baseline.numbers
 
 
-async def _ended(process: Process) -> int | None:
-    """Waits for the end of a process; None if it hangs and was killed."""
-    try:
-        async with asyncio.timeout(_HANG_S):
-            await process.ended.wait()
-        return process.code
-    except TimeoutError:
-        process.signal(signal.SIGKILL)
-        await process.ended.wait()
-        return None
-
-
 async def baseline_of(cluster: Cluster, directory: Path, files: Path, variant: str) -> Baseline:
     """Runs a variant undisturbed."""
     result = Result(-1, Plan(variant, "kill", "coordinator", "", 0))
     episode = Episode(cluster, directory, files, result)
     directory.mkdir()
-    write_config(directory, files, variant)
+    write_config(directory, files, variant, is_real=cluster.is_real)
     begin = time.monotonic()
     async with AsyncExitStack():
         await cluster.until_ready()
         outcome = await episode._session(with_fault=True)
     assert outcome == "done", f"{variant}: {outcome}: {episode._tail()}"
     run_dir = directory / "runs" / "run"
-    weights = (run_dir / "model" / "weights").read_bytes()
-    return Baseline(weights, numbers(directory), dict(episode._seen), time.monotonic() - begin)
+    return Baseline(exported(run_dir), numbers(directory), dict(episode._seen), time.monotonic() - begin)

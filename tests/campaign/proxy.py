@@ -71,6 +71,10 @@ class Proxy:
 
         self._damage = damage
 
+    def flip_none(self) -> None:
+        """Takes back a flip that no chunk was there for."""
+        self._damage = None
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)

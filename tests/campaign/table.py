@@ -1,11 +1,29 @@
-"""The result of a campaign as a table."""
+"""The result of a campaign as a file and as a table: `python -m tests.campaign.table FILE ...` shows those of files."""
 
+import json
 import statistics
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+
+
+def save(path: Path, content: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Writes `content` with the rows of all episodes, each as a line of its values in the order of `columns`."""
+    columns = [*rows[0]]
+    head = json.dumps({**content, "columns": columns}, indent=1).removesuffix("\n}")
+    lines = ",\n".join(json.dumps([row[column] for column in columns]) for row in rows)
+    path.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
+
+
+def load(path: Path) -> list[Row]:
+    """Returns the rows of a saved campaign."""
+    content = json.loads(path.read_text())
+    columns = content.get("columns")
+    return [dict(zip(columns, row, strict=True)) for row in content["rows"]] if columns else content["rows"]
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -34,3 +52,7 @@ def _times(values: Iterable[float | None]) -> str:
     """Median and worst."""
     known = [value for value in values if value is not None]
     return f"{statistics.median(known):.1f} / {max(known):.1f}" if known else "-"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table(row for name in sys.argv[1:] for row in load(Path(name))) + "\n")

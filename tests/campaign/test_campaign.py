@@ -1,5 +1,6 @@
 """A few episodes of the campaign, each a fault that has broken a run before, and that it notices what is wrong."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,13 @@ import pytest_asyncio
 
 from tests.campaign.__main__ import play, warm
 from tests.campaign.cluster import Cluster
-from tests.campaign.episode import Baseline, Plan, Result, make_plan
+from tests.campaign.episode import Baseline, Episode, Plan, Result, make_plan
 from tests.campaign.faults.all import FAULTS
-from tests.campaign.table import table
+from tests.campaign.table import load, save, table
+from tests.campaign.workspace import LEASE_S, write_config
+from tests.support import PATIENCE_S
 
+_LATE = "coordinator.finished.end"
 Warm = tuple[Cluster, Mapping[str, Baseline], Path]
 
 
@@ -30,6 +34,7 @@ async def toys(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Warm]:
         ("kill", "coordinator", "trainer.Train.end", ["killed", "done"]),
         ("kill", "rank-1", "trainer.SaveCheckpoint.begin", None),
         ("reset", "trainer", "trainer.Train.begin", ["done"]),
+        ("forged-answers", "ranks", "trainer.Train.begin", ["done"]),
     ],
 )
 async def test_a_run_survives_or_resumes_exactly(
@@ -45,7 +50,25 @@ async def test_a_run_survives_or_resumes_exactly(
     if fault == "reset":
         wrong = await play(cluster, other, directory, Result(1, Plan("whole", fault, victim, event, 1)))
         assert wrong.violations == ["the weights are not those of the undisturbed run"]
-        assert f"| {fault} | 1 |" in table([result.row()])
+        save(directory / "saved.json", {"episodes": 2}, [result.row(), wrong.row()])
+        assert load(directory / "saved.json") == [result.row(), wrong.row()]
+        assert f"| {fault} | 2 |" in table(load(directory / "saved.json"))
+
+
+async def test_services_close_a_run_whose_coordinator_never_comes_back(toys: Warm) -> None:
+    cluster, _, directory = toys
+    workspace = directory / "left"
+    workspace.mkdir()
+    write_config(workspace, directory, "whole")
+    config = workspace / "run.yaml"
+    config.write_text(config.read_text().replace(f"lease_s: {LEASE_S}", "lease_s: 5.0"))
+    episode = Episode(cluster, workspace, directory, Result(0, Plan("whole", "kill", "coordinator", _LATE, 0)))
+    await cluster.until_ready()
+    assert await episode._session(with_fault=True) == "killed"
+    assert len(await cluster.open_runs()) == 4
+    async with asyncio.timeout(PATIENCE_S):
+        while await cluster.open_runs() or cluster.engines():
+            await asyncio.sleep(0.1)
 
 
 def test_the_plan_follows_from_seed_and_number() -> None:

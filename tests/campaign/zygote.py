@@ -1,7 +1,7 @@
 """`python -m tests.campaign.zygote`: imports everything once, and forks the processes that the campaign asks for.
 
-Lines of JSON on stdin ask for a process: {"kind", "args", "log", "gate", "cwd"}. The answer on stdout is {"pid"}, and
-{"exited", "code"} when it has ended. It ends, with all that it started, when stdin is closed.
+Lines of JSON on stdin ask for a process: {"kind", "args", "log", "gate", "cwd", "is_real"}. The answer on stdout is
+{"pid"}, and {"exited", "code"} when it has ended. It ends, with all that it started, when stdin is closed.
 """
 
 import ctypes
@@ -68,6 +68,11 @@ def _become(asked: dict[str, Any]) -> None:
         os.chdir(asked["cwd"])
         sys.path.insert(0, asked["cwd"])
         sys.stdin, sys.stdout, sys.stderr = (open(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))  # noqa: SIM115
+        if asked["is_real"]:
+            os.execv(
+                sys.executable,
+                [sys.executable, "-m", "tests.campaign.real", asked["kind"], asked["gate"], *asked["args"]],
+            )
         _run(asked["kind"], asked["args"], Path(asked["gate"]) if asked["gate"] else None)
         code = 0
     except SystemExit as error:

@@ -72,6 +72,10 @@ class TimeoutsConfig(Strict):
     """Deadline in seconds for each call that frees or takes GPU memory: Sleep, Wake, ReleaseMemory, AcquireMemory."""
     checkpoint_s: float = Field(default=1800.0, gt=0)
     """Deadline in seconds for saving, loading or exporting a checkpoint."""
+    lease_s: float = Field(default=1800.0, gt=0)
+    """Seconds for which a service that was given by address keeps the run open after its coordinator was killed or cut
+    off. A run that is resumed by then finds its engines running and the trainer where it was. After it, the service
+    frees its GPU, and the run resumes from its newest checkpoint."""
 
 
 class Config(Strict):

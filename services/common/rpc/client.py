@@ -37,16 +37,20 @@ class Client:
     another when its certificate is renewed.
     """
 
-    def __init__(self, address: str, stub: type, transport: Transport = LOCAL):
+    def __init__(self, address: str, stub: type, transport: Transport = LOCAL, *, is_alone: bool = False):
         """Creates the client without connecting.
+
+        Clients of one address share a connection; with `is_alone`, this one makes its own, because that of the others
+        may be half-open.
 
         Raises:
             InvalidInput: As in `require_secure`.
         """
         require_secure(address, transport, field="address")
         self.address = address
+        options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if is_alone else OPTIONS
         self._kind = stub.__name__.removesuffix("Stub").removesuffix("Service").lower()
-        self._channel = Channel(address, stub, transport, OPTIONS)
+        self._channel = Channel(address, stub, transport, options)
         self._was_answered = False
 
     async def call(

@@ -2,47 +2,66 @@
 
 The coordinator makes a token for each run that it works on and sends it in the header HEADER of every call. `OpenRun`
 makes the caller's token the only one that the service accepts, and the token before it is never accepted again.
+
+With LEASE_HEADER it also says for how many seconds a service keeps the run open without a call of this coordinator.
 """
 
+import math
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.rpc.lease import Lease
 from services.common.telemetry.context import scoped
 
 HEADER = "lockstep-fencing-token"
+LEASE_HEADER = "lockstep-lease-s"
 
 _own: ContextVar[str] = ContextVar("lockstep_fencing_token", default=uuid.uuid4().hex)
+_own_lease: ContextVar[str] = ContextVar("lockstep_lease", default="0")
 _of_caller: ContextVar[str] = ContextVar("lockstep_fencing_token_of_caller", default="")
+_lease_of_caller: ContextVar[str] = ContextVar("lockstep_lease_of_caller", default="0")
 
 
 @contextmanager
-def new_token() -> Generator[None]:
-    """Gives the calls of the block, and of tasks created in it, a new token. Other calls have the process's token."""
-    with scoped(_own, uuid.uuid4().hex):
+def new_token(lease_s: float = 0.0) -> Generator[None]:
+    """Gives the calls of the block, and of tasks created in it, a new token. Other calls have the process's token.
+
+    A service closes a run that was opened in the block after `lease_s` seconds without a call; never, if it is 0.
+    """
+    with scoped(_own, uuid.uuid4().hex), scoped(_own_lease, str(lease_s)):
         yield
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """Returns the gRPC metadata that sends the token with a call."""
-    return ((HEADER, _own.get()),)
+    """Returns the gRPC metadata that sends the token and the lease with a call."""
+    return ((HEADER, _own.get()), (LEASE_HEADER, _own_lease.get()))
 
 
 @contextmanager
 def incoming(metadata: Iterable[tuple[str, str | bytes]]) -> Generator[None]:
-    """Gives the work in the block the token that a caller sent in `metadata`."""
-    with scoped(_of_caller, str(dict(metadata).get(HEADER, ""))):
+    """Gives the work in the block the token and the lease that a caller sent in `metadata`."""
+    sent = dict(metadata)
+    with scoped(_of_caller, str(sent.get(HEADER, ""))), scoped(_lease_of_caller, str(sent.get(LEASE_HEADER, "0"))):
         yield
 
 
-class Fence:
-    """Knows the token of the coordinator that opened a run on this service last, and those of all before it."""
+async def _keep_open() -> None:
+    """Does nothing at the end of a lease."""
 
-    def __init__(self) -> None:
+
+class Fence:
+    """Knows the token of the coordinator that opened a run on this service last, and those of all before it.
+
+    `close` closes the run, if its lease has ended (rpc/lease.py).
+    """
+
+    def __init__(self, close: Callable[[], Awaitable[None]] = _keep_open) -> None:
         self._token = ""
         self._runs: dict[str, str] = {}  # the run id of every token that was the last one once
+        self.lease = Lease(close)
 
     @property
     def is_open(self) -> bool:
@@ -50,10 +69,10 @@ class Fence:
         return self._token in ("", _of_caller.get())
 
     def take_over(self, run_id: str) -> None:
-        """Accepts only the caller's token from now on.
+        """Accepts only the caller's token from now on, and begins the caller's lease.
 
         Raises:
-            InvalidInput: The caller has sent no token.
+            InvalidInput: The caller has sent no token, or a lease that is no number of seconds.
             PreconditionFailed: RUN_REPLACED, the caller was replaced before.
         """
         token = _of_caller.get()
@@ -61,7 +80,14 @@ class Fence:
             raise InvalidInput(f"{HEADER}: required; send the same random string with every call", field=HEADER)
         if token in self._runs:
             self.require()
+        lease_s = _parsed_lease()
         self._token, self._runs[token] = token, run_id
+        self.lease.begin(lease_s)
+
+    def renew_lease(self) -> None:
+        """Renews the lease if the caller is the coordinator that opened the run."""
+        if self._token and self.is_open:
+            self.lease.renew()
 
     @contextmanager
     def guarding(self) -> Generator[None]:
@@ -79,12 +105,13 @@ class Fence:
         self.require()
 
     def require(self) -> None:
-        """Checks the caller's token, if a run was opened.
+        """Checks the caller's token, if a run was opened, and renews the lease.
 
         Raises:
             PreconditionFailed: RUN_REPLACED, another coordinator has opened a run here since, or the token is missing.
         """
         if self.is_open:
+            self.renew_lease()
             return
         now, before = self._runs[self._token], self._runs.get(_of_caller.get(), "")
         if now == before:
@@ -97,3 +124,18 @@ class Fence:
         else:
             message = f"run {now} is open on this service, and the caller is not the coordinator that opened it"
         raise PreconditionFailed(message, reason=Reason.RUN_REPLACED, run=now)
+
+
+def _parsed_lease() -> float:
+    """Returns the caller's lease in seconds.
+
+    Raises:
+        InvalidInput: It is no number, or it is negative or not finite.
+    """
+    try:
+        lease_s = float(_lease_of_caller.get())
+    except ValueError:
+        lease_s = math.nan
+    if not 0 <= lease_s < math.inf:
+        raise InvalidInput(f"{LEASE_HEADER}: must be a number of seconds, 0 or more", field=LEASE_HEADER)
+    return lease_s

@@ -18,6 +18,8 @@ from services.common.process import keep_files_private
 
 Result = TypeVar("Result")
 
+# CPython's words where a thread cannot get memory or a place in a table of the kernel.
+_NO_THREAD = "can't start new thread"
 _OF_STREAMS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
 
@@ -91,14 +93,20 @@ def to_null(stream: TextIO) -> None:
     os.close(null)
 
 
-def fail(error: LockstepError | OSError) -> NoReturn:
+def fail(error: LockstepError | OSError | MemoryError | RuntimeError) -> NoReturn:
     """Prints an error as the last line, with the word of its reason, and exits with code 2.
 
     Raises:
         OSError: It is neither of a file nor of standard output, so only its traceback says what happened.
+        RuntimeError: It says nothing of memory or threads.
     """
     if isinstance(error, LockstepError):
         line = f"{error.reason}: {error.message}"
+    elif isinstance(error, MemoryError) or _NO_THREAD in str(error):
+        why = str(error) or "no memory"
+        line = f"{Reason.OUT_OF_MEMORY}: this host gives the command no more memory or threads ({why}); a run resumes"
+    elif isinstance(error, RuntimeError):
+        raise error
     elif error.filename:
         line = f"{Reason.STORAGE_FAILED}: {storage_error(error.filename, error).message}"
     elif error.errno in _OF_STREAMS:

@@ -304,7 +304,7 @@ def main() -> None:
     """Runs the command. An error is printed as one line with exit code 2; an interruption gives exit code 130."""
     try:
         app()
-    except (LockstepError, OSError) as error:
+    except (LockstepError, OSError, MemoryError, RuntimeError) as error:
         fail(error)
     except asyncio.CancelledError:
         _errors.print("lockstep: stopped")

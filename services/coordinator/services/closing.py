@@ -41,7 +41,8 @@ async def finish(run: Run[AnyConfig], trainer: Trainer) -> Outcome:
 async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
     """Tells services that were given by address to free what they hold for `run`, which ended without an error.
 
-    If a service fails to do so, it is only logged: the next run opened there replaces this one, so nothing is lost.
+    If a service fails to do so, it is only logged: it closes the run itself when the lease ends (timeouts.lease_s), or
+    when the next run is opened there.
     """
     run_id = run.run_id
 
@@ -49,7 +50,7 @@ async def close_run(run: Run[AnyConfig], addresses: Addresses) -> None:
         """Returns a client for each service that was not started here."""
         there = [at for at in dict.fromkeys(all_at) if at and at not in addresses.started]
         transport = addresses.rollout_transport if stub is RolloutServiceStub else addresses.transport
-        return [Client(at, stub, transport) for at in there]
+        return [Client(at, stub, transport, is_alone=True) for at in there]
 
     reward, trainer = reward_pb2.CloseRunRequest(run_id=run_id), trainer_pb2.CloseRunRequest(run_id=run_id)
     rollout = rollout_pb2.CloseRunRequest(run_id=run_id)

@@ -50,7 +50,7 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
         start.ledger.close()
         raise
     history = keeping(config.run_dir / HISTORY, opened.run_id, start.ledger.num_rows())
-    with closing(opened) as run, within(run=run.run_id), new_token(), history:
+    with closing(opened) as run, within(run=run.run_id), new_token(config.timeouts.lease_s), history:
         if console is not None:
             log_to(config, console)
         run.watchers = watchers(run)

@@ -35,7 +35,9 @@ async def _half_open(scene: Scene, victim: str) -> None:
 
 
 async def _flip(scene: Scene, victim: str) -> None:
-    scene.cluster.proxies[victim].flip_a_bit(scene.number)
+    proxy = scene.cluster.proxies[victim]
+    proxy.flip_a_bit(scene.number)
+    scene.undos.append((_CUT_S, proxy.flip_none))
 
 
 FAULTS = (

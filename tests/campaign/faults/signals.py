@@ -1,4 +1,4 @@
-"""SIGKILL, and SIGSTOP for a moment or for longer than every deadline."""
+"""SIGKILL, and SIGSTOP: for a moment, for longer than every deadline, or for longer than keepalive and lease too."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import signal
 
 from tests.campaign.faults.base import PROCESSES, Fault, Scene
 
-MOMENT_S, LONG_S = 0.5, 8.0
+MOMENT_S, LONG_S, VERY_LONG_S = 0.5, 8.0, 40.0
 
 
 async def _kill(scene: Scene, victim: str) -> None:
@@ -32,4 +32,5 @@ FAULTS = (
     Fault("kill", (*PROCESSES, "worker"), _kill),
     Fault("stop", (*PROCESSES, "worker"), _stop(MOMENT_S)),
     Fault("stop-long", PROCESSES, _stop(LONG_S)),
+    Fault("stop-40s", PROCESSES, _stop(VERY_LONG_S)),
 )

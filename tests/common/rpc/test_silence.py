@@ -11,11 +11,12 @@ from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 
-from services.common.errors import Unavailable
+from services.common.errors import DeadlineExceeded, Unavailable
 from services.common.rpc import client as client_module
 from services.common.rpc import options
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
+from tests.campaign.proxy import Proxy
 from tests.support import PATIENCE_S
 
 # gRPC waits a minute for the answer to a ping, unless it is told otherwise.
@@ -119,3 +120,24 @@ def test_the_real_limits_add_up_to_less_than_twenty_seconds() -> None:
         assert values["grpc.keepalive_timeout_ms"] == values["grpc.http2.ping_timeout_ms"] == options.ANSWER_MS
         # A server ends connections on which it is pinged more often than this.
         assert values["grpc.http2.min_ping_interval_without_data_ms"] < options.SILENCE_MS
+
+
+async def test_a_client_with_a_connection_of_its_own_is_answered_while_that_of_others_is_half_open() -> None:
+    server = Server()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(Reward(), server.grpc)
+    proxy = Proxy(await server.start("127.0.0.1:0", [RewardService.__name__]))
+    address = await proxy.start()
+    first, second, alone = (
+        Client(address, reward_pb2_grpc.RewardServiceStub, is_alone=how) for how in (False, False, True)
+    )
+    try:
+        await first.call(RewardService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S, wait_for_ready=True)
+        proxy.silence()
+        with pytest.raises(DeadlineExceeded):
+            await second.call(RewardService.GetInfo, pb.GetInfoRequest(), timeout_s=1)
+        await alone.call(RewardService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S)
+    finally:
+        for client in (first, second, alone):
+            await client.close()
+        await proxy.close()
+        await server.grpc.stop(None)

@@ -2,9 +2,11 @@
 
 from importlib.metadata import version
 
+import pytest
 from typer.testing import CliRunner
 
 from services.common.errors import InvalidInput
+from services.coordinator.cli import main
 from services.coordinator.cli.main import app
 
 
@@ -28,3 +30,26 @@ def test_the_shell_completes_commands() -> None:
     typed = {"_LOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "lockstep re", "COMP_CWORD": "1"}
     shown = CliRunner().invoke(app, [], prog_name="lockstep", env=typed)
     assert shown.output.split() == ["report", "replay", "replicas"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_host_without_memory_is_a_reason_and_no_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith("lockstep: error: OUT_OF_MEMORY: ")
+
+
+def test_another_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def app() -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(main, "app", app)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        main.main()

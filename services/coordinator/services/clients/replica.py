@@ -14,6 +14,7 @@ from services.common.errors import InvalidInput, LockstepError
 from services.common.rpc.client import Client
 from services.common.rpc.retry import MAX_RETRY_S
 from services.common.rpc.security.tls import LOCAL, Transport
+from services.coordinator.services.clients.renewal import Renewal
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Replica:
         self.num_opens = 0
         self.samples_in_flight = self.tokens_in_flight = 0
         self._client = Client(address, rollout_pb2_grpc.RolloutServiceStub, transport)
-        self._timeouts = timeouts
+        self._timeouts, self._renewal = timeouts, Renewal()
 
     async def open(self, run_id: str, config: Config, card: ModelCard) -> None:
         """Waits for the service, starts its engine and sets the state to STALE."""
@@ -54,6 +55,7 @@ class Replica:
             can_sleep=config.placement == "colocated",
             return_routes=config.wants_routes,
         )
+        self._renewal.begin(self._client, RolloutService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         answer = await self._client.call(
             RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
         )
@@ -138,4 +140,5 @@ class Replica:
 
     async def close(self) -> None:
         """Closes the channel."""
+        await self._renewal.end()
         await self._client.close()

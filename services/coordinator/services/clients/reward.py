@@ -17,6 +17,7 @@ from services.common.rpc.client import Client
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.data.episodes import final_text, num_sampled
 from services.coordinator.data.groups import SampledGroup, ScoredGroup
+from services.coordinator.services.clients.renewal import Renewal
 from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class Reward:
 
     def __init__(self, address: str, config: Config, transport: Transport = LOCAL):
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
-        self._config, self._timeouts = config.reward, config.timeouts
+        self._config, self._timeouts, self._renewal = config.reward, config.timeouts, Renewal()
         self._environment_json = config.environment.model_dump_json() if config.environment else ""
         self._num_answers = 0
         self.failures = Counter[str]()
@@ -48,6 +49,7 @@ class Reward:
         request = pb.OpenRunRequest(
             run_id=run_id, config_json=self._config.model_dump_json(), environment_json=self._environment_json
         )
+        self._renewal.begin(self._client, RewardService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         opened = await self._client.call(
             RewardService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
         )
@@ -94,6 +96,7 @@ class Reward:
 
     async def close(self) -> None:
         """Closes the channel."""
+        await self._renewal.end()
         await self._client.close()
 
     def _request(self, group: SampledGroup, tokenizer: Tokenizer) -> pb.ScoreRequest:

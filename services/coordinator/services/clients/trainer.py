@@ -19,6 +19,7 @@ from services.common.rpc.retry import MAX_RETRY_S, repeated
 from services.common.rpc.security.tls import LOCAL, Transport
 from services.coordinator.runs.lanes import Busy
 from services.coordinator.services.clients.blocks import BlockStream
+from services.coordinator.services.clients.renewal import Renewal
 from services.coordinator.services.gpus import OwnGpus, Side
 
 # Config section -> (role, column that Forward returns, name of that column in the batch).
@@ -39,7 +40,7 @@ class Model:
         self.name = name
         self._gpus = gpus or OwnGpus()
         self._client = Client(address, trainer_pb2_grpc.TrainerServiceStub, transport)
-        self._config, self._timeouts = config, config.timeouts
+        self._config, self._timeouts, self._renewal = config, config.timeouts, Renewal()
         self._role, self._answer, self.column = _ROLES[name]
         self.opened: pb.OpenRunResponse = pb.OpenRunResponse()
         self.busy = Busy()
@@ -56,6 +57,7 @@ class Model:
             bucket_bytes=self._config.weights.bucket_bytes,
             role=self._role,
         )
+        self._renewal.begin(self._client, TrainerService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         self.opened = await self._client.call(
             TrainerService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
         )
@@ -130,6 +132,7 @@ class Model:
 
     async def close(self) -> None:
         """Closes the channel."""
+        await self._renewal.end()
         await self._client.close()
 
     def _header(

@@ -1,0 +1,105 @@
+"""Tests that a service closes a run whose coordinator has gone without a word, and no other."""
+
+import asyncio
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from services.common.errors import InvalidInput
+from services.common.rpc.fence import HEADER, LEASE_HEADER, Fence, incoming, new_token, outgoing
+from services.common.rpc.lease import Lease
+from tests.support import PATIENCE_S
+
+
+class Held:
+    """A service with an open run, and a clock that the test moves."""
+
+    def __init__(self):
+        self.closed = asyncio.Event()
+        self.run_id = "a"
+        self.lease = Lease(self.close)
+        self.now = asyncio.get_running_loop().time()
+
+    async def close(self) -> None:
+        if self.lease.has_ended(self.run_id):
+            self.closed.set()
+
+    async def after(self, seconds: float, *, due: float) -> bool:
+        """Moves the clock, calls the timer that was due at `due`; returns whether the run was closed."""
+        self.now += seconds
+        self.lease._check(due)
+        if self.lease._closing:
+            await self.lease._closing
+        return self.closed.is_set()
+
+
+@pytest.fixture
+async def held() -> "Iterator[Held]":
+    held = Held()
+    with mock.patch.object(asyncio.get_running_loop(), "time", lambda: held.now):
+        yield held
+
+
+async def test_a_run_is_closed_when_its_lease_ends():
+    held = Held()
+    held.lease.begin(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        await held.closed.wait()
+
+
+async def test_a_renewed_lease_does_not_end(held: Held):
+    begin = held.now
+    held.lease.begin(100)
+    held.now += 60
+    held.lease.renew()
+    assert not await held.after(45, due=begin + 100)
+    assert await held.after(60, due=begin + 160)
+
+
+async def test_who_was_stopped_itself_gives_the_coordinator_another_chance(held: Held):
+    """Its calls may have come meanwhile, and were not read."""
+    begin = held.now
+    held.lease.begin(100)
+    assert not await held.after(400, due=begin + 100)
+    assert await held.after(101, due=begin + 500)
+
+
+async def test_a_coordinator_that_comes_while_the_run_is_about_to_be_closed_keeps_it(held: Held):
+    held.lease.begin(100)
+    held.now += 101
+    held.lease.begin(100)
+    await held.close()
+    assert not held.closed.is_set()
+
+
+async def test_without_a_lease_or_a_run_nothing_ends(held: Held):
+    held.lease.begin(0)
+    held.now += 1e9
+    assert not held.lease.has_ended("a")
+    held.lease.begin(1)
+    held.now += 2
+    assert held.lease.has_ended("a")
+    assert not held.lease.has_ended("")
+
+
+async def test_only_calls_of_the_coordinator_renew(held: Held):
+    fence = Fence()
+    with new_token(100):
+        mine = outgoing()
+    with incoming(mine):
+        fence.take_over("a")
+    held.now += 60
+    with incoming([(HEADER, "doctor")]):
+        fence.renew_lease()
+    held.now += 60
+    assert fence.lease.has_ended("a")
+    with incoming(mine):
+        fence.require()
+    assert not fence.lease.has_ended("a")
+
+
+@pytest.mark.parametrize("lease", ["-1", "nan", "inf", "soon"])
+def test_a_lease_is_a_number_of_seconds(lease: str):
+    with incoming([(HEADER, "token"), (LEASE_HEADER, lease)]), pytest.raises(InvalidInput, match=LEASE_HEADER):
+        Fence().take_over("a")
