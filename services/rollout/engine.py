@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -196,14 +196,7 @@ class Engine:
             raise PreconditionFailed(
                 f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
             )
-        assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
-        _require_finite(result.logprobs.logprobs)
-        completion = Completion(
-            tokens=result.token_ids,
-            logprobs=result.logprobs.logprobs,
-            finish_reason=_FINISH[result.finish_reason],
-            seed=seed,
-        )
+        completion = _completion(result, seed)
         routes = self._routes(output) if sampling.return_routes else b""
         cached = output.num_cached_tokens or 0
         return Sample(completion, output.prompt_token_ids or (), cached, drafts_of(output), routes)
@@ -357,12 +350,22 @@ def _require_fit(part: str, fits: Sequence[Fit]) -> None:
             )
 
 
-def _require_finite(logprobs: Sequence[float]) -> None:
+def _completion(result: CompletionOutput, seed: int) -> Completion:
+    """Returns what a sample has.
+
+    Raises:
+        InternalError: A log-probability is not finite.
+    """
+    assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
+    logprobs = result.logprobs.logprobs
     if not math.isfinite(math.fsum(logprobs)):
         raise InternalError(
             f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "
             "log-probabilities that are not finite; the weights, or vLLM, are broken"
         )
+    assert result.finish_reason, "it is finished"
+    finish_reason = _FINISH[result.finish_reason]
+    return Completion(tokens=result.token_ids, logprobs=logprobs, finish_reason=finish_reason, seed=seed)
 
 
 def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
