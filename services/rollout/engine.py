@@ -358,7 +358,7 @@ def _completion(result: CompletionOutput, seed: int) -> Completion:
     """
     assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
     logprobs = result.logprobs.logprobs
-    if not math.isfinite(math.fsum(logprobs)):
+    if not math.isfinite(sum(logprobs)):
         raise InternalError(
             f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "
             "log-probabilities that are not finite; the weights, or vLLM, are broken"
