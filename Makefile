@@ -46,7 +46,7 @@ test: setup
 
 # RUNS, FAULTS with lint before it, and all others take about the same time.
 RUNS := tests/e2e tests/common tests/coordinator tests/deploy
-FAULTS := tests/fault tests/reward tests/rollout
+FAULTS := tests/fault tests/reward tests/rollout tests/model tests/campaign tests/trainer/losses
 
 # Everything that starts no engine and no trainer ranks.
 test-fast: setup

@@ -70,16 +70,20 @@ async def run_until_killed(services: Services, config: Config) -> None:
             raise
 
 
-@pytest.mark.parametrize(("lag", "save_freq"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 2)])
+@pytest.mark.parametrize(
+    ("lag", "save_freq", "every"),
+    [pytest.param(1, 1, 1, marks=pytest.mark.long), pytest.param(2, 2, 1, marks=pytest.mark.long), (2, 2, 3)],
+)
 async def test_wherever_it_is_killed_a_resumed_run_equals_an_undisturbed_one(
-    tmp_path: Path, deadline: Deadline, lag: int, save_freq: int
+    tmp_path: Path, deadline: Deadline, lag: int, save_freq: int, every: int
 ) -> None:
+    """Kills it at all events of the run, or at every third."""
     async with surviving_services() as services:
         undisturbed = made(tmp_path / "undisturbed", lag, save_freq)
         deadline.restart()
         await services.run(undisturbed)
         blocks, events = [*services.rank.blocks], [*deadline.events]
-        for num_events in range(1, len(events) + 1):
+        for num_events in range(1, len(events) + 1, every):
             where = f"killed after {num_events} events: {events[:num_events][-3:]}"
             config = made(tmp_path / f"killed-{num_events}", lag, save_freq)
             services.rank.blocks.clear()
