@@ -43,6 +43,7 @@ def commands() -> Iterator[tuple[int, str]]:
         if world > 1:
             yield world, f"train train-experts-{world} --only '*a3b*{world} GPUs*'"
     yield 1, "routing routing-qwen3-a3b-8-layers qwen3-a3b-8-layers"
+    yield 1, "speculation speculation-qwen3-0.6b qwen3-0.6b"
     yield from _publications()
     yield from _rollouts()
     yield from _colocated()

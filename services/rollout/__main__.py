@@ -25,6 +25,7 @@ def _configure_vllm() -> None:
     else:
         settings |= {
             "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",  # the search for n-grams would set OpenMP's number to this, for the whole process
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

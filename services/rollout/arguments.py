@@ -63,6 +63,12 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
         }
+    if config.speculation:
+        num_rows = config.max_samples * (1 + config.speculation.num_tokens)
+        arguments |= {
+            "speculative_config": config.speculation.for_vllm(),
+            "max_num_batched_tokens": max(num_rows, arguments["max_num_batched_tokens"]),
+        }
     if needs.adapter_rank:
         arguments |= {
             "enable_lora": True,

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import math
 import multiprocessing
 import os
 import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
@@ -19,7 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -32,6 +33,7 @@ from services.common.memory.device import DeviceState, changed, gib
 from services.rollout.arguments import Needs, check_adapters_run, engine_arguments
 from services.rollout.compat.vllm.client import abort_samples, lengths_so_far, stop_reading
 from services.rollout.compat.vllm.detokenizer import set_tokenizer
+from services.rollout.compat.vllm.drafts import Drafts, drafts_of
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.compat.vllm.routes import keep_in_one_frame, returning_routes
 from services.rollout.failures import log_size, see_log, start_failure
@@ -59,6 +61,8 @@ class Sample:
     prompt_tokens: Sequence[int]
     num_cached_tokens: int
     """Number of prompt tokens that were taken from the prefix cache."""
+    drafts: Drafts = field(default_factory=Drafts)
+    """What was drafted for it; nothing without speculative decoding."""
     routes: bytes = b""
     """The routes of all tokens but the last (services.common.batches.routes); empty if there are none."""
 
@@ -149,6 +153,7 @@ class Engine:
             InvalidInput: The prompt exceeds the engine's context or vocabulary, vLLM rejects the sampling, or there are
                 stop strings and the model has no tokenizer.
             PreconditionFailed: The sample was aborted because the weights changed.
+            InternalError: A log-probability is not finite.
             Unavailable: The engine died.
         """
         limit, vocab_size = self._llm.model_config.max_model_len, self._llm.model_config.get_vocab_size()
@@ -191,15 +196,10 @@ class Engine:
             raise PreconditionFailed(
                 f"aborted ({result.finish_reason}) because the weights changed", reason=Reason.NOT_SERVING
             )
-        assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
-        completion = Completion(
-            tokens=result.token_ids,
-            logprobs=result.logprobs.logprobs,
-            finish_reason=_FINISH[result.finish_reason],
-            seed=seed,
-        )
+        completion = _completion(result, seed)
         routes = self._routes(output) if sampling.return_routes else b""
-        return Sample(completion, output.prompt_token_ids or (), output.num_cached_tokens or 0, routes)
+        cached = output.num_cached_tokens or 0
+        return Sample(completion, output.prompt_token_ids or (), cached, drafts_of(output), routes)
 
     async def call_workers(
         self, method: Callable[[WeightReceiver, *Arguments], Answer], *args: *Arguments
@@ -348,6 +348,24 @@ def _require_fit(part: str, fits: Sequence[Fit]) -> None:
                 reason=Reason.OUT_OF_MEMORY,
                 **fit,
             )
+
+
+def _completion(result: CompletionOutput, seed: int) -> Completion:
+    """Returns what a sample has.
+
+    Raises:
+        InternalError: A log-probability is not finite.
+    """
+    assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
+    logprobs = result.logprobs.logprobs
+    if not math.isfinite(sum(logprobs)):
+        raise InternalError(
+            f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "
+            "log-probabilities that are not finite; the weights, or vLLM, are broken"
+        )
+    assert result.finish_reason, "it is finished"
+    finish_reason = _FINISH[result.finish_reason]
+    return Completion(tokens=result.token_ids, logprobs=logprobs, finish_reason=finish_reason, seed=seed)
 
 
 def _engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:

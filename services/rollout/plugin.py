@@ -6,11 +6,13 @@ import select
 import threading
 
 from services.rollout.compat.vllm.compiled import ignore_model_path
+from services.rollout.compat.vllm.temperatures import copy_temperatures
 
 
 def install() -> None:
     """Installs what every engine process needs."""
     ignore_model_path()
+    copy_temperatures()
     _exit_with_parent()
 
 

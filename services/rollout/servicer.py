@@ -23,6 +23,7 @@ from services.common.stamps import require_stamp, show
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.trial import take_part
 from services.rollout.arguments import Needs
+from services.rollout.compat.vllm.drafts import Drafts
 from services.rollout.compat.vllm.memory import KV_CACHE, WEIGHTS
 from services.rollout.engine import Engine, Sample
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
@@ -302,7 +303,14 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
         prompt_num_tokens=len(seen),
         prompt_sha256=tokens_sha256(seen),
         num_cached_tokens=sum(sample.num_cached_tokens for sample in samples),
+        drafts=_drafts([sample.drafts for sample in samples]),
     )
+
+
+def _drafts(drafts: Sequence[Drafts]) -> rollout_pb2.Drafts | None:
+    """Returns the sums; None if nothing was drafted or looked for."""
+    sums = {name: sum(getattr(one, name) for one in drafts) for name in rollout_pb2.Drafts.DESCRIPTOR.fields_by_name}
+    return rollout_pb2.Drafts(**sums) if any(sums.values()) else None
 
 
 def _routes(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> list[rollout_pb2.GenerateResponse]:

@@ -50,7 +50,7 @@ def test_a_command_means_something_and_needs_the_gpus_that_it_says(
         assert {case.world for case in found} == {needed}
         return
     assert module == "loop" or shape in MODELS
-    if module == "routing":  # an engine and then a rank, in one process
+    if module in ("routing", "speculation"):  # an engine and then a rank, or two engines, one after the other
         assert needed == 1
         return
     overrides = [argument for argument in (shape, *arguments) if "=" in argument]

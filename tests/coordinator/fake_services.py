@@ -56,6 +56,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.digest = "digest"
         self.plan_digest = "plan"
         self.seen_prompt: Callable[[Sequence[int]], Sequence[int]] = lambda tokens: tokens
+        self.drafts = pb.Drafts()
         self.answered: list[str] = []
         self.committed: list[PolicyStamp] = []
         self.epochs: list[tuple[int, int]] = []
@@ -122,6 +123,7 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
             prompt_num_tokens=len(seen),
             prompt_sha256=tokens_sha256(seen),
             num_cached_tokens=len(prompt.seeds),
+            drafts=self.drafts,
         )
         yield seal(request, answer)
 

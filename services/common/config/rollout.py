@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from services.common.config.base import Strict
 from services.common.config.discovery import DiscoveryConfig
+from services.common.config.speculation import SpeculationConfig
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises any temperature between 0 and this to this, and only logs that it did."""
@@ -71,15 +72,18 @@ class RolloutConfig(Strict):
     """Number of GPUs (or CPU processes) per replica (vLLM tensor_parallel_size)."""
     max_samples: int = Field(default=256, ge=1)
     """Maximum number of samples that one engine generates concurrently (vLLM max_num_seqs)."""
+    speculation: SpeculationConfig | None = None
+    """Speculative decoding: tokens are drafted cheaply, and the engine verifies several of them in one step. Samples
+    keep their distribution and log-probabilities. Unset, every token takes a step of its own."""
     engine: dict[str, Any] = Field(default={})
-    """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused."""
+    """Additional vLLM engine arguments, passed through unchanged. speculative_config is refused: set speculation."""
 
     @field_validator("engine")
     @classmethod
-    def _no_speculation(cls, engine: dict[str, Any]) -> dict[str, Any]:
+    def _speculation_is_lossless(cls, engine: dict[str, Any]) -> dict[str, Any]:
         if engine.get("speculative_config"):
             raise ValueError(
-                "speculative_config is refused: vLLM 0.32 on CPU returns NaN as the log-probability of drafted tokens, "
-                "and on GPUs they have not been compared with the trainer's; leave it out"
+                "speculative_config is refused: vLLM also has methods that change what is sampled, and some that were "
+                "not compared with the trainer; set rollout.speculation instead"
             )
         return engine

@@ -17,6 +17,7 @@ from services.common.config.restart import RestartConfig
 from services.common.config.reward.section import RewardConfig
 from services.common.config.rollout import RolloutConfig
 from services.common.config.selection import SelectionConfig, check_selection
+from services.common.config.speculating import check_length, check_speculation
 from services.common.config.trainer.roles import CriticConfig, ReferenceConfig
 from services.common.config.trainer.section import TrainerConfig, require_used
 from services.common.megatron.layout import Layout, check_layout, data_parallel_size, packs_multiple, samples_at_once
@@ -279,8 +280,8 @@ class Config(Strict):
     @property
     def wants_routes(self) -> bool:
         """Whether the engines are asked for the experts that they choose. vLLM returns none of a sample that ends at a
-        stop string."""
-        return self.trainer.replays_routes and not self.rollout.sampling.stop
+        stop string, and those of drafted tokens were not compared with the trainer's."""
+        return self.trainer.replays_routes and not (self.rollout.sampling.stop or self.rollout.speculation)
 
     @model_validator(mode="after")
     def _routes_are_returned(self) -> Self:
@@ -289,6 +290,13 @@ class Config(Strict):
                 "trainer.moe.replay_routes on: vLLM returns no routes of a sample that ends at a stop string; leave "
                 "rollout.sampling.stop out, or set trainer.moe.replay_routes to auto"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _speculation_is_checked(self) -> Self:
+        if self.rollout.speculation:
+            check_speculation(self.rollout.speculation, self.placement, self.trainer, self.evaluation)
+            check_length(self.rollout.speculation, self._longest, self.rollout.max_model_len)
         return self
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 from lockstep.reward.v1.reward_pb2 import Score
+from lockstep.rollout.v1.rollout_pb2 import Drafts
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
 from services.common.batches.batch import SAMPLE_SCHEMA
@@ -27,6 +28,8 @@ class SampledGroup:
     prompt: Prompt
     completions: Sequence[Completion]
     stamp: PolicyStamp
+    drafts: Drafts = field(default_factory=Drafts, kw_only=True)
+    """What speculative decoding drafted for the completions."""
     num_cached_tokens: int = field(default=0, kw_only=True)
     """Sum over the completions of the prompt tokens that the engine took from its prefix cache."""
     episodes: Sequence[Episode] = field(default=(), kw_only=True)

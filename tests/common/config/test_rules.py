@@ -13,6 +13,8 @@ from tests.common.config.smallest import SMALLEST, refused, write
 KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
 LAG = ["trainer.lag.versions=1", "trainer.loss.kind=grpo", "trainer.loss.old_logprobs=engine"]
 GRAPHS = ["trainer.strategy=megatron", "trainer.num_ranks=1"]
+LONG = ["data.max_prompt_tokens=100", "rollout.sampling.max_tokens=100"]
+HELD = ["data.eval={held: a.jsonl}"]
 CROSS_FIELD = {
     "colocated ranks and workers are pairs": (
         ["placement=colocated", "trainer.num_ranks=2", "rollout.tensor_parallel_size=4"],
@@ -67,6 +69,36 @@ CROSS_FIELD = {
         ],
         ["moe.replay_routes on", "transformer_config_kwargs.moe_router_fusion"],
         ["trainer.moe.replay_routes=on", "trainer.strategy=megatron"],
+    ),
+    "routes of drafted tokens were not compared": (
+        ["trainer.moe.replay_routes=on", "rollout.speculation={kind: ngram}"],
+        ["trainer.moe.replay_routes on", "leave rollout.speculation out"],
+        ["trainer.moe.replay_routes=auto", "rollout.speculation={kind: ngram}"],
+    ),
+    "drafted tokens were not verified with adapters": (
+        ["trainer.lora={rank: 8, publish: adapter}", "rollout.speculation={kind: ngram}"],
+        ["trainer.lora.publish adapter", "publish to merged"],
+        ["trainer.lora={rank: 8, publish: merged}", "rollout.speculation={kind: ngram}"],
+    ),
+    "a head does not sleep": (
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.speculation={kind: eagle3, draft: /head}"],
+        ["rollout.speculation.kind eagle3", "set kind ngram"],
+        ["placement=colocated", "trainer.num_ranks=1", "rollout.speculation={kind: ngram}"],
+    ),
+    "no min_p with speculation": (
+        [*HELD, "evaluation.sets={held: {temperature: 1.0, min_p: 0.1}}", "rollout.speculation={kind: ngram}"],
+        ["evaluation.sets.held.min_p", "set top_p"],
+        [*HELD, "evaluation.sets={held: {temperature: 1.0, top_p: 0.9}}", "rollout.speculation={kind: ngram}"],
+    ),
+    "a draft has room": (
+        [*LONG, "rollout.max_model_len=207", "rollout.speculation={kind: ngram, num_tokens: 4}"],
+        ["= 200", "num_tokens 4", "raise that to at least 208"],
+        [*LONG, "rollout.max_model_len=208", "rollout.speculation={kind: ngram, num_tokens: 4}"],
+    ),
+    "an n-gram has a length": (
+        ["rollout.speculation={kind: ngram, min_match: 4, max_match: 3}"],
+        ["min_match 4 is above max_match 3"],
+        ["rollout.speculation={kind: ngram, min_match: 3, max_match: 3}"],
     ),
     "sinkhorn ignores routes": (
         [
@@ -239,6 +271,7 @@ def test_routes_are_asked_for_where_they_can_be_replayed() -> None:
     for without in (
         {"trainer": {"moe": {"replay_routes": "off"}}},
         {"rollout": {"sampling": {"stop": ["x"]}}},
+        {"rollout": {"speculation": {"kind": "ngram"}}},
         {"trainer": {"strategy": "megatron", "megatron": {"transformer_config_kwargs": {"moe_router_fusion": True}}}},
         {"trainer": {"strategy": "megatron", "megatron": {"moe": {"load_balancing_type": "sinkhorn"}}}},
     ):

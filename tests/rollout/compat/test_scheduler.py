@@ -149,7 +149,9 @@ def test_an_engine_takes_it_of_the_kind_that_vllm_would_take(
     given = (arguments or {}).get("additional_config", {})
     made = resolve_obj_by_qualname(named)(
         vllm_config=SimpleNamespace(
-            scheduler_config=SimpleNamespace(async_scheduling=is_async), additional_config=given
+            scheduler_config=SimpleNamespace(async_scheduling=is_async),
+            additional_config=given,
+            speculative_config=None,
         )
     )
     assert isinstance(made, InChunks) and isinstance(made, AsyncScheduler) == is_async

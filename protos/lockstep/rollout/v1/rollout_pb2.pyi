@@ -105,8 +105,20 @@ class Routes(_message.Message):
     data: bytes
     def __init__(self, completion: _Optional[int] = ..., num_shared_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class Drafts(_message.Message):
+    __slots__ = ("num_drafts", "num_drafted", "num_accepted", "seconds")
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_drafts: int
+    num_drafted: int
+    num_accepted: int
+    seconds: float
+    def __init__(self, num_drafts: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class GenerateResponse(_message.Message):
-    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256", "routes", "unfinished")
+    __slots__ = ("prompt_id", "completions", "stamp", "prompt_num_tokens", "prompt_sha256", "num_cached_tokens", "sha256", "routes", "unfinished", "drafts")
     class UnfinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +135,7 @@ class GenerateResponse(_message.Message):
     SHA256_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     UNFINISHED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     completions: _containers.RepeatedCompositeFieldContainer[_types_pb2.Completion]
     stamp: _types_pb2.PolicyStamp
@@ -132,7 +145,8 @@ class GenerateResponse(_message.Message):
     sha256: bytes
     routes: _containers.RepeatedCompositeFieldContainer[Routes]
     unfinished: _containers.ScalarMap[str, int]
-    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ..., routes: _Optional[_Iterable[_Union[Routes, _Mapping]]] = ..., unfinished: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    drafts: Drafts
+    def __init__(self, prompt_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[_types_pb2.Completion, _Mapping]]] = ..., stamp: _Optional[_Union[_types_pb2.PolicyStamp, _Mapping]] = ..., prompt_num_tokens: _Optional[int] = ..., prompt_sha256: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., sha256: _Optional[bytes] = ..., routes: _Optional[_Iterable[_Union[Routes, _Mapping]]] = ..., unfinished: _Optional[_Mapping[str, int]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
 
 class JoinWeightGroupRequest(_message.Message):
     __slots__ = ("group", "base_rank", "plan")

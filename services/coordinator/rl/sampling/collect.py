@@ -10,9 +10,10 @@ from services.common.errors import LockstepError, Reason
 from services.common.tasks import gather
 from services.common.telemetry.context import within
 from services.common.telemetry.trace import span
-from services.coordinator.data.groups import ScoredGroup
+from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.seeds import seed_of
+from services.coordinator.rl.sampling.draft_counts import DraftCounts
 from services.coordinator.services.clients.rewards import Rewards
 from services.coordinator.services.clients.rollout import Rollout
 from services.coordinator.text.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class Collector:
 
     def __init__(self, rollout: Rollout, rewards: Rewards, tokenizer: Tokenizer, seed: int):
         self._rollout, self._rewards, self._tokenizer, self._seed = rollout, rewards, tokenizer, seed
+        self._drafts = DraftCounts()
 
     async def collect(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: SamplingConfig, stamp: PolicyStamp
@@ -59,6 +61,7 @@ class Collector:
         seeds = [seed_of(self._seed, draw.step, prompt.prompt_id, sample) for sample in range(draw.num_samples)]
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=draw.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, draw.stamp)
+            self._count_drafts(group, draw)
             with self._rewards.least_loaded() as reward:
                 return await reward.score(group, self._tokenizer, keep_failed=draw.keep_failed)
 
@@ -70,7 +73,12 @@ class Collector:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of what was collected since the last call."""
-        return {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
+        failed = {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
+        return failed | self._drafts.take_metrics()
+
+    def _count_drafts(self, group: SampledGroup, draw: Draw) -> None:
+        if not draw.keep_failed:  # an evaluation is no part of a step
+            self._drafts.add(group.drafts)
 
     def _params(self, draw: Draw, most: int) -> SamplingParams:
         """Returns the sampling parameters for at most `most` tokens."""

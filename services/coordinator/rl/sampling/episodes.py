@@ -102,6 +102,7 @@ class EpisodeCollector(Collector):
             seeds = [self._turn_seed(prompt, draw, sample, turn)]
             group = await self._rollout.generate(0, context, seeds, params, draw.stamp, affinity)
             (completion,) = group.completions
+            self._count_drafts(group, draw)
             if turn:
                 self._counts.update(reused=stream.num_seen, cached=group.num_cached_tokens)
             stream.add_turn(completion, *group.routes)

@@ -294,6 +294,7 @@ def _group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.Ge
         prompt,
         answer.completions,
         answer.stamp,
+        drafts=answer.drafts,
         num_cached_tokens=answer.num_cached_tokens,
         routes=from_parts((part for message in answers for part in message.routes), num_samples),
     )

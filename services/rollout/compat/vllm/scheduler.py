@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from services.rollout.compat.vllm.drafts import CountsDrafts, time_drafts
 from services.rollout.compat.vllm.routes import ReturnsRoutes, are_hooked
 
 # The last step of a chunk may add several tokens. A chunk must stay below 64, because vLLM sends an array of 64 numbers
@@ -103,6 +104,11 @@ def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
 
 def scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Returns vLLM's scheduler with our mixins; this is the engine argument `scheduler_cls`."""
-    mixins = (ReturnsRoutes, InChunks) if are_hooked(vllm_config) else (InChunks,)
+    mixins: list[type] = [InChunks]
+    if are_hooked(vllm_config):
+        mixins.insert(0, ReturnsRoutes)
+    if vllm_config.speculative_config:
+        mixins.insert(0, CountsDrafts)
+        time_drafts()
     made: Scheduler = type("Scheduler", (*mixins, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
     return made

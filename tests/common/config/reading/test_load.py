@@ -102,6 +102,9 @@ def test_every_problem_is_told_at_once(file: str) -> None:
         "rollout.sampling.top_k=50",
         "reward.scorers.0.weight=2",
         "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 3}",
+        "rollout.speculation={kind: suffix}",
+        "rollout.speculation={kind: eagle3}",
+        "rollout.speculation={kind: ngram, num_tokens: 17}",
     ],
 )
 def test_wrong_value_names_its_key(file: str, override: str) -> None:

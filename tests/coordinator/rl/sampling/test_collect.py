@@ -3,8 +3,10 @@
 import asyncio
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
+from lockstep.rollout.v1.rollout_pb2 import Drafts
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.advantage import AdvantageConfig
@@ -93,3 +95,19 @@ async def test_fail_names_prompt_scorer_and_reason():
         with pytest.raises(LockstepError, match=r"p3.*fake.*TIMEOUT.*too slow") as raised:
             await collect(fakes, "fail", failing={"p3"})
     assert raised.value.reason is Reason.REWARD_FAILED
+
+
+async def test_a_step_counts_what_was_drafted_for_its_samples():
+    async with replicas(1) as fakes, collector(make_config(), fakes, FakeReward(set()), STAMP) as collects:
+        draw = Draw(3, SamplingConfig(), STAMP, STAMP.version)
+        await collects.one(0, PROMPTS[0], draw)
+        assert collects.take_metrics() == {}  # nothing is drafted
+        fakes[0].drafts = Drafts(num_drafts=4, num_drafted=15, num_accepted=6)
+        await gather(collects.one(index, PROMPTS[index], draw) for index in (1, 2))
+        await collects.one(3, PROMPTS[3], replace(draw, keep_failed=True))  # an evaluation's
+        expected = {"drafted_tokens": 30, "accepted_tokens": 12, "accepted_per_draft": 1.5}
+        assert collects.take_metrics() == {f"speculation/{name}": value for name, value in expected.items()}
+        fakes[0].drafts.seconds = 0.25
+        await collects.one(4, PROMPTS[4], draw)
+        assert collects.take_metrics()["speculation/draft_s"] == 0.25
+        assert collects.take_metrics() == {}

@@ -1,0 +1,47 @@
+"""Refuses what speculative decoding was not checked with."""
+
+from services.common.config.evaluation.section import EvaluationConfig
+from services.common.config.placement import Placement
+from services.common.config.speculation import SpeculationConfig
+from services.common.config.trainer.section import TrainerConfig
+
+
+def check_speculation(
+    speculation: SpeculationConfig, placement: Placement, trainer: TrainerConfig, evaluation: EvaluationConfig
+) -> None:
+    """Raises ValueError if another section asks for something that speculative decoding cannot do."""
+    if trainer.moe.replay_routes == "on":
+        raise ValueError(
+            "trainer.moe.replay_routes on: the routes of drafted tokens were not compared with the trainer's; leave "
+            "rollout.speculation out, or set trainer.moe.replay_routes to auto"
+        )
+    if trainer.lora.published_rank:
+        raise ValueError(
+            "trainer.lora.publish adapter: drafted tokens were not verified with adapters in the engine; leave "
+            "rollout.speculation out, or set trainer.lora.publish to merged"
+        )
+    if speculation.kind == "eagle3" and placement == "colocated":
+        raise ValueError(
+            "rollout.speculation.kind eagle3: an engine that sleeps drops the weights of the head, which nobody "
+            "publishes again; set kind ngram, or placement disaggregated"
+        )
+    if cut := [name for name, settings in evaluation.sets.items() if settings.min_p]:
+        raise ValueError(
+            f"evaluation.sets.{cut[0]}.min_p: vLLM has no min_p with speculative decoding; set top_p instead, or leave "
+            "rollout.speculation out"
+        )
+
+
+def check_length(speculation: SpeculationConfig, longest: tuple[int, str], max_model_len: int) -> None:
+    """Raises ValueError if a sample may come so close to the engine's limit that vLLM stops to draft for all samples.
+
+    `longest` has the maximum number of tokens of a sample with its prompt, and the keys that it is the sum of. vLLM
+    0.32 adds the tokens that are being verified and those that it would draft next. If that exceeds the limit for one
+    sample, it drafts token 0 for each sample of the step, which costs time and gains nothing.
+    """
+    tokens, parts = longest
+    if (least := tokens + 2 * speculation.num_tokens) > max_model_len:
+        raise ValueError(
+            f"{parts} = {tokens} leaves no room for twice rollout.speculation.num_tokens {speculation.num_tokens} "
+            f"below rollout.max_model_len = {max_model_len}; raise that to at least {least}"
+        )
