@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3.12
 GPU_VENV ?= .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
-GPUS ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
+COMMA := ,
+GPUS ?= $(if $(CUDA_VISIBLE_DEVICES),$(words $(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES))),$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l))
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
 .PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-faults test-parts test-long lint protos bench clean
@@ -32,7 +33,8 @@ $(GPU_VENV)/.installed: requirements/gpu.txt pyproject.toml deploy/setup_gpu.sh
 data/larger/model.safetensors: | setup-gpu
 	$(GPU_BIN)/python -m deploy.quickstart.make_model data/larger --hidden-size 512 --num-layers 8 trainer.optim.lr=5e-4
 
-# On GPUS GPUs of this host, by default all, each of which has a trainer rank and an engine.
+# On GPUS GPUs of this host, each of which has a trainer rank and an engine: by default those in CUDA_VISIBLE_DEVICES, or
+# all if it is not set.
 run-gpu: setup-gpu data/larger/model.safetensors
 	$(GPU_BIN)/lockstep data arithmetic --out data/arithmetic
 	$(GPU_BIN)/lockstep run deploy/runs/gpu.yaml trainer.num_ranks=$(GPUS) rollout.num_replicas=$(GPUS) \

@@ -35,7 +35,6 @@ _SHARED = (
     "placement=colocated",
     "trainer.num_ranks=1",
     "rollout.num_replicas=1",
-    "checkpoint.export_at_end=false",
     "num_steps=8",
 )
 _WARM_UP = 2

@@ -71,7 +71,8 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     _configure_vllm()
     keep_in_one_frame()
     shape, longest = _shape(model), 2 * options.tokens
-    config = RolloutConfig(max_model_len=longest, dtype="bfloat16")
+    # Compiling would take minutes for the same experts.
+    config = RolloutConfig(max_model_len=longest, dtype="bfloat16", engine={"enforce_eager": True})
     made = engine_arguments(config, str(model), _SEED) | {"load_format": "auto"}
     arguments = returning_routes(made, is_gpu=torch.cuda.is_available())
     if arguments is None:

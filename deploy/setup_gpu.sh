@@ -11,6 +11,9 @@ LOCK=requirements/gpu.txt
 DRIVER=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
 [ -n "$DRIVER" ] || { echo "setup: nvidia-smi shows no GPU; install NVIDIA's driver, or run \`make run\`, which needs no GPU" >&2; exit 1; }
 [ "${DRIVER%%.*}" -ge 580 ] || { echo "setup: the driver is $DRIVER, but $LOCK is for CUDA 13, which needs 580 or newer" >&2; exit 1; }
+# Triton compiles what starts its kernels on this host, at their first use.
+command -v "${CC:-gcc}" >/dev/null || { [ -z "${CC:-}" ] && command -v clang >/dev/null; } || {
+  echo "setup: no C compiler found, which GPU kernels need; install gcc" >&2; exit 1; }
 
 rm -rf "$VENV"
 if command -v uv >/dev/null; then
@@ -23,5 +26,7 @@ else
   "$PYTHON" -m venv "$VENV"
   install() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps "$@"; }
 fi
+"$VENV/bin/python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || {
+  echo "setup: Python.h is missing, which GPU kernels need; install python3.12-dev" >&2; exit 1; }
 install --require-hashes -r "$LOCK"
 install --editable .

@@ -1,22 +1,26 @@
-"""Says what is known about a process that may have run out of host memory."""
+"""Reads this host's memory, and says what is known about a process that may have run out of it."""
 
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
+MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 
 
-def killed_hint(key: str, *, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> str:
+def host_memory(meminfo: Path = MEMINFO) -> tuple[float, float] | None:
+    """Returns how many GiB this host has, and how many of them are available now; None if that is not known."""
+    known = {name: int(value.split()[0]) * 1024 / _GIB for name, _, value in map(_parts, _lines(meminfo)) if value}
+    return (known["MemTotal"], known["MemAvailable"]) if {"MemTotal", "MemAvailable"} <= known.keys() else None
+
+
+def killed_hint(key: str, *, meminfo: Path = MEMINFO, cgroup: Path = _CGROUP) -> str:
     """Returns why a process may have got SIGKILL (exit code -9), with this host's memory and the config key to lower.
 
     The kernel kills a process when the host, or the container's limit (cgroup v2), has no memory left.
     """
-    known = {name: int(value.split()[0]) * 1024 for name, _, value in map(_parts, _lines(meminfo)) if value}
     parts: list[str] = []
-    if {"MemTotal", "MemAvailable"} <= known.keys():
-        total, free = known["MemTotal"] / _GIB, known["MemAvailable"] / _GIB
-        parts.append(f"this host has {total:.1f} GiB, of which {free:.1f} are available now")
+    if memory := host_memory(meminfo):
+        parts.append("this host has {:.1f} GiB, of which {:.1f} are available now".format(*memory))
     limit = "".join(_lines(cgroup / "memory.max"))
     if limit.isdecimal():
         parts.append(f"this container may use {int(limit) / _GIB:.1f} GiB")

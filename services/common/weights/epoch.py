@@ -92,10 +92,15 @@ class Epoch(ABC):
         Raises:
             Aborted: A member did not acknowledge in time. The metadata key `absent` has the ranks of those.
         """
-        keys = [f"ack/{version}/{rank}" for rank in range(1, self.world_size)]
-        self._wait_until(lambda: not keys or self._store.check(keys), "all members to acknowledge", keys)
+        return self._acknowledged_by(range(1, self.world_size), version)
+
+    def _acknowledged_by(self, ranks: Sequence[int], version: int) -> list[str]:
+        keys = [f"ack/{version}/{rank}" for rank in ranks]
+        if not keys:
+            return []
+        self._wait_until(lambda: self._store.check(keys), "all members to acknowledge", keys)
         with self._store_at_hand():
-            digests = [digest.decode() for digest in self._store.multi_get(keys)] if keys else []
+            digests = [digest.decode() for digest in self._store.multi_get(keys)]
             for key in keys:  # the same version may be published again
                 self._store.delete_key(key)
         return digests

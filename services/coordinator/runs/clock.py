@@ -30,6 +30,7 @@ class StepClock:
         """Starts a new step."""
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._num_active, self._busy_began, self._busy_s = 0, 0.0, 0.0
+        self._ended = 0.0  # when the last phase ended
         self._step_began = time.perf_counter()
 
     @contextmanager
@@ -42,7 +43,7 @@ class StepClock:
             with self.lanes["publish"].working() if phase is Phase.PUBLISHING else nullcontext():
                 yield
         finally:
-            end = time.perf_counter()
+            end = self._ended = time.perf_counter()
             self._seconds[phase] += end - begin
             self._num_active -= 1
             self._busy_s += 0.0 if self._num_active else end - self._busy_began
@@ -50,9 +51,8 @@ class StepClock:
     def take(self, phase: Phase) -> float:
         """Returns the seconds spent in `phase`, which has just ended, and leaves them out of the step and its lanes."""
         seconds, self._seconds[phase] = self._seconds[phase], 0.0
-        now = time.perf_counter()
         for busy in self.lanes.values():
-            busy.leave_out(now - seconds, now)
+            busy.leave_out(self._ended - seconds, self._ended)
         self._step_began += seconds
         self._busy_s -= seconds
         return seconds

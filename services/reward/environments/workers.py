@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from services.reward.environments.base import EnvironmentFailure, EpisodeError
 from services.reward.environments.worker import MAX_REPLY_BYTES
 from services.reward.processes.child import Child, Reply
+from services.reward.processes.crew import Crew
 
 log = logging.getLogger(__name__)
 
@@ -138,19 +139,12 @@ class Worker:
         self._on_death(self)
 
 
-class Workers:
+class Workers(Crew[Worker]):
     """Gives each episode to the worker with the fewest. A dead worker is restarted while the others continue."""
 
     def __init__(self, target: Target, num_workers: int):
-        self._workers = [Worker(target, self._restart) for _ in range(num_workers)]
+        super().__init__([Worker(target, self._replace) for _ in range(num_workers)])
         self._places: dict[str, tuple[Worker, int]] = {}
-        self._restarts: set[asyncio.Task[None]] = set()
-        self._closed = False
-
-    @property
-    def pids(self) -> list[int]:
-        """Returns the process ids of the workers."""
-        return [worker.pid for worker in self._workers]
 
     @property
     def version(self) -> str:
@@ -161,17 +155,6 @@ class Workers:
     def roles(self) -> Sequence[str]:
         """Returns the roles of the messages that the class may send."""
         return self._workers[0].roles
-
-    async def open(self) -> None:
-        """Starts all workers concurrently. After a failure or cancellation, call `close` to end those that started.
-
-        Raises:
-            EpisodeError: A worker cannot start.
-        """
-        results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
-        for error in results:
-            if error is not None:
-                raise error
 
     async def begin(self, episode: str, message: Mapping[str, object]) -> Reply:
         """Sends the first call of an episode, which stays on the worker that gets it.
@@ -207,14 +190,6 @@ class Workers:
         finally:
             worker.num_episodes -= worker.num_starts == num_starts
 
-    async def close(self) -> None:
-        """Kills all workers; calls in progress fail as CRASHED."""
-        self._closed = True
-        for restart in self._restarts:
-            restart.cancel()
-        await asyncio.gather(*self._restarts, return_exceptions=True)
-        await asyncio.gather(*(worker.kill() for worker in self._workers))
-
     async def _free(self) -> Worker:
         if not any(worker.alive for worker in self._workers):
             if not self._restarts:
@@ -225,18 +200,9 @@ class Workers:
             raise _crashed("no worker could be restarted; the service's log says why")
         return min(alive, key=lambda worker: worker.num_episodes)
 
-    def _restart(self, worker: Worker) -> None:
-        if self._closed:
-            return
-        restart = asyncio.create_task(self._start(worker))
-        self._restarts.add(restart)
-        restart.add_done_callback(self._restarts.discard)
-
-    async def _start(self, worker: Worker) -> None:
-        try:
-            await worker.start()
-        except EpisodeError as error:
-            log.warning("a worker did not restart: %s", error.detail)
+    def _replace(self, worker: Worker) -> None:
+        if not self._closed:
+            self._restart(worker)
 
 
 def _crashed(detail: str) -> EpisodeError:

@@ -4,15 +4,13 @@ services/reward/processes/worker.py describes the protocol.
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.reward.processes.child import Child, Reply
+from services.reward.processes.crew import Crew
 from services.reward.scorers.base import FailureReason, ScoringError
-
-log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 """Time limit for a worker to import its function. sympy takes about 1 s; a user's module may import torch."""
@@ -109,24 +107,17 @@ class Worker:
         return await self._child.read()
 
 
-class WorkerPool:
+class WorkerPool(Crew[Worker]):
     """Runs processes that call `target`, `num_workers` at once. A dead one is restarted while the others continue.
 
     `num_spares` more processes wait, so that the next call need not wait for the restart.
     """
 
     def __init__(self, target: Target, *, num_workers: int, timeout_s: float, num_spares: int = 0):
-        self._workers = [Worker(target) for _ in range(num_workers + num_spares)]
+        super().__init__([Worker(target) for _ in range(num_workers + num_spares)])
         self._slots = asyncio.Semaphore(num_workers)
         self._timeout_s = timeout_s
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
-        self._restarts: set[asyncio.Task[None]] = set()
-        self._closed = False
-
-    @property
-    def pids(self) -> list[int]:
-        """Returns the process ids of the workers."""
-        return [worker.pid for worker in self._workers]
 
     @property
     def source_digest(self) -> str:
@@ -134,22 +125,9 @@ class WorkerPool:
         return self._workers[0].source_digest
 
     async def open(self) -> None:
-        """Starts all workers concurrently. After a failure or cancellation, call `close` to end those that started.
-
-        Raises:
-            ScoringError: A worker cannot start.
-        """
-        results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
-        for error in results:
-            if error is not None:
-                raise error
+        await super().open()
         for worker in self._workers:
             self._idle.put_nowait(worker)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
         """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
@@ -180,29 +158,12 @@ class WorkerPool:
             finally:
                 self._give_back(worker)
 
-    async def close(self) -> None:
-        """Kills all workers; calls in progress and waiting calls fail as CRASHED."""
-        self._closed = True
-        for restart in self._restarts:
-            restart.cancel()
-        await asyncio.gather(*self._restarts, return_exceptions=True)
-        await asyncio.gather(*(worker.kill() for worker in self._workers))
-
     def _give_back(self, worker: Worker) -> None:
         if worker.alive or self._closed:
             self._idle.put_nowait(worker)
             return
-        restart = asyncio.create_task(self._restart(worker))
-        self._restarts.add(restart)
-        restart.add_done_callback(self._restarts.discard)
-        restart.add_done_callback(lambda _: self._idle.put_nowait(worker))
-
-    async def _restart(self, worker: Worker) -> None:
-        try:
-            await worker.start()
-        except (ScoringError, OSError) as error:
-            # The next call on this worker tries again and fails with the error.
-            log.warning("a worker did not restart: %s", error)
+        # If it fails, the next call on this worker tries again.
+        self._restart(worker).add_done_callback(lambda _: self._idle.put_nowait(worker))
 
 
 def _to_error(reply: Reply) -> ScoringError:

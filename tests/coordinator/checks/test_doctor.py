@@ -44,7 +44,7 @@ from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S, ROOT, free_port
 
-OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+OK, WARN, FAIL, SETUP = Verdict.OK, Verdict.WARN, Verdict.FAIL, "make setup-gpu"
 GIB = 2**30
 
 
@@ -64,16 +64,16 @@ def test_python() -> None:
 def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "cpu.txt"
     lock.write_text("# all\nnumpy==0.0.1 \\\n    --hash=sha256:1\nnot-installed==1.0\n")
-    assert_fails(host.check_packages([lock]), WARN, "numpy", "tested versions from cpu.txt")
+    assert_fails(host.check_packages([lock], SETUP), WARN, "numpy", "tested versions from cpu.txt")
     lock.write_text("not-installed==1.0\n")
-    assert host.check_packages([lock]).verdict is OK
+    assert host.check_packages([lock], SETUP).verdict is OK
     for name in ("rollout-cuda.txt", "trainer-cuda.txt"):  # one of them is installed
         (tmp_path / name).write_text(f"numpy=={version('numpy') if name[0] == 't' else '0.0.1'}\n")
-    assert host.check_packages(sorted(tmp_path.glob("*-cuda.txt"))).verdict is OK
-    assert_fails(host.check_packages([]), WARN, "no lock file to compare", "lock")
+    assert host.check_packages(sorted(tmp_path.glob("*-cuda.txt")), SETUP).verdict is OK
+    assert_fails(host.check_packages([], SETUP), WARN, "no lock file to compare", "lock")
     some = [one for one in host.distributions() if one.name.lower() not in ("grpcio", "pyarrow")]
     monkeypatch.setattr(host, "distributions", lambda: some)
-    assert_fails(host.check_packages([lock]), FAIL, "missing: grpcio, pyarrow", "make setup")
+    assert_fails(host.check_packages([lock], SETUP), FAIL, "missing: grpcio, pyarrow", SETUP)
 
 
 def test_torch() -> None:

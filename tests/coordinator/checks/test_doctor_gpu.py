@@ -7,7 +7,7 @@ import pytest
 
 from services.common.config.run import Config
 from services.coordinator.checks.doctor import gpu as doctor
-from services.coordinator.checks.doctor.finding import Verdict
+from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.nvidia import Gpu
 from services.coordinator.services.launch import Addresses
 from tests.coordinator.fake_services import make_config
@@ -52,6 +52,24 @@ def test_driver(driver: str, cuda: str | None, verdict: Verdict) -> None:
     assert doctor.check_driver(driver, cuda).verdict is verdict
 
 
+def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "gcc nor clang" in failed(doctor.check_compiler(tmp_path))
+    clang = tmp_path / "clang"
+    clang.touch(mode=0o755)
+    assert "no " + str(tmp_path / "Python.h") in failed(doctor.check_compiler(tmp_path))
+    (tmp_path / "Python.h").touch()
+    assert (doctor.check_compiler(tmp_path).verdict, doctor.check_compiler(tmp_path).found) == (Verdict.OK, str(clang))
+    monkeypatch.setenv("CC", "icc")
+    assert "CC=icc not found" in failed(doctor.check_compiler(tmp_path))
+
+
+def failed(finding: Finding) -> str:
+    assert finding.verdict is Verdict.FAIL
+    return finding.found
+
+
 def test_memory(config: Config) -> None:
     found = doctor.check_memory(config, [gpu(79, 78), gpu(79, 70)])
     assert found.verdict is Verdict.OK
@@ -67,7 +85,8 @@ def test_a_host_without_gpus_and_a_driver_that_says_nothing(config: Config, monk
     assert list(doctor.examine_gpus(config, Addresses(), "", None)) == []
     monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])
     monkeypatch.setenv("PATH", "")
-    driver, memory = doctor.examine_gpus(config, Addresses(), "580.1", "13.0")
-    assert driver.verdict is Verdict.OK
+    driver, compiler, memory = doctor.examine_gpus(config, Addresses(), "580.1", "13.0")
+    assert (driver.verdict, compiler.verdict) == (Verdict.OK, Verdict.FAIL)
     assert memory.verdict is Verdict.FAIL and "nvidia-smi not found" in memory.fix
-    assert [finding.check for finding in doctor.examine_gpus(None, Addresses(), "580.1", "13.0")] == ["driver"]
+    others = doctor.examine_gpus(None, Addresses(), "580.1", "13.0")
+    assert [finding.check for finding in others] == ["driver", "compiler"]

@@ -38,8 +38,9 @@ async def test_the_ranks_get_the_same_blocks_with_and_without_streaming(tmp_path
         assert [batch[1][0] for batch in streamed] == [f"{num_minibatches - 1}"] * 2
 
 
+@pytest.mark.parametrize("num_failing", [1, 2])
 async def test_minibatches_that_lack_groups_are_sent_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_failing: int
 ) -> None:
     caplog.set_level("INFO")
 
@@ -51,8 +52,9 @@ async def test_minibatches_that_lack_groups_are_sent_as_a_whole(
         config = four("all")
         await services.run(config)
         ids = pq.read_table(config.run_dir / "batches" / "step-000001.parquet")["prompt_id"].to_pylist()
-        # Three of the groups of the second step are left, which make two mini-batches of one.
-        monkeypatch.setattr(FakeReward, "failing", property(lambda _: {ids[2]}), raising=False)
+        # Two or three groups of the second step are left, which make two mini-batches of one.
+        failing = {ids[2 * number] for number in range(num_failing)}
+        monkeypatch.setattr(FakeReward, "failing", property(lambda _: failing), raising=False)
         services.rank.blocks.clear()
         await services.run(four("on"))
         streamed = [*services.rank.blocks]

@@ -36,8 +36,13 @@ _LIFE = 12  # events of the first coordinator: enough to open the services and t
 _STREAMED = {"trainer": {"max_tokens_per_microbatch": 48}}
 
 
+_STREAM = {"send of a block", "commit", "TrainBlocks"}
+_MINIBATCHES = {"trainer": {**_STREAMED["trainer"], "num_minibatches": 2}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "trains"), [({}, {"Train"}), (_STREAMED, {"send of a block", "commit", "TrainBlocks"})]
+    ("changes", "trains"),
+    [({}, {"Train"}), (_STREAMED, _STREAM), pytest.param(_MINIBATCHES, _STREAM, marks=pytest.mark.long)],
 )
 async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(
     tmp_path: Path, deadline: Deadline, changes: dict[str, Any], trains: set[str]

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dlockstep/types/v1/pairs.proto\x12\x11lockstep.types.v1\",\n\nPairMember\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\"4\n\tPairHello\x12\x19\n\x0cstore_secret\x18\x01 \x01(\x0c\x42\x03\x80\x01\x01\x12\x0c\n\x04rank\x18\x02 \x01(\r\"e\n\x0bPairBuffers\x12\x14\n\x0c\x62uffer_bytes\x18\x01 \x01(\x04\x12\x16\n\x0ememory_handles\x18\x02 \x03(\x0c\x12\x17\n\x0fwritten_handles\x18\x03 \x03(\x0c\x12\x0f\n\x07is_kept\x18\x04 \x01(\x08\"\"\n\nPairMapped\x12\x14\n\x0cread_handles\x18\x01 \x03(\x0c\">\n\nPairBucket\x12\x0e\n\x06\x62uffer\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"\x0e\n\x0cPairUnmapped\"\xbe\x02\n\x0bPairMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.lockstep.types.v1.PairHelloH\x00\x12\x31\n\x07\x62uffers\x18\x02 \x01(\x0b\x32\x1e.lockstep.types.v1.PairBuffersH\x00\x12/\n\x06mapped\x18\x03 \x01(\x0b\x32\x1d.lockstep.types.v1.PairMappedH\x00\x12\x30\n\x07written\x18\x04 \x01(\x0b\x32\x1d.lockstep.types.v1.PairBucketH\x00\x12-\n\x04read\x18\x05 \x01(\x0b\x32\x1d.lockstep.types.v1.PairBucketH\x00\x12\x33\n\x08unmapped\x18\x06 \x01(\x0b\x32\x1f.lockstep.types.v1.PairUnmappedH\x00\x42\x06\n\x04kindb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dlockstep/types/v1/pairs.proto\x12\x11lockstep.types.v1\",\n\nPairMember\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\"4\n\tPairHello\x12\x19\n\x0cstore_secret\x18\x01 \x01(\x0c\x42\x03\x80\x01\x01\x12\x0c\n\x04rank\x18\x02 \x01(\r\"e\n\x0bPairBuffers\x12\x14\n\x0c\x62uffer_bytes\x18\x01 \x01(\x04\x12\x16\n\x0ememory_handles\x18\x02 \x03(\x0c\x12\x17\n\x0fwritten_handles\x18\x03 \x03(\x0c\x12\x0f\n\x07is_kept\x18\x04 \x01(\x08\"\"\n\nPairMapped\x12\x14\n\x0cread_handles\x18\x01 \x03(\x0c\">\n\nPairBucket\x12\x0e\n\x06\x62uffer\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"\x1e\n\x0cPairUnmapped\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\xbe\x02\n\x0bPairMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.lockstep.types.v1.PairHelloH\x00\x12\x31\n\x07\x62uffers\x18\x02 \x01(\x0b\x32\x1e.lockstep.types.v1.PairBuffersH\x00\x12/\n\x06mapped\x18\x03 \x01(\x0b\x32\x1d.lockstep.types.v1.PairMappedH\x00\x12\x30\n\x07written\x18\x04 \x01(\x0b\x32\x1d.lockstep.types.v1.PairBucketH\x00\x12-\n\x04read\x18\x05 \x01(\x0b\x32\x1d.lockstep.types.v1.PairBucketH\x00\x12\x33\n\x08unmapped\x18\x06 \x01(\x0b\x32\x1f.lockstep.types.v1.PairUnmappedH\x00\x42\x06\n\x04kindb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,7 +44,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PAIRBUCKET']._serialized_start=291
   _globals['_PAIRBUCKET']._serialized_end=353
   _globals['_PAIRUNMAPPED']._serialized_start=355
-  _globals['_PAIRUNMAPPED']._serialized_end=369
-  _globals['_PAIRMESSAGE']._serialized_start=372
-  _globals['_PAIRMESSAGE']._serialized_end=690
+  _globals['_PAIRUNMAPPED']._serialized_end=385
+  _globals['_PAIRMESSAGE']._serialized_start=388
+  _globals['_PAIRMESSAGE']._serialized_end=706
 # @@protoc_insertion_point(module_scope)

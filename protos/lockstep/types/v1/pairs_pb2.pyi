@@ -51,8 +51,10 @@ class PairBucket(_message.Message):
     def __init__(self, buffer: _Optional[int] = ..., start: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class PairUnmapped(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
 
 class PairMessage(_message.Message):
     __slots__ = ("hello", "buffers", "mapped", "written", "read", "unmapped")

@@ -44,11 +44,11 @@ class PairReceiver(PairEnd):
         return False
 
     def acknowledge(self, version: int, digest: str) -> None:
-        if self.device.type == "cuda" and self._buffers is not None:
-            if not self._buffers.is_kept:
-                self._unmap()
-            self._send(pb.PairMessage(unmapped=pb.PairUnmapped()))
-        super().acknowledge(version, digest)
+        if self._buffers is not None and not self._buffers.is_kept:
+            self._unmap()
+        self._send(pb.PairMessage(unmapped=pb.PairUnmapped(digest=digest)))
+        if self._partner != 0:  # rank 0 compares the digests; its own worker's comes to it faster on this way
+            super().acknowledge(version, digest)
 
     def _written(self, bucket: Bucket, most: int) -> tuple[MappedBuffers, int]:
         """Waits for `bucket`. Returns the buffers and the number of the one that has it."""

@@ -46,6 +46,7 @@ class PairSender(PairEnd):
         self._unread: deque[int] = deque()  # buffers that the other end has not read yet
         self._is_taken = False  # the next buffer is being filled
         self._broken: Aborted | None = None
+        self._received = ""  # digest of what the other end has received
         super().__init__(group, rank=rank, device=device)
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
@@ -85,7 +86,10 @@ class PairSender(PairEnd):
 
     def acknowledged(self, version: int) -> list[str]:
         self._finish()
-        return super().acknowledged(version)
+        others = [rank for rank in range(1, self.world_size) if rank != self._partner]
+        digests = {self._partner: self._received}
+        digests |= zip(others, self._acknowledged_by(others, version), strict=True)
+        return [digests[rank] for rank in range(1, self.world_size)]
 
     def _hold(self, num_bytes: int) -> torch.Tensor:
         buffer = self.buffer(num_bytes)
@@ -158,11 +162,10 @@ class PairSender(PairEnd):
     def _finish_pair(self) -> None:
         while self._unread:
             self._take_read()
-        if self.device.type == "cuda" and self._buffers is not None:
-            self._expect("unmapped", "to read everything")
-            if not self._buffers.message.is_kept:
-                buffers, self._buffers = self._buffers, None
-                buffers.free()
+        self._received = self._expect("unmapped", "to load everything").unmapped.digest
+        if self._buffers is not None and not self._buffers.message.is_kept:
+            buffers, self._buffers = self._buffers, None
+            buffers.free()
 
     def _connect(self, group: types_pb2.WeightGroup) -> None:
         door = Door()

@@ -1,5 +1,8 @@
-"""Checks this host's NVIDIA driver, and whether its GPUs have the memory that a run will take."""
+"""Checks this host's NVIDIA driver and compiler, and whether its GPUs have the memory that a run will take."""
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +26,7 @@ def examine_gpus(config: Config | None, given: Addresses, driver: str, cuda: str
     if not visible_gpus():
         return
     yield check_driver(driver, cuda)
+    yield check_compiler(Path(sysconfig.get_path("include")))
     if config is None or given.trainer or given.rollout or not (Path(config.model) / "config.json").is_file():
         return
     try:
@@ -41,6 +45,19 @@ def check_driver(driver: str, cuda: str | None) -> Finding:
         fix = f"install driver {oldest} or newer, or a build of torch for an older CUDA"
         return Finding("driver", f"{driver}, too old for CUDA {cuda}", Verdict.FAIL, fix)
     return Finding("driver", f"{driver}, CUDA {cuda}" if cuda else driver)
+
+
+def check_compiler(headers: Path) -> Finding:
+    """Checks that Triton can compile what starts its kernels on a GPU; `headers` is the directory of Python's."""
+    named = os.environ.get("CC")
+    compiler = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        found = f"CC={named} not found" if named else "neither gcc nor clang found"
+        return Finding("compiler", found, Verdict.FAIL, "install gcc; Triton needs it at a kernel's first use")
+    if not (headers / "Python.h").is_file():
+        fix = "install Python's headers (python3.12-dev), which Triton needs at a kernel's first use"
+        return Finding("compiler", f"{compiler}, but no {headers}/Python.h", Verdict.FAIL, fix)
+    return Finding("compiler", compiler)
 
 
 def check_memory(config: Config, gpus: Sequence[Gpu]) -> Finding:

@@ -41,7 +41,8 @@ def examine_host(config: AnyConfig | None, given: Addresses) -> Iterator[Finding
     except LockstepError as error:
         yield Finding("GPUs", "unknown", Verdict.FAIL, error.message)
     else:
-        yield check_packages(sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt")))
+        locks = sorted((_ROOT / "requirements").glob("*-cuda.txt" if gpus else "cpu*.txt"))
+        yield check_packages(locks, "make setup-gpu" if gpus else "make setup")
         yield check_torch(len(gpus))
         yield check_gpus(config, given, gpus)
         yield from examine_gpus(config if isinstance(config, Config) else None, given, _driver(), _cuda())
@@ -60,12 +61,15 @@ def check_python(version: Sequence[int] = sys.version_info[:3]) -> Finding:
     return Finding("Python", found)
 
 
-def check_packages(locks: Sequence[Path]) -> Finding:
-    """Checks that no required package is missing and that installed versions are those of the lock files."""
+def check_packages(locks: Sequence[Path], setup: str) -> Finding:
+    """Checks that no required package is missing and that installed versions are those of the lock files.
+
+    `setup` is the command that installs them.
+    """
     installed = {_plain(one.name): one.version for one in distributions()}
     required = [_plain(found[0]) for line in distribution("lockstep-rl").requires or () if (found := _needed(line))]
     if missing := sorted(set(required) - installed.keys()):
-        return Finding("packages", f"missing: {', '.join(missing)}", Verdict.FAIL, "run `make setup`")
+        return Finding("packages", f"missing: {', '.join(missing)}", Verdict.FAIL, f"run `{setup}`")
     if not locks:
         return Finding(
             "packages", "no lock file to compare with", Verdict.WARN, "use the lock of this release's sources"
@@ -97,7 +101,7 @@ def check_torch(gpus: int) -> Finding:
     parts = [torch.__version__, *(f"{name} {version}" for name, version in accelerator_libraries().items())]
     found = ", ".join([*parts, f"driver {driver}"] if (driver := _driver()) else parts)
     if gpus and not torch.cuda.is_available():
-        fix = "install a CUDA build of torch, and a driver at least as new as its CUDA"
+        fix = "install a CUDA build of torch (`make setup-gpu`), and a driver at least as new as its CUDA"
         return Finding("torch", f"{found}: cannot use the {gpus} GPUs of this host", Verdict.FAIL, fix)
     return Finding("torch", found)
 

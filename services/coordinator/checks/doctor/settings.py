@@ -13,6 +13,7 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError
 from services.common.families.architecture import read_architecture, read_content
+from services.common.memory.host import MEMINFO, host_memory
 from services.coordinator.checks.doctor.finding import Finding, Verdict
 from services.coordinator.checks.memory import rank_memory
 from services.coordinator.services.devices import visible_gpus
@@ -20,7 +21,6 @@ from services.coordinator.services.launch import Addresses, starts_replicas
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
 _GIB = 2**30
-_MEMINFO = Path("/proc/meminfo")
 
 
 def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
@@ -33,7 +33,7 @@ def examine_settings(config: AnyConfig, given: Addresses) -> Iterator[Finding]:
     if (Path(config.model) / "config.json").is_file():
         yield from check_lengths(config)
         if not given.trainer:
-            yield from check_memory(config, _MEMINFO)
+            yield from check_memory(config, MEMINFO)
 
 
 def check_scorers(config: Config, command: Sequence[str] = ("-m", "services.reward.probe_scorers")) -> Finding:
@@ -79,11 +79,11 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
         model = read_architecture(config.model)
     except LockstepError:  # reported by the checks of GPUs and of the model
         return
-    trainer = config.trainer
+    if (memory := host_memory(meminfo)) is None:
+        return
+    (total, free), trainer = memory, config.trainer
     peaks = [memory.peak for memory in rank_memory(config, model, is_gpu=False).values()]
     needed = sum(peaks) * trainer.num_ranks / len(peaks) / _GIB
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    total, free = (int(lines[name].split()[0]) * 1024 / _GIB for name in ("MemTotal", "MemAvailable"))
     found = f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f}, of which {free:.1f} are available"
     fix = "lower trainer.max_tokens_per_microbatch or set trainer.gradient_checkpointing; `lockstep plan` has the parts"
     if needed > free:

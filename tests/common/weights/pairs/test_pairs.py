@@ -22,7 +22,6 @@ from services.common.compat.torch import broadcast, gloo_group
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.weights.pairs import sender as sender_module
 from services.common.weights.pairs.buffers import NUM_BUFFERS
-from services.common.weights.pairs.members import device_name, partners
 from services.common.weights.pairs.receiver import PairReceiver
 from services.common.weights.pairs.sender import PairSender, Spread
 from services.common.weights.plan import Plan
@@ -235,21 +234,23 @@ def test_members_agree_if_the_first_rank_and_all_workers_bring_the_same(store, p
     members.abort()
 
 
-def test_bytes_that_change_on_the_way_are_noticed(store, pool, monkeypatch) -> None:
+@pytest.mark.parametrize("pair", [0, 1])
+def test_bytes_that_change_on_the_way_are_noticed(store, pool, monkeypatch, pair) -> None:
     written = PairSender._tell_written
 
     def flipped(self: PairSender) -> None:
         assert self._buffers is not None
-        self._buffers.tensors[self._num_sent % 2][3] ^= 1
+        self._buffers.tensors[self._num_sent % 2][3] ^= self.rank == pair
         written(self)
 
     monkeypatch.setattr(PairSender, "_tell_written", flipped)
-    members = Members(store, pool, asked(store))
+    members = Members(store, pool, asked(store, ranks=2, workers=2))
     received = members.receive(PLAN, 1)
     with pytest.raises(PreconditionFailed) as caught:
-        members.send(PLAN, [WEIGHTS], 1)[0].result(PATIENCE_S)
+        members.send(PLAN, [WEIGHTS, WEIGHTS], 1)[0].result(PATIENCE_S)
     assert caught.value.reason is Reason.DIGEST_MISMATCH
-    assert received[0].result(PATIENCE_S)[0] != caught.value.metadata["sent"]
+    digests = [one.result(PATIENCE_S)[0] for one in received]
+    assert [digest == caught.value.metadata["sent"] for digest in digests] == [pair == 1, pair == 0]
     members.abort()
 
 
@@ -315,17 +316,6 @@ def test_visitors_without_the_secret_are_not_let_in(store, pool, monkeypatch) ->
     assert visitor.recv(1) == b""
     visitor.close()
     members.abort()
-
-
-def test_partners_are_on_one_device() -> None:
-    member = lambda name: sender_module.pb.PairMember(device=name)  # noqa: E731
-    a, b, c = map(member, "abc")
-    assert partners([a, b, b, a], 2) == {2: 1, 3: 0}
-    assert partners([a, b, b], 2) == {2: 1}
-    for wrong, why in (([a, b, a, c], "on device c"), ([a, a, a], "2 trainer ranks"), ([a, b, b, b], "2 engine work")):
-        with pytest.raises(InvalidInput, match=why):
-            partners(wrong, 2)
-    assert device_name(CPU, 3) != device_name(CPU, 2)
 
 
 class Worker:

@@ -1,0 +1,19 @@
+"""Who is whose partner: the trainer rank and the engine worker that name the same device."""
+
+import pytest
+from lockstep.types.v1 import pairs_pb2 as pb
+
+from services.common.errors import InvalidInput
+from services.common.weights.pairs.members import device_name, partners
+from tests.common.weights.group_harness import CPU
+
+
+def test_partners_are_on_one_device() -> None:
+    member = lambda name: pb.PairMember(device=name)  # noqa: E731
+    a, b, c = map(member, "abc")
+    assert partners([a, b, b, a], 2) == {2: 1, 3: 0}
+    assert partners([a, b, b], 2) == {2: 1}
+    for wrong, why in (([a, b, a, c], "on device c"), ([a, a, a], "2 trainer ranks"), ([a, b, b, b], "2 engine work")):
+        with pytest.raises(InvalidInput, match=why):
+            partners(wrong, 2)
+    assert device_name(CPU, 3) != device_name(CPU, 2)
