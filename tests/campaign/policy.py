@@ -2,6 +2,10 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # an engine starts without protobuf
+    from lockstep.types.v1.types_pb2 import WeightGroup
 
 MODEL_WEIGHTS = hashlib.sha256(b"the starting model").digest()
 _EOS, _MAX_TOKENS = 1, 6
@@ -10,6 +14,11 @@ _EOS, _MAX_TOKENS = 1, 6
 def digest_of(weights: bytes) -> str:
     """The digest of a publication."""
     return weights.hex()[:32]
+
+
+def name_of(group: "WeightGroup") -> str:
+    """A weight group's name in the store, which no group of another run on the same services has."""
+    return f"{group.store_secret.hex()} {group.epoch}"
 
 
 def sample(weights: bytes, prompt: Sequence[int], seed: int) -> list[int]:

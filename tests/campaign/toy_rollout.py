@@ -17,6 +17,7 @@ from services.common.errors import PreconditionFailed, Reason, Unavailable
 from services.common.rpc.command import ServeOptions
 from services.common.rpc.server import Server
 from services.common.weights.store import StoreAddress, StoreClient
+from tests.campaign.policy import name_of
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
@@ -121,21 +122,22 @@ class ToyEngine:
         if self._store:
             self._store.leave()
         self._store = StoreClient(StoreAddress(group.store_host, group.store_port, group.store_secret), group.timeout_s)
-        self._store.set(f"{group.epoch} joined {self._rank}", b"here")
-        self._store.wait([f"{group.epoch} trainer"], timedelta(seconds=group.timeout_s))
+        name = name_of(group)
+        self._store.set(f"{name} joined {self._rank}", b"here")
+        self._store.wait([f"{name} trainer"], timedelta(seconds=group.timeout_s))
 
     async def _receive(self, version: int) -> dict[str, Any]:
-        store, epoch, timeout = self._store, self._group.epoch, timedelta(seconds=self._group.timeout_s)
+        store, name, timeout = self._store, name_of(self._group), timedelta(seconds=self._group.timeout_s)
         if store is None:
             return {"error": "no group was joined"}
 
         def fetch() -> bytes:
-            store.wait([f"{epoch} weights {version}"], timeout)
-            return store.get(f"{epoch} weights {version}")
+            store.wait([f"{name} weights {version}"], timeout)
+            return store.get(f"{name} weights {version}")
 
         weights = await asyncio.to_thread(fetch)
         received = await self._ask(weights=weights.hex())
-        await asyncio.to_thread(store.set, f"{epoch} received {version} {self._rank}", b"yes")
+        await asyncio.to_thread(store.set, f"{name} received {version} {self._rank}", b"yes")
         costs = dict.fromkeys(("duration_s", "wait_s", "digest_s"), 0.0)
         return {"digest": received["digest"], "num_bytes": 32, "extra_bytes": 0, **costs}
 

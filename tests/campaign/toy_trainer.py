@@ -21,7 +21,7 @@ from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
 from services.trainer.ranks.sockets import RanksAddress
 from services.trainer.servicer import NAME, TrainerServicer
-from tests.campaign.policy import MODEL_WEIGHTS, after, digest_of, logprobs
+from tests.campaign.policy import MODEL_WEIGHTS, after, digest_of, logprobs, name_of
 
 _NUM_RANKS = 2
 
@@ -125,13 +125,13 @@ class ToyRank:
 
     def _set(self, name: str, value: bytes) -> None:
         assert self._store
-        self._store.tcp_store.set(f"{self._group.epoch} {name}", value)
+        self._store.tcp_store.set(f"{name_of(self._group)} {name}", value)
 
     def _wait(self, name: str, why: str) -> None:
         """Waits for every replica's `name`, until the epoch is killed."""
         assert self._store
         first = self._group.world_size - self._num_workers
-        keys = [f"{self._group.epoch} {name} {rank}" for rank in range(first, self._group.world_size)]
+        keys = [f"{name_of(self._group)} {name} {rank}" for rank in range(first, self._group.world_size)]
         deadline = time.monotonic() + self._group.timeout_s
         while time.monotonic() < deadline:
             if self._store.tcp_store.check(keys):

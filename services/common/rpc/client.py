@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common.errors import InvalidInput, LockstepError, Reason, Unavailable, from_rpc_error
+from services.common.errors import DataLoss, InvalidInput, LockstepError, Reason, Unavailable, from_rpc_error
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import Channel
@@ -96,6 +96,7 @@ class Client:
                     await self._channel.explain()
                 raise self._failure(error, name) from error
             self._was_answered = True
+            self._require_message(answer, name)
             noted.got(answer)
             return answer
 
@@ -112,6 +113,7 @@ class Client:
             call = getattr(stub, name)(noted.sending(request), timeout=timeout_s, metadata=_metadata())
             try:
                 async for response in call:
+                    self._require_message(response, name)
                     noted.got(response)
                     yield response
             except grpc.aio.AioRpcError as error:
@@ -122,6 +124,11 @@ class Client:
     async def close(self) -> None:
         """Closes the channel."""
         await self._channel.close()
+
+    def _require_message(self, answer: object, method: str) -> None:
+        if answer is None:  # what gRPC returns for bytes that it cannot parse
+            message = f"{method} at {self.address}: the answer is no message: its bytes changed on the way"
+            raise DataLoss(message, reason=Reason.CORRUPT_TRANSFER)
 
     def _failure(self, error: grpc.aio.AioRpcError, method: str) -> LockstepError:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:

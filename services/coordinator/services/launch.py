@@ -176,6 +176,11 @@ class Fleet:
     def __init__(self, addresses: Addresses, children: Sequence[Child]):
         self.addresses, self._children = addresses, children
 
+    @property
+    def has_started(self) -> bool:
+        """Whether there is one."""
+        return bool(self._children)
+
     async def watch(self) -> None:
         """Never returns; raises when a service has exited and has no restarts left."""
         await gather([*(child.watch() for child in self._children), asyncio.Event().wait()])

@@ -139,7 +139,7 @@ async def unless_one_dies(fleet: Fleet) -> AsyncIterator[None]:
             yield
         except Unavailable as error:
             # A call failed before the exit was noticed. The error of the exit is better: it includes the log.
-            if error.reason is Reason.UNREACHABLE:
+            if error.reason is Reason.UNREACHABLE and fleet.has_started:
                 await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
             raise
         finally:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import Reason, Unavailable
-from services.coordinator.services.launch import Addresses, Child, launch
+from services.coordinator.services import running
+from services.coordinator.services.launch import Addresses, Child, Fleet, launch
 from tests.coordinator.fake_services import make_config
-from tests.support import until
+from tests.support import PATIENCE_S, until
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,14 @@ async def test_a_reward_service_that_dies_is_started_again_at_its_address(tmp_pa
         with pytest.raises(Unavailable, match="reward exited with code -9") as caught:
             await watching
     assert caught.value.metadata["service"] == "reward"
+
+
+async def test_without_a_started_service_nobody_waits_for_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_EXIT_ERROR_TIMEOUT_S", 10 * PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(Unavailable, match="gone"):
+            async with running.unless_one_dies(Fleet(Addresses(), [])):
+                raise Unavailable("gone")
 
 
 async def test_trainers_that_are_started_together_share_the_cores(
