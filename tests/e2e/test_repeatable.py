@@ -31,7 +31,9 @@ def digests(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=pytest.mark.long) if "FSDP" in name else name for name in CONFIGS]
+)
 def test_two_runs_are_equal_to_the_last_bit(config: str, tmp_path: Path, lent: Sequence[str]):
     settings = {"num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {"export_at_end": False}}
     kind = "moe" if "experts" in config else "untied"

@@ -21,6 +21,7 @@ from tests.e2e.lockstep_command import (
 from tests.fault.stopping import stop_while_generating
 from tests.support import PATIENCE_S, free_port, running, service_command
 
+pytestmark = pytest.mark.long
 RESTARTED = ("reward", "rollout-0")
 
 

@@ -7,7 +7,7 @@ DIRECTORY/NAME-{whole,off,on}.{safetensors,json}.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,15 @@ def _layout(kind: str, world: int, megatron: Mapping[str, Any], changes: Mapping
 
 
 LAYOUTS = dict(_layouts())
+# What is in others too, each with something else.
+LONG = {
+    "untied-fsdp2-kl",
+    "moe-fsdp2",
+    "untied-1-engine",
+    "untied-tp2-on_policy",
+    "untied-dp2-plain",
+    "untied-1-kl",
+}
 
 
 def run(harness: MegatronHarness, name: str, directory: Path) -> None:
@@ -153,10 +162,10 @@ def _weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
     return harness.weights() | own
 
 
-def main(directory: Path) -> int:
-    """0 if every rank came to its end."""
-    for world in sorted({layout.world for layout in LAYOUTS.values()}):
-        mine = [name for name, layout in LAYOUTS.items() if layout.world == world]
+def main(directory: Path, names: Sequence[str]) -> int:
+    """0 if every rank of the layouts came to its end."""
+    for world in sorted({LAYOUTS[name].world for name in names}):
+        mine = [name for name in names if LAYOUTS[name].world == world]
         if any(run_ranks(world, directory, functools.partial(run_all, directory=directory, names=mine, run=run))):
             return 1
     return 0

@@ -123,7 +123,7 @@ async def test_a_bomb_is_wrong_and_the_next_sample_need_not_wait_for_a_restart(o
             await asyncio.Event().wait()
 
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "_restart", never)
+            patch.setattr(pool, "_start", never)
             patch.setattr(pool, "_timeout_s", LIMITS_S[0])
             bomb = asyncio.create_task(run.score([make_item(BOMB, "5")]))
             await restarting.wait()

@@ -3,6 +3,7 @@
 What a stream leaves is what the same blocks leave at once, and the whole batch.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tests.support import make_model
 from tests.trainer.fsdp_harness import read
 from tests.trainer.harness_processes import run_harness
-from tests.trainer.megatron_blocks_harness import LAYOUTS
+from tests.trainer.megatron_blocks_harness import LAYOUTS, LONG
 
 # As in test_backend.py and test_lora.py: float32 sums in another order, two updates deep, relative to a tensor's
 # largest entry. Rounding of weights to bfloat16, which has 8 bits, is that of 1 in 2^8, of updates of up to 3e-2.
@@ -19,14 +20,31 @@ TOLERANCE, ADAPTER_TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 5e-5, 2e-2
 METRIC_TOLERANCE = 1e-5
 
 
+NAMES = [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in LAYOUTS]
+
+
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("blocks")
-    for kind in {layout.kind for layout in LAYOUTS.values()}:
+def short_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_layouts(tmp_path_factory, [name for name in LAYOUTS if name not in LONG])
+
+
+@pytest.fixture(scope="session")
+def long_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_layouts(tmp_path_factory, [*LONG])
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, name: str) -> Path:
+    return request.getfixturevalue("long_results" if name in LONG else "short_results")
+
+
+def run_layouts(factory: pytest.TempPathFactory, names: Sequence[str]) -> Path:
+    directory = factory.mktemp("blocks")
+    for kind in {LAYOUTS[name].kind for name in names}:
         make_model(directory / "models" / kind, kind)
     out = directory / "out"
     out.mkdir()
-    run_harness("megatron_blocks_harness", out, out)
+    run_harness("megatron_blocks_harness", out, out, names)
     return out
 
 
@@ -38,7 +56,7 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *,
         assert gap <= (BFLOAT16_TOLERANCE if is_bfloat16 else tolerance), f"{name}: {gap:.3g}"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_stream_ends_with_the_same_bits_as_its_blocks_at_once(results: Path, name: str) -> None:
     (streamed, metrics), (at_once, theirs) = read(results, f"{name}-on"), read(results, f"{name}-off")
     assert metrics == theirs
@@ -46,7 +64,7 @@ def test_a_stream_ends_with_the_same_bits_as_its_blocks_at_once(results: Path, n
     assert [key for key, tensor in at_once.items() if not torch.equal(streamed[key], tensor)] == []
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_blocks_are_the_update_of_the_whole_batch(results: Path, name: str) -> None:
     (blocks, metrics), (whole, theirs) = read(results, f"{name}-off"), read(results, f"{name}-whole")
     is_bfloat16 = "bf16" in name
