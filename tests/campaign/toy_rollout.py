@@ -5,12 +5,12 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from lockstep.rollout.v1 import rollout_pb2_grpc
+from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, DeviceMemory, SamplingParams, WeightGroup
 
 from services.common.errors import PreconditionFailed, Reason, Unavailable
@@ -34,6 +34,7 @@ class Sample:
     completion: Completion
     prompt_tokens: Sequence[int]
     num_cached_tokens: int
+    drafts: rollout_pb2.Drafts = field(default_factory=rollout_pb2.Drafts)
     routes: bytes = b""
 
 
