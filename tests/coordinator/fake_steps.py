@@ -84,7 +84,7 @@ class Steps:
     async def live(self, first: int, last: int) -> dict[int, pa.Table]:
         """Returns the batches of steps first..last-1, collected by a coordinator that starts at version `first`."""
         run = Run(self.config, open_run(self.config))
-        context: Any = SimpleNamespace(data=self.data, collector=self.collector, forwards=Forwards((), self.config))
+        context: Any = SimpleNamespace(data=self.data, collector=self.collector, forwards=Forwards((), self.config, {}))
         batches = {}
         try:
             run.begin(first, ())

@@ -88,6 +88,14 @@ async def digest_after_whole(trainer: Deployment, groups: int, **changes: Any) -
     return await trainer.publish(), without_times(answer.metrics)
 
 
+async def assert_close_without_blocks(trainer: Deployment, metrics: dict[str, float], **changes: Any) -> None:
+    """The same update without blocks differs by rounding only: float32 sums of about 100 terms in another order."""
+    await trainer.open(**changes)
+    await trainer.publish()
+    at_once = without_times((await trainer.train(trainer.batch())).metrics)
+    assert metrics == pytest.approx(at_once, rel=1e-4, abs=1e-5)
+
+
 def without_times(metrics: Any) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
@@ -107,11 +115,7 @@ async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
     assert (answer.version, answer.replayed) == (1, False)
     assert await trainer.publish() == whole
     assert without_times(answer.metrics) == metrics
-    # The same update without blocks differs by rounding only: float32 sums of about a hundred terms in another order.
-    await trainer.open(**changes)
-    await trainer.publish()
-    at_once = without_times((await trainer.train(trainer.batch())).metrics)
-    assert metrics == pytest.approx(at_once, rel=1e-4, abs=1e-5)
+    await assert_close_without_blocks(trainer, metrics, **changes)
 
 
 @pytest.mark.parametrize("old", ["recompute", "engine"])
@@ -129,10 +133,7 @@ async def test_several_minibatches_may_be_streamed(trainer: Deployment, backend:
     answer = await send(trainer, messages)
     assert await trainer.publish() == whole
     assert without_times(answer.metrics) == metrics
-    await trainer.open(**changes)
-    await trainer.publish()
-    at_once = without_times((await trainer.train(trainer.batch())).metrics)
-    assert metrics == pytest.approx(at_once, rel=1e-4, abs=1e-5)
+    await assert_close_without_blocks(trainer, metrics, **changes)
 
 
 async def test_minibatches_of_fewer_groups_have_smaller_blocks(trainer: Deployment) -> None:

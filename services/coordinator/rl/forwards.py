@@ -29,7 +29,7 @@ class Forwards:
     forward depend, in their last bits, on what is packed together.
     """
 
-    def __init__(self, models: Sequence[Model], config: Config, lengths: dict[str, int] | None = None):
+    def __init__(self, models: Sequence[Model], config: Config, lengths: dict[str, int]):
         """Creates the forwards of a run. `lengths` is where the replicas' client notes the tokens of groups."""
         # A reference that is the policy's base model runs on the policy's ranks and has no settings of its own.
         settings = [config.models.get(model.name, config.trainer) for model in models]
@@ -37,7 +37,7 @@ class Forwards:
         self._turns = {model: asyncio.Lock() for model in models}
         # Engines that share GPUs with these models must have generated all groups first.
         self.starts_at_end = config.placement == "colocated"
-        self.num_wanted, self._lengths = config.data.prompts_per_step, lengths if lengths is not None else {}
+        self.num_wanted, self._lengths = config.data.prompts_per_step, lengths
         self._orders_by_length = orders_by_length(config)
         at_once = -(-max(self._models.values(), default=1) // config.rollout.completions_per_prompt)
         self._block_size = groups_per_block(config) or max(at_once, -(-self.num_wanted // _BLOCKS_PER_STEP))

@@ -56,7 +56,7 @@ async def run(
         trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 8192},
     )
     models: Any = [model]
-    async with Forwards(models, config).of_batch() as forwards:
+    async with Forwards(models, config, {}).of_batch() as forwards:
         for place in arrivals:
             forwards.decide(place, group(place) if place in useful else None)
             await asyncio.sleep(0)
@@ -91,7 +91,7 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
         rollout={"completions_per_prompt": 2, "max_samples": 1},  # in the order of prompts
         trainer={"max_tokens_per_microbatch": 8192},
     )
-    async with Forwards([partial], config).of_batch() as forwards:
+    async with Forwards([partial], config, {}).of_batch() as forwards:
         for place in (1, 0, 3):
             forwards.decide(place, group(place))
         while not partial.blocks:

@@ -141,8 +141,10 @@ class Rollout:
             DataLoss: The prompt or the group changed on the way.
         """
         wanted = pb.Prompt(prompt_id=prompt.prompt_id, tokens=prompt.tokens, seeds=seeds)
+        # An evaluation, which asks for no routes either, has no blocks. Its answers would list thousands of prompts.
+        reports = self._reports_unfinished and sampling.return_routes
         request = pb.GenerateRequest(
-            expected_stamp=stamp, prompts=[wanted], sampling=sampling, report_unfinished=self._reports_unfinished
+            expected_stamp=stamp, prompts=[wanted], sampling=sampling, report_unfinished=reports
         )
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         while True:
