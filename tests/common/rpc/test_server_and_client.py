@@ -33,7 +33,7 @@ from services.common.rpc import channel
 from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.channel import require_mutual_trust
 from services.common.rpc.client import Client
-from services.common.rpc.server import Server
+from services.common.rpc.server import Server, shielded
 from services.common.stamps import require_stamp
 from services.common.tasks import gather
 from tests.support import LIMITS_S, PATIENCE_S, free_port, until
@@ -63,6 +63,13 @@ class Reward(reward_pb2_grpc.RewardServiceServicer):
             self.cancelled.set()
             raise
         return pb.OpenRunResponse()
+
+    @shielded
+    async def CloseRun(self, request: pb.CloseRunRequest, context: Any) -> pb.CloseRunResponse:
+        context.add_done_callback(lambda _: self.cancelled.set())
+        self.entered.set()
+        await self.gate.wait()
+        raise Unavailable("nobody is there", reason=Reason.UNREACHABLE)
 
 
 class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
@@ -191,6 +198,22 @@ async def test_cancelled_call_is_cancelled_at_the_server(rig: Rig) -> None:
         await call
     async with asyncio.timeout(PATIENCE_S):
         await rig.reward.cancelled.wait()
+
+
+async def test_an_error_of_a_shielded_call_is_logged_as_a_line_when_its_caller_has_given_up(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    call = asyncio.create_task(rig.client.call(RewardService.CloseRun, pb.CloseRunRequest(), timeout_s=PATIENCE_S))
+    await rig.reward.entered.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    async with asyncio.timeout(PATIENCE_S):
+        await rig.reward.cancelled.wait()
+    rig.reward.gate.set()
+    said = "/lockstep.reward.v1.RewardService/CloseRun, whose caller has given up: UNREACHABLE nobody is there"
+    await until(lambda: said in caplog.messages)
 
 
 async def test_closed_stream_is_closed_at_the_server(rig: Rig) -> None:
