@@ -10,7 +10,7 @@ from services.common.batches.route_parts import from_parts
 from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import PROMPTS, PlayedTrainer
 
-TEMPERATURE, NUM_TOKENS, NUM_SAMPLES = 1.3, 40, 10  # vLLM sends 32 tokens at a time
+TEMPERATURE, NUM_TOKENS, NUM_SAMPLES = 0.4, 40, 10  # vLLM sends 32 tokens at a time
 # float32 in both, as in test_speculation.py.
 TOLERANCE = 2e-5
 
@@ -35,7 +35,7 @@ def kept_of(answer: pb.GenerateResponse) -> list[list[np.ndarray]]:
 async def test_kept_sets_are_those_of_the_definition_and_logprobs_are_over_them(played: PlayedTrainer) -> None:
     played.draw(seed=110)
     stamp = await played.publish(110)
-    prompt, truncation = PROMPTS[3], {"top_k": 20, "top_p": 0.8, "min_p": 0.05}
+    prompt, truncation = PROMPTS[3], {"top_k": 12, "top_p": 0.85, "min_p": 0.08}
     sampling = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, **truncation}
     (answer,) = await played.replica.generate(stamp, [prompt], seeds=range(NUM_SAMPLES), **sampling, return_kept=True)
     num_kept, narrowed = [], dict.fromkeys(truncation, 0)
@@ -54,7 +54,7 @@ async def test_kept_sets_are_those_of_the_definition_and_logprobs_are_over_them(
             over_kept = (logits_V[torch.from_numpy(kept.astype(np.int64))] / TEMPERATURE).log_softmax(-1)
             assert abs(float(over_kept[kept.tolist().index(token)]) - logprob) < TOLERANCE
             num_kept.append(len(kept))
-    assert len(num_kept) == NUM_TOKENS * NUM_SAMPLES and len(set(num_kept)) > 5
+    assert len(num_kept) == NUM_TOKENS * NUM_SAMPLES and len(set(num_kept)) > 5, num_kept
     assert min(narrowed.values()) > 10, narrowed  # each of the three removes tokens of its own
 
 

@@ -141,7 +141,7 @@ def build_pack(samples: pa.Table, shape: RouteShape | None = None) -> Pack:
         completion_lengths=tuple(counts.tolist()),
         columns={name: torch.from_numpy(np.array(values, dtype=np.float32)) for name, values in columns.items()},
         routes_TLK=_routes(samples, shape) if shape and "routes" in samples.column_names else None,
-        kept_NK=_kept(samples, counts) if "kept" in samples.column_names else None,
+        kept_NK=_kept(samples, counts) if "kept" in samples.column_names and not samples["kept"].null_count else None,
     )
 
 

@@ -218,15 +218,15 @@ def test_split_vocabulary_gives_the_same(tmp_path: Path) -> None:
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
     hidden, weight, targets = inputs()
-    assert_split([tmp_path / f"{rank}.pt" for rank in range(2)], linear_logprobs(hidden, weight, targets, 0.7))
-    kept_MK = kept_sets(targets)
-    assert_split([tmp_path / f"{rank}-kept.pt" for rank in range(2)], plain_over_kept(hidden, weight, targets, kept_MK))
+    whole = linear_logprobs(hidden, weight, targets, 0.7)
+    assert_split([tmp_path / f"{rank}.pt" for rank in range(2)], whole, hidden, weight)
+    over_kept = plain_over_kept(hidden, weight, targets, kept_sets(targets))
+    assert_split([tmp_path / f"{rank}-kept.pt" for rank in range(2)], over_kept, hidden, weight)
 
 
-def assert_split(files: list[Path], whole: torch.Tensor) -> None:
-    """Compares what the ranks left with the outputs of `inputs` for the whole vocabulary."""
+def assert_split(files: list[Path], whole: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """Compares what the ranks left with `whole`, which one process has computed from `hidden` and `weight`."""
     values, hidden_gradients, weight_gradients = zip(*map(torch.load, files), strict=True)
-    hidden, weight, _ = inputs()
     want_hidden, want_weight = torch.autograd.grad(_mixed(whole), (hidden, weight))
     for got in values:
         torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-12)
