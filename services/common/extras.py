@@ -25,7 +25,7 @@ def require_extra(service: str) -> None:
 
     Raises:
         PreconditionFailed: UNSUPPORTED_VERSION. A module of the extra is missing, or the working directory has a
-            package `services`, which `python -m services.<service>` would take.
+            package `services`, which `python -m services.<service>` would import instead.
     """
     if missing := missing_modules(service):
         raise PreconditionFailed(

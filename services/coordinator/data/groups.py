@@ -65,12 +65,12 @@ class ScoredGroup(SampledGroup):
 
     @property
     def is_truncated(self) -> np.ndarray:
-        """Whether each sample was cut off by a limit of tokens, bool [n]."""
+        """Returns whether each sample was cut off by a limit of tokens, bool [n]."""
         return np.array([c.finish_reason == FinishReason.FINISH_REASON_LENGTH for c in self.completions])
 
     @property
     def is_failed(self) -> np.ndarray:
-        """Whether each sample could not be scored, bool [n]; its reward is then 0."""
+        """Returns whether each sample could not be scored, bool [n]; its reward is then 0."""
         return np.array([score.HasField("failure") for score in self.scores])
 
     def numbers(self, component: str | None) -> np.ndarray:

@@ -178,7 +178,7 @@ class Fleet:
 
     @property
     def has_started(self) -> bool:
-        """Whether there is one."""
+        """Returns whether there is one."""
         return bool(self._children)
 
     async def watch(self) -> None:

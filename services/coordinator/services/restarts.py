@@ -25,7 +25,7 @@ class Restarts:
 
     @property
     def may_resume(self) -> bool:
-        """Whether a session is worth repeating: its services could be opened, and nobody has asked it to stop."""
+        """Returns whether to repeat a session: its services could be opened, and nobody has asked it to stop."""
         return self.run is not None and self.run.has_begun and not self.run.stopping
 
     def take(self, service: str) -> bool:

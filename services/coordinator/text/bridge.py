@@ -178,7 +178,7 @@ class Bridge:
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _splits_at(self, text: str, tokens: list[int]) -> bool:
-        """Whether `text` has the same tokens after other text."""
+        """Returns whether `text` has the same tokens after other text."""
         return self._tokenizer.encode(_ANCHOR + text) == self._tokenizer.encode(_ANCHOR) + tokens
 
     def _as_text(self, message: Message) -> Message:

@@ -60,7 +60,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template, which `render` needs."""
+        """Returns whether the model has a chat template, which `render` needs."""
         return self._template is not None
 
     @property

@@ -67,7 +67,7 @@ class Episode:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the last call is a step."""
+        """Returns whether the last call is a step."""
         return self._step is not None
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:

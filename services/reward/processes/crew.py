@@ -38,7 +38,7 @@ class Crew(Generic[W]):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Returns whether `close` was called."""
         return self._closed
 
     async def open(self) -> None:

@@ -123,7 +123,7 @@ class WeightReceiver(SleepingWorker):
         return self._lockstep_group
 
     def _lockstep_skips_base(self) -> bool:
-        """Whether all members have the same base, so that it is not sent again; the senders decide in the same way."""
+        """Returns whether all members have the same base, so that it is not sent again. The senders decide likewise."""
         if not self._lockstep_plan.has_adapter:
             return False
         agrees = self._lockstep_joined_group().agrees(self._lockstep_base_sums)

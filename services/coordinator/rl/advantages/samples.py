@@ -93,7 +93,7 @@ class Samples:
 
     @property
     def trained_S(self) -> np.ndarray:
-        """Whether each sample has trained tokens."""
+        """Returns whether each sample has trained tokens."""
         return self.count_S > 0
 
     @property

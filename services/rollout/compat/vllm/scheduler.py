@@ -82,7 +82,7 @@ class InChunks(_Base):
         return aborted
 
     def _is_due(self, output: EngineCoreOutput) -> bool:
-        """Whether `output` is to be sent now; if so, adds the unsent tokens to it."""
+        """Returns whether `output` is to be sent now; if so, adds the unsent tokens to it."""
         is_finished, held = output.finish_reason is not None, self._held.get(output.request_id)
         if held is None:
             if not is_finished:
