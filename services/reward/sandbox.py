@@ -284,7 +284,8 @@ def _first_process(info: int) -> int | None:
 async def _end(process: asyncio.subprocess.Process, info: int, pidfd: int | None) -> None:
     """Kills the first process of the namespace, so that the kernel kills all others; waits until they are gone.
 
-    Not bwrap: if that is killed while it starts, its child waits for it for ever, with the pipes that are read here.
+    It does not kill bwrap: if bwrap is killed while it starts, its child waits forever and keeps the pipes that are
+    read here open.
     """
     if pidfd is None:
         pidfd = await asyncio.to_thread(_first_process, info)

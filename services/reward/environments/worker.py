@@ -91,7 +91,7 @@ async def _serve(player: "Player", requests: TextIO) -> None:
 
 
 class Player:
-    """Plays episodes, an object each."""
+    """Plays episodes, each with an object of its own."""
 
     def __init__(self, environment: Callable[..., object], kwargs: Mapping[str, object], replies: TextIO):
         self._environment, self._kwargs, self._replies = environment, kwargs, replies

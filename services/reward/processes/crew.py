@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Member(Protocol):
-    """One worker process."""
+    """Describes a worker process."""
 
     @property
     def pid(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Finds the tool calls in the policy's text, which may be anything. The policy is told what cannot be read."""
+"""Finds the tool calls in the policy's text, which may be anything. Errors in calls are described for the policy."""
 
 import json
 import math
