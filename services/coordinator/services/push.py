@@ -1,4 +1,4 @@
-"""`lockstep push`: uploads an exported model to the Hugging Face Hub."""
+"""Implements `lockstep push`, which uploads an exported model to the Hugging Face Hub."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ def push(directory: Path, repository: str, *, is_public: bool) -> str:
     """Uploads all files of `directory` in one commit, and returns its URL. Makes the repository if there is none.
 
     Args:
-        directory: What a run or `lockstep export` has written.
+        directory: A model that a run or `lockstep export` has written.
         repository: OWNER/NAME.
         is_public: Whether a new repository is public. One that is there stays as it is.
 

@@ -1,4 +1,4 @@
-"""Context managers that keep a run and its services open."""
+"""Defines context managers that keep a run and its services open."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from services.coordinator.services.restarts import Restarts
 
 log = logging.getLogger(__name__)
 
-# A trainer whose first rank is gone ends its others before it exits.
+# Time for a trainer that lost its first rank to end the others before it exits.
 _EXIT_ERROR_TIMEOUT_S = 20.0
 
 
@@ -94,7 +94,7 @@ async def until_done(
 ) -> Outcome:
     """Runs `session` to its end. If a trainer that it started dies, runs it again as far as `config.restart` allows.
 
-    A repeated session resumes from what is recorded, as the same command does in a new process. A run that was asked to
+    A repeated session resumes from the record, as the same command would in a new process. A run that was asked to
     stop, or whose trainer died before it had loaded the model, is not repeated.
 
     Args:
