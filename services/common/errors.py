@@ -209,7 +209,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, target: str) -> LockstepError
             return cls(message, reason=Reason(info.reason), **info.metadata)
     if code is grpc.StatusCode.INTERNAL:  # the service's own bugs returned above; gRPC itself says this of broken bytes
         return DataLoss(
-            f"{target}: what was sent or answered did not arrive as it was sent: {message}",
+            f"{target}: the request or its answer was changed on the way: {message}",
             reason=Reason.CORRUPT_TRANSFER,
             target=target,
         )

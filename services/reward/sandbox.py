@@ -127,7 +127,7 @@ class Sandbox:
             await _end(process, info, pidfd)
 
     async def _start_whole(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
-        """Calls `_start`. If it is cancelled, it ends what was started: asyncio would kill bwrap, but not its child."""
+        """Calls `_start`. If it is canceled, it ends what was started: asyncio would kill bwrap, but not its child."""
         starting = asyncio.create_task(self._start(job, tests))
         try:
             return await asyncio.shield(starting)

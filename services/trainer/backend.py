@@ -139,8 +139,7 @@ class SeveralSenders(Protocol):
 
 @runtime_checkable
 class Adapters(Protocol):
-    """Describes a backend that can train adapters beside a frozen base. Call these methods only if the config has
-    adapters."""
+    """Describes a backend that can train adapters beside a frozen base. Call these only if the config has adapters."""
 
     def forward_base(self, packs: Sequence[Pack], temperature: float) -> list[torch.Tensor]:
         """Returns the outputs of `forward` as they would be without the adapters."""

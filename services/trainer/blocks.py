@@ -214,8 +214,7 @@ class BlockTraining:
 
 
 class OpenStream:
-    """Holds the batch whose blocks are arriving, if any. A call that begins another batch, or needs the ranks, ends
-    it."""
+    """Holds the batch whose blocks are arriving, if any. A call that begins another or needs the ranks ends it."""
 
     def __init__(self) -> None:
         self._training: BlockTraining | None = None

@@ -15,8 +15,7 @@ PART_BYTES = 1 << 20
 
 
 def to_parts(routes: Sequence[bytes], *, part_bytes: int = PART_BYTES) -> Iterator[Routes]:
-    """Yields the routes of a group's completions in parts; bytes at the start that equal the first one's are left
-    out."""
+    """Yields the routes of a group's completions in parts, without bytes at the start that equal the first one's."""
     for index, data in enumerate(routes):
         num_shared = _num_shared(routes[0], data) if index else 0
         own = data[num_shared:]

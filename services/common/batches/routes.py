@@ -43,7 +43,7 @@ class RouteShape:
             expected = f"[tokens, {self.num_layers}, {self.top_k}]"
             raise ValueError(f"routes have the shape {list(routes_TLK.shape)}, expected {expected}")
         if routes_TLK.size and not 0 <= routes_TLK.min() <= routes_TLK.max() < self.num_experts:
-            raise ValueError(f"routes name experts up to {routes_TLK.max()}, and there are {self.num_experts}")
+            raise ValueError(f"routes name expert {routes_TLK.max()}, but there are only {self.num_experts}")
         return routes_TLK.astype(self.dtype).tobytes()
 
     def decode(self, data: bytes | memoryview) -> np.ndarray:

@@ -33,7 +33,7 @@ def require_version(library: str) -> str:
 
         state = f"{library} {found} is installed" if found else f"{library} is not installed"
         advice = f": pip install 'lockstep-rl[{_EXTRAS[library]}]'" if not found and library in _EXTRAS else ""
-        why = "its internals, which Lockstep uses, change by version"
+        why = "Lockstep uses its internals, which change between versions"
         raise PreconditionFailed(
             f"{state}, but versions {supported} are required ({why}){advice}",
             reason=Reason.UNSUPPORTED_VERSION,

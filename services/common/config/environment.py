@@ -115,8 +115,7 @@ class McpToolConfig(Strict):
     names: tuple[str, ...] = ()
     """Names of the tools to offer; by default all that the server has."""
     timeout_s: float = Field(default=20.0, gt=0, le=3600)
-    """Time limit in seconds for one answer of the server. Exceeding it is a failure of the server, not of the
-    policy."""
+    """Time limit in seconds for one answer of the server. Exceeding it is the server's failure, not the policy's."""
     max_output_chars: int = Field(default=4096, ge=2, le=1_000_000)
     """Number of characters of a result to return. The middle of a longer one is cut out."""
 

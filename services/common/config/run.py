@@ -147,8 +147,7 @@ class Config(Strict):
 
     @property
     def is_reference_the_base(self) -> bool:
-        """Returns whether the reference is the frozen base under the policy's adapters, because `reference` is
-        unset."""
+        """Returns whether the reference is the frozen base under the policy's adapters: `reference` is unset."""
         return self.trainer.lora.rank > 0 and self.reference == ReferenceConfig()
 
     @property

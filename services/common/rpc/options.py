@@ -39,8 +39,7 @@ OPTIONS = [
 
 
 def server_options() -> list[tuple[str, int]]:
-    """Returns OPTIONS and a limit on connections, which anybody can open: half of this process's descriptors stay
-    free."""
+    """Returns OPTIONS and a limit on connections, so that half of this process's descriptors stay free."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         *OPTIONS,

@@ -31,8 +31,7 @@ _ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds the bytes on one rank. `activations` is for one micro-batch; up to `in_flight` of them are held at a
-    time."""
+    """Holds the bytes on one rank. `activations` is for one micro-batch, of which up to `in_flight` are held."""
 
     parameters: int
     weights: int

@@ -37,8 +37,7 @@ _RECOMPUTE = "trainer.gradient_checkpointing=true"
 
 @dataclass(frozen=True)
 class Proposal:
-    """Describes a placement: the bytes of the fullest GPU while it trains, and the memory that is left for the KV
-    cache."""
+    """Describes a placement, with the bytes of the fullest GPU in training and those left for the KV cache."""
 
     overrides: Sequence[str]
     train_bytes: int

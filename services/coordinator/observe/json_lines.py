@@ -57,8 +57,7 @@ def _recorded(ledger: Ledger) -> Iterator[tuple[_Place, str]]:
 
 
 def _as_recorded(line: str | None, recorded: str) -> str:
-    """Returns `line` if it has all numbers of `recorded`, else `recorded`. Compares text, because a number may be
-    NaN."""
+    """Returns `line` if it has all numbers of `recorded`, else `recorded`. Compares text, as numbers may be NaN."""
     if line is None:
         return recorded
     numbers = json.loads(line)

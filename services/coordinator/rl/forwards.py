@@ -45,8 +45,7 @@ class Forwards:
 
     @asynccontextmanager
     async def of_batch(self, take: TakeBlock | None = None) -> AsyncGenerator["BatchForwards", None]:
-        """Yields the forwards of one batch. `take` is called with each block. A failure of a forward cancels the `with`
-        block.
+        """Yields the forwards of one batch. `take` gets each block. A failure of a forward cancels the `with` block.
 
         Raises:
             LockstepError: As a model's forward.

@@ -36,8 +36,7 @@ class ByLength:
     """
 
     def __init__(self, num_groups: int, lengths: Mapping[str, int]):
-        """Creates the order of a batch of `num_groups`; `lengths` has a lower bound of each group's length, by prompt
-        id."""
+        """Creates the order of `num_groups` groups; `lengths` has a lower bound of each one's length, by prompt id."""
         self._num_to_begin, self._lengths = num_groups, lengths
         self._unfinished: dict[int, str] = {}
         self._waiting: list[ScoredGroup] = []

@@ -38,8 +38,7 @@ class Blocks:
         num_wanted: int | None,
         tasks: asyncio.TaskGroup,
     ):
-        """Creates the stream. `num_wanted` is the number of groups of a whole batch; with fewer, mini-batches end
-        elsewhere."""
+        """Creates the stream. With fewer groups than `num_wanted`, mini-batches would end elsewhere."""
         self._begin, self._to_block, self._num_wanted, self._tasks = begin, to_block, num_wanted, tasks
         self._sent: tuple[BlockStream, asyncio.Task[Updated | None]] | None = None
         self._groups: list[int] = []
@@ -80,8 +79,7 @@ class Blocks:
 
 @asynccontextmanager
 async def sending_blocks(run: Run, context: LoopContext, stamp: PolicyStamp) -> AsyncGenerator[Blocks, None]:
-    """Yields the blocks of the batch sampled from `stamp`. Nothing is applied if the `with` block ends without
-    `commit`.
+    """Yields the blocks of the batch sampled from `stamp`. Without `commit`, the `with` block applies nothing.
 
     Raises:
         LockstepError: As the trainer.

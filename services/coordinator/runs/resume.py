@@ -131,8 +131,7 @@ def _same_resume(ledger: Ledger, asked: str) -> Decision | None:
 
 
 def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
-    """Returns the newest checkpoint saved since the run went back to the checkpoint of `before`, or that checkpoint
-    itself."""
+    """Returns the newest checkpoint saved since the run went back to that of `before`, or that one itself."""
     if any(row["version"] > before["resume_step"] for row in ledger.checkpoints(Kind.SAVED)):
         return _newest(ledger, config)
     _require_checkpoint(before["resume"])

@@ -46,7 +46,7 @@ class SharedGpus(OwnGpus):
         self._notifying: set[asyncio.Task[None]] = set()
 
     def on_switch(self, switches: Mapping[Side, Switch]) -> None:
-        """Sets the function that is awaited before a side gets the GPUs from the other one. Nobody holds them
+        """Sets the function that is awaited when the GPUs go from one side to the other. Nobody holds them
         meanwhile."""
         self._switches = switches
 

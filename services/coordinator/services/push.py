@@ -18,7 +18,7 @@ def push(directory: Path, repository: str, *, is_public: bool) -> str:
 
     Raises:
         NotFound: There is no exported model in `directory`.
-        InvalidInput: `repository` is no id, or you may not write there.
+        InvalidInput: `repository` is not an id, or you may not write there.
         Unavailable: The Hub is unreachable.
     """
     if not _ID.fullmatch(repository):

@@ -72,7 +72,7 @@ async def running_services(
 ) -> AsyncIterator[Addresses]:
     """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 
-    The block is cancelled as soon as a started service dies for good. See `launch` for `sharing` and `restarts`.
+    The block is canceled as soon as a started service dies for good. See `launch` for `sharing` and `restarts`.
 
     Raises:
         Unavailable: SERVICE_DIED, with the last lines of the service's log.
@@ -113,7 +113,7 @@ async def until_done(
             trainer = _trainer_to_restart(error, given)
             if not trainer or not restarts.may_resume or not restarts.take(trainer):
                 raise
-            log.warning("%s: %s\nstarting again and resuming from what is recorded", error.reason, error.message)
+            log.warning("%s: %s\nstarting again and resuming from the record", error.reason, error.message)
         if config.resume == "never":  # the run has begun now
             config = config.model_copy(update={"resume": "auto"})
 

@@ -29,8 +29,7 @@ class Call(Generic[Response]):
         self.request, self.answer = request, asyncio.ensure_future(answer)
 
     async def repeat(self, request: pb.ResetRequest | pb.StepRequest) -> Response:
-        """Returns the answer. A caller that gives up leaves the call running, so that a repeated request finds its
-        answer.
+        """Returns the answer. If a caller gives up, the call runs on, so that a repeated request finds its answer.
 
         Raises:
             PreconditionFailed: The request is another one.

@@ -132,7 +132,7 @@ async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, ob
     except (aiohttp.ClientError, OSError) as error:
         raise _failed(EnvironmentFailure.CRASHED, f"the connection broke: {error}") from error
     if answer.type is aiohttp.WSMsgType.ERROR:
-        raise _failed(EnvironmentFailure.INVALID_REPLY, f"the answer is none of a WebSocket: {answer.data}")
+        raise _failed(EnvironmentFailure.INVALID_REPLY, f"the answer is not a WebSocket message: {answer.data}")
     if answer.type is not aiohttp.WSMsgType.TEXT:
         detail = f"the server ended the connection ({answer.type.name} {socket.close_code})"
         reason = EnvironmentFailure.INVALID_REPLY if socket.close_code == 1009 else EnvironmentFailure.CRASHED

@@ -54,8 +54,7 @@ class ToolsEnvironment(CallingEnvironment):
         return ()
 
     async def call(self, episode_id: str, call: ToolCall, share: float) -> str:
-        """Calls a tool. It may take its share of `turn_s`, so that all calls of a turn together take at most
-        `turn_s`."""
+        """Calls a tool. It may take its share of `turn_s`, so that all calls of a turn fit into it."""
         parameters = self._parameters.get(call.name)
         if parameters is None:
             raise BadArgumentsError(f"there is no tool {call.name[:100]!r}: there are {', '.join(self._parameters)}")

@@ -84,7 +84,7 @@ async def _serve(player: "Player", requests: TextIO) -> None:
     def receive() -> None:
         for line in requests:
             loop.call_soon_threadsafe(player.receive, json.loads(line))
-        os._exit(0)  # threads of the user's may run for ever
+        os._exit(0)  # threads of the user's may run forever
 
     threading.Thread(target=receive, daemon=True).start()
     await asyncio.Event().wait()

@@ -125,8 +125,8 @@ class Remote:
         return self._exceptions[number]
 
     def _to_error(self, content: dict, *, may_stop: bool) -> BaseException:
-        """Returns the exception to raise. StopIteration would end a loop of the test, such as `all(map(f, inputs))`,
-        early."""
+        """Returns the exception to raise. StopIteration would end a loop of the test early, as in `all(map(f,
+        inputs))`."""
         try:
             kind = content["kind"]
             error_type = _exception(kind) if isinstance(kind, str) else self._resolve(kind)

@@ -135,7 +135,7 @@ class RewardConfig(Strict):
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time limit in seconds for one sample (for one group, if the scorer takes groups), from when a worker process
     takes it. On a timeout the worker is killed and replaced; the sample has no score, except for kind math, where an
-    answer that takes for ever is wrong."""
+    answer that takes forever is wrong."""
     group_timeout_s: float = Field(default=240.0, gt=0, le=86400)
     """Time limit in seconds for a math or code scorer's work on one prompt group, not counting the time that it waits
     for its turn. Each sample may take an equal share (with 16 samples of which 2 run at once, an eighth of this),

@@ -19,8 +19,7 @@ class PairEnd(Epoch):
     _num_agreed = 0
 
     def agrees(self, values: Sequence[int]) -> bool:
-        """Returns whether the first trainer rank and all engine workers, which alone may call this, pass the same
-        integers.
+        """Returns whether the first trainer rank and all engine workers, the only callers, pass the same integers.
 
         Raises:
             Aborted: A member failed, left or timed out.

@@ -104,8 +104,7 @@ class PairSender(PairEnd):
         return Transfer([])
 
     def _unless_broken(self, action: Callable[[], None]) -> None:
-        """Runs a step that involves the other end. A failure is raised only at the end, because the other ranks go
-        on."""
+        """Runs a step that involves the other end. A failure is raised at the end only, as the other ranks go on."""
         if self._partner < 0 or self._broken is not None:
             return
         try:

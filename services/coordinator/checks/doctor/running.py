@@ -41,8 +41,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds a service's answer to GetInfo, the fastest call's latency, and how far its clock is ahead of this
-    host's."""
+    """Holds a service's answer to GetInfo, the fastest call's latency, and how far its clock is ahead of ours."""
 
     info: ServiceInfo
     latency_s: float

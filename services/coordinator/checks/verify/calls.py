@@ -37,8 +37,7 @@ class _Call:
 
 @dataclass
 class _Session:
-    """Holds the state that the lines of one coordinator so far imply; if it is not `whole`, lines were lost and less is
-    known."""
+    """Holds the state that one coordinator's lines imply so far; if `is_whole` is false, lines were lost."""
 
     run_id: str
     is_whole: bool

@@ -212,7 +212,7 @@ class History:
         return self._session.published
 
     def _lag(self) -> int:
-        """Returns how many versions a batch is older than the version that it updates, apart from a session's first
+        """Returns by how many versions a batch is older than the one it updates, except in a session's first
         batches."""
         return self._session.config["trainer"].get("lag", {}).get("versions", 0)
 

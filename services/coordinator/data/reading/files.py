@@ -40,8 +40,7 @@ class Row:
 
     @property
     def prompt_id(self) -> str:
-        """Returns `<row number>-<hash of the row>`, unique in its dataset and independent of the model and the
-        template."""
+        """Returns `<row number>-<hash of the row>`, unique in its dataset and independent of model and template."""
         return f"{self.number}-{self.content_hash.hex()[:8]}"
 
 

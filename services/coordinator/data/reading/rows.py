@@ -37,8 +37,7 @@ class PromptRow(Row):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Returns the messages before the chat template; without one, a message without a role that has the whole
-        text."""
+        """Returns the messages before the chat template; without one, a message without a role with the whole text."""
         return tuple(json.loads(self.messages_json)) if self.render else ({"role": "", "content": self.pieces[0]},)
 
     @property

@@ -17,8 +17,7 @@ def centered(numbers: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def centered_rewards(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """Returns r - mean. Does not divide by the std, which would favor too easy and too hard prompts (arXiv
-    2503.20783)."""
+    """Returns r - mean. Dividing by the std would favor too easy and too hard prompts (arXiv 2503.20783)."""
     return centered(samples.net_rewards_S, samples.group_S)[samples.sample_M]
 
 

@@ -14,8 +14,7 @@ from services.coordinator.rl.advantages.kl import token_kl
 
 @dataclass(frozen=True)
 class Samples:
-    """Holds the input of the estimators, in the order of the batch. Tokens that loss_mask excludes count as
-    observations.
+    """Holds the estimators' input, in the order of the batch. Tokens that loss_mask excludes are observations.
 
     Attributes:
         rewards_S: float64, before KL penalties.

@@ -23,8 +23,7 @@ _MAX_RETRY_S = 2.0
 
 
 class ReplicaState(StrEnum):
-    """Names the state of a replica. A DEAD one becomes STALE first: after its return it has no weights until a
-    publication."""
+    """Names the states of a replica. A DEAD one becomes STALE first: it has no weights until a publication."""
 
     DEAD = "dead"
     STALE = "stale"

@@ -79,8 +79,7 @@ class Rollout:
 
     @property
     def members(self) -> list[Replica]:
-        """Returns the replicas that can take part in a publication. Those that leave do so only if there are no
-        others."""
+        """Returns the replicas that can take part in a publication; those that leave only if there are no others."""
         living = [replica for replica in self.replicas if replica.state is not ReplicaState.DEAD]
         return [replica for replica in living if not replica.is_leaving] or living
 
@@ -112,8 +111,7 @@ class Rollout:
         self.drop_leavers()
 
     def drop_leavers(self) -> None:
-        """Drops the replicas that leave: a dead one at once, others when they have no group left and another replica
-        serves."""
+        """Drops replicas that leave: a dead one at once, others when they have no group left and another one serves."""
         stay = any(one.state is ReplicaState.SERVING and not one.is_leaving for one in self.replicas)
         for replica in [replica for replica in self.replicas if replica.is_leaving]:
             is_dead = replica.state is ReplicaState.DEAD
@@ -164,8 +162,8 @@ class Rollout:
             self.lengths[prompt_id] = max(num_tokens, self.lengths.get(prompt_id, 0))
 
     async def _answers(self, replica: Replica, request: pb.GenerateRequest) -> list[pb.GenerateResponse] | None:
-        """Returns the answers of `replica`, or None if it died, hangs or no longer serves; it is then marked as
-        dead."""
+        """Returns the answers of `replica`. If it died, hangs or no longer serves, marks it as dead and returns
+        None."""
         try:
             return [require_sealed(request, answer) async for answer in replica.generate(request)]
         except Unavailable as error:

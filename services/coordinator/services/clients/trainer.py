@@ -173,8 +173,7 @@ class Trainer(Model):
         return await self.open(run_id, checkpoint)
 
     def stream(self, batch_id: str, stamp: PolicyStamp) -> BlockStream:
-        """Begins to send the blocks of a batch that is sampled from `stamp`. The result is the same as that of
-        `train`."""
+        """Begins to send the blocks of a batch that is sampled from `stamp`. The result is that of `train`."""
         # While blocks are sent, other groups are generated.
         timeout_s = self._timeouts.generate_s + self._timeouts.train_s
 

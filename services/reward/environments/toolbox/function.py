@@ -12,8 +12,7 @@ _ASKING = "schemas"
 
 
 class FunctionTools:
-    """Offers all functions of an environment. Each episode stays with one worker, but the functions must keep no
-    state."""
+    """Offers all functions of an environment. An episode stays with one worker, but functions must keep no state."""
 
     def __init__(self, paths: Sequence[str], num_workers: int, max_memory_bytes: int):
         self.schemas: Sequence[Schema] = ()
