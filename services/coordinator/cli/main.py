@@ -196,7 +196,7 @@ def replay(
 
 @app.command()
 def verify(run_dir: _RunDir) -> None:
-    """Check that what a run has recorded is possible. Changes nothing; the exit code is 1 if there is a violation."""
+    """Check that the record of a run is possible. Changes nothing; the exit code is 1 if there is a violation."""
     from services.coordinator.checks.verify.session import show_verdict
     from services.coordinator.checks.verify.session import verify as verify_run
 
