@@ -1,13 +1,19 @@
 """Kept sets are collected where the engine samples, and arrive with a sample's last token, or the engine is refused."""
 
+import inspect
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from packaging.version import Version
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
 from services.common.batches.kept import encode_kept
 from services.common.errors import InternalError, InvalidInput
@@ -93,3 +99,12 @@ def test_an_engine_that_cannot_is_refused(
     assert made["additional_config"] == {"x": 1, kept._KEY: True}
     assert made.get("return_sampling_mask", False) is answer
     assert kept.returns_kept(SimpleNamespace(additional_config=made["additional_config"]))  # type: ignore[arg-type]
+
+
+def test_vllm_has_what_the_hook_uses() -> None:
+    assert "self.sample(logits, sampling_metadata)" in inspect.getsource(Sampler.forward)
+    assert "self.sampler(" in inspect.getsource(GPUModelRunner._sample)
+    assert "self._sample(" in inspect.getsource(GPUModelRunner.sample_tokens)
+    assert "self._model_runner_output = model_runner_output" in inspect.getsource(AsyncGPUModelRunnerOutput.__init__)
+    assert hasattr(InputBatch, "req_ids") and hasattr(EngineCoreOutput, "kv_transfer_params")
+    assert "return_sampling_mask" in {field.name for field in fields(AsyncEngineArgs)}
