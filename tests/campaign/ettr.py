@@ -1,8 +1,8 @@
 """`python -m tests.campaign.ettr`: how much of a run's time is training if a process is killed in every tenth step.
 
 The same run is timed undisturbed and with kills, on the same warm services: the effective training time ratio is the
-quotient. A killed coordinator is started again at once, as an orchestrator does. `--completions` and `--tokens` make the
-steps longer: a restart takes as long, so its share of the time depends on the step.
+quotient. A killed coordinator is started again at once, as an orchestrator does. A restart takes as long however long a
+step is, so the ratio depends on the step: `--completions` and `--tokens` make it longer.
 """
 
 import argparse
