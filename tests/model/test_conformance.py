@@ -129,7 +129,8 @@ async def test_an_undisturbed_run_is_a_path_of_the_model(changes: dict[str, Any]
 
 def _of_episodes(directory: Path) -> Config:
     """Returns the config of a run whose steps have one sample, of several turns."""
-    config = _made(directory, environment={"kind": "python", "path": "m:C", "max_turns": NUM_TURNS})
+    environment = {"kind": "python", "path": "m:C", "max_turns": NUM_TURNS}
+    config = _made(directory, environment=environment, advantage={"kind": "reinforce_plus_plus"})
     data = config.data.model_copy(update={"prompts_per_step": 1})
     return config.model_copy(
         update={"data": data, "rollout": config.rollout.model_copy(update={"completions_per_prompt": 1})}
@@ -155,9 +156,9 @@ async def test_so_is_a_run_with_an_environment(event: str, observed: list[str], 
         await _killed_and_resumed(event, services, _of_episodes, observed, deadline, tmp_path)
     assert {*observed} == SEEN | {KILLED}
     assert first_impossible(observed, EPISODES) is None
-    wrong = observed[observed.index(KILLED) + 1 :]
-    wrong.remove("Environment.Step")  # a turn that the environment has not seen
-    assert first_impossible([*observed[: observed.index(KILLED) + 1], *wrong], EPISODES) is not None
+    wrong = [*observed]
+    wrong.insert(wrong.index("Environment.Step") + 1, "Trainer.Train")  # in the middle of an episode
+    assert first_impossible(wrong, EPISODES) == (wrong.index("Environment.Step") + 1, "Trainer.Train")
 
 
 async def _killed_and_resumed(

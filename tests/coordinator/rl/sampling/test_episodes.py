@@ -241,6 +241,22 @@ async def test_a_turn_goes_elsewhere_when_its_replica_dies():
     assert to_table([group]).equals(to_table([undisturbed]))
 
 
+async def test_a_turn_of_other_weights_than_its_sample_is_refused():
+    """All of a sample carries one stamp to the trainer, which cannot see of which turn it is."""
+
+    class Forgetful(FakeReplica):
+        async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            if len(request.prompts[0].tokens) > 3:  # not the first turn
+                request.expected_stamp.version += 1
+            async for answer in super().Generate(request, context):
+                yield answer
+
+    async with replicas(1, Forgetful) as fakes:
+        with pytest.raises(LockstepError, match=r"turn 1 was sampled from version 3 .* not from version 2") as raised:
+            await played_on(fakes, FakeEnvironment(ends_after(3)))
+    assert raised.value.reason is Reason.STALE_STAMP
+
+
 async def test_an_environment_must_begin_alike_for_all_samples():
     environment = FakeEnvironment(ends_after(1))
     sent = iter(["1", "2"])
