@@ -11,6 +11,7 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import LockstepError, Reason
+from services.common.files.transfer import seal
 from services.common.tasks import gather
 from services.coordinator.data.episodes import Episode, Stream
 from services.coordinator.data.groups import ScoredGroup, to_table
@@ -246,10 +247,10 @@ async def test_a_turn_of_other_weights_than_its_sample_is_refused():
 
     class Forgetful(FakeReplica):
         async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-            if len(request.prompts[0].tokens) > 3:  # not the first turn
-                request.expected_stamp.version += 1
             async for answer in super().Generate(request, context):
-                yield answer
+                answer.stamp.version += len(request.prompts[0].tokens) > 3  # not in the first turn
+                answer.ClearField("sha256")
+                yield seal(request, answer)
 
     async with replicas(1, Forgetful) as fakes:
         with pytest.raises(LockstepError, match=r"turn 1 was sampled from version 3 .* not from version 2") as raised:
