@@ -18,14 +18,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, version_of
 from tests.campaign.cluster import Cluster
 from tests.campaign.episode import Episode, Plan, Result, exported
 from tests.campaign.faults.base import PROCESSES
@@ -132,7 +131,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> dict[str, An
         "command": shlex.join(["python", "-m", "tests.campaign.ettr", *sys.argv[1:]]),
         "cores": len(os.sched_getaffinity(0)),
         "load_before_between_after": load,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "vllm")}},
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in ("torch", "vllm")}},
         "services": options.services,
         "steps": options.steps,
         "changes": changes,
