@@ -2,7 +2,7 @@
 
 The same run is timed undisturbed and with kills, on the same warm services: the effective training time ratio is the
 quotient. A killed coordinator is started again at once, as an orchestrator does. A restart takes as long however long a
-step is, so the ratio depends on the step: `--completions` and `--tokens` make it longer.
+step is, so the ratio depends on the step: `--completions`, `--tokens`, `--hidden` and `--layers` make it longer.
 """
 
 import argparse
@@ -22,7 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import RESULTS, version_of
 from tests.campaign.cluster import Cluster
@@ -113,9 +115,21 @@ def _changes(options: argparse.Namespace) -> dict[str, Any]:
     return changes
 
 
+def _make_larger(model: Path, hidden: int, layers: int) -> int:
+    """Gives the quickstart's model another shape and random weights; returns the number of its parameters."""
+    config = AutoConfig.from_pretrained(model)
+    config.update({"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers})
+    config.update({"num_attention_heads": hidden // config.head_dim, "layer_types": ["full_attention"] * layers})
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(model)
+    return made.num_parameters()
+
+
 async def _measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     is_real, changes = options.services == "real", _changes(options)
     make_files(directory, is_real=is_real)
+    num_parameters = _make_larger(directory / "model", options.hidden, options.layers) if options.hidden else None
     load = [os.getloadavg()]
     async with Cluster(directory, is_real=is_real).running() as cluster:
         none = Kills(cluster, options.seed, 0)
@@ -135,6 +149,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> dict[str, An
         "services": options.services,
         "steps": options.steps,
         "changes": changes,
+        "parameters": num_parameters,
         "killed": kills.killed,
         "killed_after_steps": kills.killed_in,
         "undisturbed_s": round(alone.total_s, 3),
@@ -155,6 +170,10 @@ def main() -> int:
     parser.add_argument("--services", choices=("toy", "real"), default="toy")
     parser.add_argument("--completions", type=int, default=0, help="completions of a prompt; as in the campaign: 2")
     parser.add_argument("--tokens", type=int, default=0, help="most tokens of a completion; as in the campaign: 8")
+    parser.add_argument(
+        "--hidden", type=int, default=0, help="hidden size of a model with random weights; with --layers"
+    )
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--name", default="campaign-ettr")
     parser.add_argument("--out", default=str(RESULTS))
     options = parser.parse_args()
