@@ -132,6 +132,8 @@ async def _measure(options: argparse.Namespace, directory: Path) -> dict[str, An
     num_parameters = _make_larger(directory / "model", options.hidden, options.layers) if options.hidden else None
     load = [os.getloadavg()]
     async with Cluster(directory, is_real=is_real).running() as cluster:
+        first = {**changes, "num_steps": 1}  # the first run compiles, and reads what later ones find in memory
+        await timed(cluster, directory / "first", directory, first, Kills(cluster, options.seed, 0))
         none = Kills(cluster, options.seed, 0)
         alone = await timed(cluster, directory / "alone", directory, changes, none)
         load.append(os.getloadavg())
