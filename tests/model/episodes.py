@@ -35,9 +35,10 @@ def can_open(w: World, rules: Rules) -> bool:
 
 
 def open_environment(w: World, rules: Rules) -> Iterator[World]:
-    """Opens the run; episodes of an earlier coordinator of this run stay."""
-    environment = w.environment._replace(is_open=True, token=w.coordinator.token, view="open")
-    yield w._replace(environment=environment)
+    """Opens the run. Episodes of an earlier coordinator end."""
+    e, c = w.environment, w.coordinator
+    sessions = e.sessions if e.token == c.token else frozenset()
+    yield w._replace(environment=e._replace(is_open=True, token=c.token, view="open", sessions=sessions))
 
 
 def must_begin(w: World, rules: Rules) -> bool:
