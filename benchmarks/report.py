@@ -34,7 +34,7 @@ def keep(name: str, samples: Mapping[str, Sequence[float]], *, libraries: Sequen
             "cores": len(os.sched_getaffinity(0)),
             "gpus": _gpus(),
         },
-        "versions": {"python": platform.pythonversion_of(), **{library: version_of(library) for library in libraries}},
+        "versions": {"python": platform.python_version(), **{library: version_of(library) for library in libraries}},
         "settings": settings,
         "medians": medians,
         "samples": {quantity: list(values) for quantity, values in samples.items()},

@@ -135,7 +135,7 @@ async def test_what_is_out_of_order_is_refused(service, environment):
     await refused(service.reset(seed=8))
     await refused(service.step(1, "a"))
     await service.step(0, "a")
-    assert "another content" in await refused(service.step(0, "b"))
+    assert "other content" in await refused(service.step(0, "b"))
     await refused(service.step(2, "c"))
     await service.step(1, "done")
     assert "over" in await refused(service.step(2, "c"))
