@@ -59,9 +59,9 @@ def compare(without: dict[str, Any], speculating: dict[str, Any], num_tokens: in
             if on["num_drafts"]:
                 quantities[f"{label}: accepted for each draft"].append(on["num_accepted"] / on["num_drafts"])
                 quantities[f"{label}: looking for drafts [s]"].append(on["seconds"])
-            for end, numbers in (("without", off), ("with", on)):
-                for name in ("successors", "mean log-probability"):
-                    quantities[f"{label}: {name} {end}"].append(numbers[name])
+            for name in ("successors", "mean log-probability"):
+                quantities[f"{label}: {name} without"].append(off[name])
+                quantities[f"{label}: {name} with"].append(on[name])
         shares = [sum(batch["successors"] for batch in batches) / len(plain) for batches in (plain, speculating[label])]
         error = math.sqrt(sum(share * (1 - share) for share in shares) / (num_tokens * len(plain) * _at_once(label)))
         z = (shares[1] - shares[0]) / error if error else 0.0

@@ -10,6 +10,7 @@ accepted is known, and the speed of a step is that of the shape.
 """
 
 import asyncio
+import itertools
 import json
 import math
 import sys
@@ -78,11 +79,10 @@ async def measure(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     try:
         await draw(engine, "repetitive", min(settings["concurrency"]), settings, repeat=-1)  # warms up
-        for repeat in range(settings["repeats"]):
-            for text in TEMPERATURES:
-                for num_samples in settings["concurrency"]:
-                    numbers = await draw(engine, text, num_samples, settings, repeat)
-                    results.setdefault(f"{text}, {num_samples} at once", []).append(numbers)
+        cases = itertools.product(range(settings["repeats"]), TEMPERATURES, settings["concurrency"])
+        for repeat, text, num_samples in cases:
+            numbers = await draw(engine, text, num_samples, settings, repeat)
+            results.setdefault(f"{text}, {num_samples} at once", []).append(numbers)
     finally:
         await engine.close()
     return results
