@@ -103,7 +103,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     @contextlib.contextmanager
     def _generating(self, tasks: Sequence[Sequence[asyncio.Task[Sample]]]) -> Iterator[None]:
-        """Counts a call of Generate. Aborts samples that are left at its end, if the caller is gone or a group failed."""
+        """Counts a call of Generate. Aborts samples left at its end, because the caller is gone or a group failed."""
         self._num_generating += 1
         try:
             yield
