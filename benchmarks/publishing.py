@@ -1,4 +1,4 @@
-"""Opens a trainer and replicas for publishing, without a run."""
+"""Opens a trainer and replicas to publish weights, without a run."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def peaks(process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Waits until the run ends. Returns the largest resident set that a process of each service has had."""
+    """Waits until the run ends. Returns the largest resident set of the processes of each service."""
     found: dict[str, float] = {}
     while True:
         for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
