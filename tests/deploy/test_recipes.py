@@ -1,4 +1,4 @@
-"""The runs that ship with the repository: their configs, and the small models' teachers."""
+"""Tests the runs that ship with the repository: their configs, and the demonstrations for the small models."""
 
 import asyncio
 import json

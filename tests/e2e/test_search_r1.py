@@ -1,4 +1,4 @@
-"""Search-R1 from end to end on the small corpus of deploy/quickstart: its questions, its run, the real services."""
+"""Runs Search-R1 from end to end on the small corpus of deploy/quickstart, with real services."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The phases of a colocated run: who sleeps, wakes, takes and frees memory, and in which order."""
+"""Tests the phases of a colocated run: the order in which engines and trainer take and free memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
