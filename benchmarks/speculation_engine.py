@@ -10,7 +10,6 @@ and a step is as fast as with that shape.
 """
 
 import asyncio
-import itertools
 import json
 import math
 import sys
@@ -79,10 +78,11 @@ async def measure(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     try:
         await draw(engine, "repetitive", min(settings["concurrency"]), settings, repeat=-1)  # warms up
-        cases = itertools.product(range(settings["repeats"]), TEMPERATURES, settings["concurrency"])
-        for repeat, text, num_samples in cases:
-            numbers = await draw(engine, text, num_samples, settings, repeat)
-            results.setdefault(f"{text}, {num_samples} at once", []).append(numbers)
+        batches = [(text, num_samples) for text in TEMPERATURES for num_samples in settings["concurrency"]]
+        for repeat in range(settings["repeats"]):
+            for text, num_samples in batches:
+                numbers = await draw(engine, text, num_samples, settings, repeat)
+                results.setdefault(f"{text}, {num_samples} at once", []).append(numbers)
     finally:
         await engine.close()
     return results
