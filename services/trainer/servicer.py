@@ -140,7 +140,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             check_contract(header, samples, role, held)
             self._released.require_here(role, *Part)
             await self._stream.end()
-            if header.groups_per_block and role is Role.POLICY:
+            if header.tokens_per_block and role is Role.POLICY:
                 training = BlockTraining(self._ranks, header, held.config, held.data_ranks)
                 metrics = await training.whole(samples, held.state.version)
             else:

@@ -1,11 +1,15 @@
 """Says in which blocks a batch is trained on, and whether they are sent while other groups are still generated."""
 
+from services.common.batches.blocks import BlockCutter
 from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size, samples_at_once
 
-# More blocks leave less to compute after the last group. Each costs a reduction of the gradients, and passes of the
-# model that may not be full: the samples are shorter than the longest possible.
+# How many times longer a sample may be than it is on average. Only the lengths of the samples tell, but the blocks must
+# be known before them.
+_LONGEST_TO_MEAN = 4
+# More blocks leave less to compute after the last group. Each costs a reduction of the gradients, and a pass of the
+# model that may not be full. Samples that are longer than on average make more.
 _MAX_BLOCKS = 8
 # Micro-batches of a block for each stage of a pipeline, which fills and drains for every block. So it idles for less
 # than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
@@ -14,25 +18,40 @@ _PACKS_PER_STAGE = 4
 _GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"}
 
 
-def groups_per_block(config: Config) -> int:
-    """Returns the number of prompt groups in a block; 0 if the batch is trained on as a whole.
+def tokens_per_block(config: Config) -> int:
+    """Returns the number of tokens with which a block ends; 0 if the batch is trained on as a whole.
 
-    Blocks are as many as can each fill a micro-batch of every rank, or four for each stage of a pipeline, with the
-    longest possible samples, at most eight. They follow from the config alone and not from `trainer.streaming`, so that
-    streaming changes no number. Several mini-batches each consist of whole blocks of one size, at least of one block.
+    A block fills a micro-batch of every rank, or four for each stage of a pipeline, or a multiple of these if there
+    would be more than eight blocks. It ends a group too late, so the number is lower by the tokens of a group. It
+    follows from the config alone and not from `trainer.streaming`, so that streaming changes no number.
     """
     if not _is_exact(config):
         return 0
-    trainer = config.trainer
-    wanted = config.data.prompts_per_step // trainer.num_minibatches
-    longest = config.data.max_prompt_tokens + config.max_response_tokens
-    most_tokens = wanted * config.rollout.completions_per_prompt * longest
-    num_packs = data_parallel_size(trainer) * _packs_per_rank(trainer)
-    num_blocks = min(wanted, _MAX_BLOCKS, most_tokens // (trainer.max_tokens_per_microbatch * num_packs))
-    size = -(-wanted // max(1, num_blocks))
-    if trainer.num_minibatches > 1:
-        return next(whole for whole in range(size, wanted + 1) if wanted % whole == 0)
-    return size if num_blocks > 1 else 0
+    trainer, most_tokens = config.trainer, most_tokens_per_minibatch(config)
+    of_microbatch = trainer.max_tokens_per_microbatch * data_parallel_size(trainer)
+    fewest = of_microbatch * _packs_per_rank(trainer)
+    full = fewest * max(1, most_tokens // (fewest * _MAX_BLOCKS * _LONGEST_TO_MEAN))
+    if trainer.num_minibatches == 1 and most_tokens < 2 * full:
+        return 0
+    of_group = most_tokens // groups_per_minibatch(config) // _LONGEST_TO_MEAN
+    return full - min(of_group, of_microbatch // 2)
+
+
+def most_tokens_per_minibatch(config: Config) -> int:
+    """Returns the number of tokens of a mini-batch whose samples are as long as they may be."""
+    num_samples = groups_per_minibatch(config) * config.rollout.completions_per_prompt
+    return num_samples * (config.data.max_prompt_tokens + config.max_response_tokens)
+
+
+def groups_per_minibatch(config: Config) -> int:
+    """Returns the number of prompt groups in a mini-batch of a step that has found all groups."""
+    return config.data.prompts_per_step // config.trainer.num_minibatches
+
+
+def block_cutter(config: Config) -> BlockCutter | None:
+    """Returns what cuts one batch into blocks; None if it is trained on as a whole."""
+    size = tokens_per_block(config)
+    return BlockCutter(size, groups_per_minibatch(config)) if size else None
 
 
 def orders_by_length(config: Config) -> bool:
@@ -43,7 +62,7 @@ def orders_by_length(config: Config) -> bool:
     """
     num_samples = config.data.prompts_per_step * config.rollout.completions_per_prompt
     return (
-        groups_per_block(config) > 0
+        tokens_per_block(config) > 0
         and config.trainer.num_minibatches == 1  # which prompts are in which must not follow from their samples
         and not config.environment
         and not config.advantage.needs_baseline
@@ -60,7 +79,7 @@ def streams(config: Config) -> bool:
     """
     if config.trainer.lag.versions or config.placement == "colocated":
         return False
-    return config.trainer.streaming == "auto" and groups_per_block(config) > 0
+    return config.trainer.streaming == "auto" and tokens_per_block(config) > 0
 
 
 def _packs_per_rank(trainer: TrainerConfig) -> int:

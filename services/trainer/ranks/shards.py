@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
-from services.common.batches.blocks import trained_tokens
+from services.common.batches.blocks import packed_lengths, trained_tokens
 from services.common.batches.routes import RouteShape
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
@@ -173,9 +173,8 @@ def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
 
 
 def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int) -> list[list[list[int]]]:
-    lengths = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
     return assign(
-        lengths.tolist(),
+        packed_lengths(samples).tolist(),
         num_ranks=num_ranks,
         max_tokens=config.max_tokens_per_microbatch,
         multiple_of=packs_multiple(config),
