@@ -19,6 +19,8 @@ from services.coordinator.data.groups import ScoredGroup, to_table
 from services.coordinator.rl.forwards import Forwards
 from tests.coordinator.fake_services import make_config, make_prompt
 
+# A block ends with 12 tokens, which two groups have.
+SHORT = {"max_prompt_tokens": 4}
 STAMP = PolicyStamp(version=0, digest="d")
 
 
@@ -55,9 +57,13 @@ async def run(
     model: FakeModel, arrivals: Sequence[int], useful: set[int], wanted: int, num_ranks: int = 1
 ) -> list[ScoredGroup]:
     config = make_config(
-        data={"train": "x.parquet", "prompts_per_step": wanted},
-        rollout={"completions_per_prompt": 2, "max_samples": 1},  # in the order of prompts
-        trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 8192},
+        data={"train": "x.parquet", "prompts_per_step": wanted, **SHORT},
+        rollout={
+            "completions_per_prompt": 2,
+            "max_samples": 1,
+            "sampling": {"max_tokens": 4},
+        },  # in the order of prompts
+        trainer={"num_ranks": num_ranks, "max_tokens_per_microbatch": 16},
     )
     models: Any = [model]
     async with Forwards(models, config, {}).of_batch() as forwards:
@@ -91,9 +97,13 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
     assert [len(block) for block in model.blocks] == [4] * 8  # two groups of two samples
     partial: Any = FakeModel()
     config = make_config(
-        data={"train": "x.parquet", "prompts_per_step": 16},
-        rollout={"completions_per_prompt": 2, "max_samples": 1},  # in the order of prompts
-        trainer={"max_tokens_per_microbatch": 8192},
+        data={"train": "x.parquet", "prompts_per_step": 16, **SHORT},
+        rollout={
+            "completions_per_prompt": 2,
+            "max_samples": 1,
+            "sampling": {"max_tokens": 4},
+        },  # in the order of prompts
+        trainer={"max_tokens_per_microbatch": 16},
     )
     async with Forwards([partial], config, {}).of_batch() as forwards:
         for place in (1, 0, 3):
@@ -108,9 +118,9 @@ async def test_a_block_is_computed_while_later_groups_are_still_under_way() -> N
 
 async def test_blocks_in_the_order_of_length() -> None:
     config = make_config(
-        data={"train": "x.parquet", "prompts_per_step": 4},
-        rollout={"completions_per_prompt": 2},
-        trainer={"max_tokens_per_microbatch": 8192},
+        data={"train": "x.parquet", "prompts_per_step": 4, **SHORT},
+        rollout={"completions_per_prompt": 2, "sampling": {"max_tokens": 4}},
+        trainer={"max_tokens_per_microbatch": 16},
     )
     lengths, blocks = {f"p{index}": 2 for index in range(4)}, []
     forwards = Forwards([], config, lengths)
