@@ -59,7 +59,11 @@ class Model:
         )
         self._renewal.begin(self._client, TrainerService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         self.opened = await self._client.call(
-            TrainerService.OpenRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True
+            TrainerService.OpenRun,
+            request,
+            timeout_s=self._timeouts.open_s,
+            wait_for_ready=True,
+            max_retry_s=MAX_RETRY_S,
         )
         # A trainer that listens on all interfaces does not know which address reaches it; the one we called does.
         self.opened.store_host = self.opened.store_host or parse_address(self._client.address, field=self.name)[0]
