@@ -24,7 +24,6 @@ from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import is_loopback
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
-from services.common.tasks import task_group
 from services.common.weights.libraries import accelerator_libraries
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
@@ -180,14 +179,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     check_contract(header, block, Role.POLICY, held)
                     await training.add(block)
             begin = time.perf_counter()
+            hashing = asyncio.create_task(asyncio.to_thread(content_sha256, training.samples))  # while it is applied
             async with self._streaming(training):
-                async with (
-                    task_group() as tasks
-                ):  # the hash of the whole batch, which a repeated Train is compared with
-                    sha256 = tasks.create_task(asyncio.to_thread(content_sha256, training.samples))
-                    metrics = await training.apply(held.state.version)
+                metrics = await training.apply(held.state.version)
                 metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
-                held.trained(header.batch_id, metrics, sha256.result().hex())
+                held.trained(header.batch_id, metrics, (await hashing).hex())
                 self._metrics.trained(Role.POLICY, training.samples)
                 return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics)
         finally:
