@@ -181,9 +181,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             begin = time.perf_counter()
             hashing = asyncio.create_task(asyncio.to_thread(content_sha256, training.samples))  # while it is applied
             async with self._streaming(training):
-                metrics = await training.apply(held.state.version)
+                metrics, sha256 = await training.apply(held.state.version), await hashing
                 metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
-                held.trained(header.batch_id, metrics, (await hashing).hex())
+                held.trained(header.batch_id, metrics, sha256.hex())
                 self._metrics.trained(Role.POLICY, training.samples)
                 return pb.TrainBlocksResponse(version=held.state.version, metrics=metrics)
         finally:
