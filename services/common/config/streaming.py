@@ -5,7 +5,7 @@ from services.common.config.run import Config
 from services.common.config.trainer.section import TrainerConfig
 from services.common.megatron.layout import data_parallel_size, samples_at_once
 
-# The assumed ratio of the longest possible sample to the mean. Blocks must follow from the config, not from the samples.
+# The assumed ratio of the longest possible sample to the mean: blocks must follow from the config, not from samples.
 _LONGEST_TO_MEAN = 4
 # The most blocks of a batch of such samples; longer ones make more. More blocks leave less to compute after the last
 # group, but each costs a reduction of the gradients, and a pass of the model that may not be full.
