@@ -97,6 +97,6 @@ def _is_exact(config: Config) -> bool:
         and advantage.kind in _GROUP_KINDS
         and advantage.whitening != "batch"
         and config.selection.over_sampling.keep == "index"
-        # The last block may be a single group, which must have a sample for every rank.
+        # A block may be a single group, which must have a sample for every rank.
         and config.rollout.completions_per_prompt >= samples_at_once(trainer)
     )
