@@ -195,7 +195,7 @@ async def test_every_block_and_the_whole_are_checked(trainer: Deployment) -> Non
     late = with_row(batch, "policy_digest", 11, "f" * 32)
     error = await refused(trainer, messages_of(header_of(trainer), late))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.DIGEST_MISMATCH)
-    # A block is missing, doubled, or larger than the header says; or there is more after a smaller one.
+    # A block is missing, doubled, or larger than the header says.
     blocks = blocks_of(batch, BlockCutter(1))
     for sent, kind in (
         (blocks[:3], DataLoss),

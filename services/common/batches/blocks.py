@@ -60,7 +60,7 @@ class BlockCutter:
 
 def blocks_of(samples: pa.Table, cutter: BlockCutter) -> list[pa.Table]:
     """Cuts `samples`, in which the samples of a group are neighbors, where `cutter` says."""
-    begins = []
+    begins: list[int] = []
     for begin, num_tokens in zip(begins_of_groups(samples), tokens_of_groups(samples), strict=True):
         if not cutter.is_inside:
             begins.append(begin)

@@ -220,6 +220,22 @@ async def test_blocks_make_the_minibatches_of_the_config(service: Service, case:
     assert worker.minibatches[-2:] == [0, 1]
 
 
+@pytest.mark.parametrize(("enough", "sent", "added"), [(57, 1, ["add"]), (1, 57, []), (38, 57, [])])
+async def test_each_block_ends_where_the_header_says(
+    service: Service, enough: int, sent: int, added: list[str]
+) -> None:
+    """The groups have 38 and 19 tokens."""
+    streamed = Streamed(service, tokens_per_block=enough)
+    for block in blocks_of(streamed.batch, BlockCutter(sent)):
+        streamed.stream.send(block)
+    streamed.stream.commit(streamed.batch)
+    with pytest.raises(InvalidInput, match=f"at least {enough} tokens") as caught:
+        await streamed.answer
+    assert caught.value.metadata["field"] == "group"
+    assert service.crew.workers[1].calls == ["send", "begin", *added, "drop"]
+    await applied_afterwards(service)
+
+
 async def test_one_minibatch_has_no_more_groups_than_the_header_says(service: Service) -> None:
     with pytest.raises(InvalidInput, match=r"\[1\] are not in one of the 1 mini-batches of 1"):
         await Streamed(service, groups_per_minibatch=1).whole()
