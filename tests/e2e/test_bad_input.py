@@ -1,4 +1,4 @@
-"""Every mistake of a user is one line on stderr that names it, exit code 2, and nothing left running."""
+"""Tests that a user's mistake gives one line on stderr that names it, exit code 2, and leaves nothing running."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""PPO with real services: what critic and reference say is in the batch, and after a kill both models go on exactly."""
+"""Tests PPO with real services: the outputs of critic and reference are in the batch, and both resume exactly."""
 
 import json
 import re

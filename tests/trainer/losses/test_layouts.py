@@ -1,4 +1,4 @@
-"""Every policy loss, in any split of the batch over micro-batches and ranks of either backend: one and the same update.
+"""Tests that every policy loss gives the same update for any split over micro-batches and ranks of both backends.
 
 One FSDP rank with a mini-batch in one pack is the reference. It is compared with plain torch.
 """

@@ -1,4 +1,4 @@
-"""From files and overrides to one checked config, and errors that say what to change."""
+"""Tests that files and overrides give one checked config, with errors that say what to change."""
 
 import dataclasses
 from pathlib import Path
@@ -164,7 +164,7 @@ def _default(path: str) -> Any:
 
 
 def _is_set(path: str) -> bool:
-    """Whether it is there without more: in no list, no table by name, and no table that is null."""
+    """Returns whether it is there without more: in no list, no table by name, and no table that is null."""
     try:
         _default(path)
     except AttributeError:
