@@ -63,7 +63,7 @@ def check_routes(samples: pa.Table, shape: RouteShape | None) -> None:
     if shape is None:
         raise InvalidInput("routes: this model has no layers of experts, or not in every layer", field="routes")
     _refuse(routes.is_null().to_numpy(), "routes", "is missing")
-    num_rows = _lengths(samples, "prompt_tokens") + _lengths(samples, "tokens") - 1
+    num_rows = packed_lengths(samples)
     _refuse(pc.binary_length(routes).to_numpy() != num_rows * shape.row_bytes, "routes", "has another number of tokens")
     for index, row in enumerate(routes):
         experts_TLK = shape.decode(row.as_buffer())
