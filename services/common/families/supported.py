@@ -32,6 +32,8 @@ def _of_both(content: Mapping[str, Any]) -> Iterator[str]:
     model_type = content.get("model_type")
     if content.get("quantization_config"):
         yield "quantization_config is not supported: weights must be of floating point"
+    if content.get("transformers_weights"):
+        yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
     window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
     if window and content.get("use_sliding_window", _uses_window(model_type)):  # 0 means none, as in Qwen2-MoE
         yield f"sliding_window {window!r} is not supported by any strategy"
