@@ -46,8 +46,11 @@ def is_other(name: str, make: Callable[[Path], Any]) -> Change:
 
 
 def has_json(name: str = CONFIG, **changes: Any) -> Change:
+    """Changes keys of a JSON file; a key without a value (`...`) is removed."""
+
     def apply(model: Path) -> None:
-        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | changes))
+        content = json.loads((model / name).read_text()) | changes
+        (model / name).write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
     return apply
 

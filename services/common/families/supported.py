@@ -35,7 +35,7 @@ def _of_both(content: Mapping[str, Any]) -> Iterator[str]:
     if content.get("transformers_weights"):
         yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
     window = content.get("sliding_window", _DEFAULTS.get(str(model_type), {}).get("sliding_window"))
-    if window and content.get("use_sliding_window", _uses_window(model_type)):  # 0 means none, as in Qwen2-MoE
+    if window and _is_window_on(content):  # 0 means none, as in Qwen2-MoE
         yield f"sliding_window {window!r} is not supported by any strategy"
     for rope in _ropes(content):
         kind = _kind(rope)
@@ -76,9 +76,12 @@ def _of_megatron(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"rotary scaling {dict(rope)} is not supported by strategy megatron{_FSDP}"
 
 
-def _uses_window(model_type: object) -> bool:
-    """Returns the default of `use_sliding_window`, a key that only Qwen's configs have."""
-    return not str(model_type).startswith("qwen")
+def _is_window_on(content: Mapping[str, Any]) -> bool:
+    """Returns whether transformers applies a window: of the known families, only Qwen's read `use_sliding_window`."""
+    model_type = str(content.get("model_type"))
+    if model_type.startswith("qwen"):
+        return bool(content.get("use_sliding_window"))
+    return model_type in FAMILIES or bool(content.get("use_sliding_window", True))
 
 
 def _ropes(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:

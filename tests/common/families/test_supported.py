@@ -21,6 +21,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "qwen2", "sliding_window": 4096}, (), ""),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, (), ""),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, BOTH, "sliding_window 4096"),
+        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, BOTH, "sliding_window 4096"),
         ({"model_type": "phi3", "sliding_window": 2047}, BOTH, "sliding_window 2047"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, BOTH, "'dynamic'"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, BOTH, "'longrope'"),

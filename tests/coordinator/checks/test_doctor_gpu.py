@@ -75,7 +75,7 @@ def test_memory_of_another_family(config: Config, tmp_path: Path, monkeypatch: p
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "olmo2"}))
     monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])
     *_, memory = doctor.examine_gpus(config, Addresses(), "580.65.06", "13.0")
-    assert (memory.name, memory.verdict) == ("GPU memory", Verdict.WARN)
+    assert (memory.check, memory.verdict) == ("GPU memory", Verdict.WARN)
 
 
 def test_memory(config: Config) -> None:
