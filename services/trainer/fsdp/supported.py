@@ -58,7 +58,7 @@ def _require_packed_attention(causal_lm: PreTrainedModel, model_type: str) -> No
     except NotImplementedError:
         pass  # a layer before the attention needs values, which meta tensors do not have; packed_attention checks again
     except Exception as error:  # nothing is computed, and sizes that do not fit may raise anything
-        _refuse(f"model_type {model_type} ({error!r})")
+        raise _refusal(f"model_type {model_type} ({error!r})") from error
     else:
         _refuse(f"model_type {model_type}, which does not use transformers' attention interface,")
     finally:
@@ -66,5 +66,8 @@ def _require_packed_attention(causal_lm: PreTrainedModel, model_type: str) -> No
 
 
 def _refuse(what: str) -> NoReturn:
-    message = f"model: {what} is not supported with strategy fsdp"
-    raise InvalidInput(message, field="model")
+    raise _refusal(what)
+
+
+def _refusal(what: str) -> InvalidInput:
+    return InvalidInput(f"model: {what} is not supported with strategy fsdp", field="model")
