@@ -177,6 +177,10 @@ CARD = {
     "config with an odd size of heads": Row(
         has_json(head_dim=3), "model_type qwen3", "has shape [128, 64], but config"
     ),
+    "config with a size beyond all memory": refused(has_json(intermediate_size=10**7), "config.json gives [10000000"),
+    "config with layers beyond all memory": refused(
+        has_json(num_hidden_layers=10**9), "num_hidden_layers 1000000000 is more than"
+    ),
     "config quantized": refused(has_json(quantization_config={"quant_method": "fp8"}), "quantization_config"),
     "generation not JSON": refused(contains("generation_config.json", b"{"), "generation_config.json"),
     "generation link outside": refused(is_other("generation_config.json", link_outside), "generation_config.json"),

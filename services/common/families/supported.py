@@ -8,11 +8,26 @@ from services.common.families.registry import FAMILIES
 
 # Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+# Keys of which each number is a list or a dictionary of modules, and more than any model has.
+_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_MOST = 4096
 # transformers' defaults of keys that a config.json may leave out.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
 # Settings of architectures that change logits after the output layer.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 _FSDP = "; use strategy fsdp"
+
+
+def require_counts(content: Mapping[str, Any], source: str) -> None:
+    """Checks the content of config.json before anything is made in the numbers that it gives.
+
+    Raises:
+        InvalidInput: It has more layers or experts than any model, which would take all memory.
+    """
+    for key in _COUNTS:
+        value = content.get(key)
+        if isinstance(value, int | float) and value > _MOST:
+            raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
 
 
 def require_supported(content: Mapping[str, Any], strategy: str, source: str) -> None:
@@ -22,6 +37,7 @@ def require_supported(content: Mapping[str, Any], strategy: str, source: str) ->
         InvalidInput: The model would be computed otherwise than by transformers. The message has the key, `source`,
             and strategy fsdp if that supports the model.
     """
+    require_counts(content, source)
     rules = (_of_both, _of_fsdp) if strategy == "fsdp" else (_of_both, _of_megatron)
     for rule in rules:
         for problem in rule(content):

@@ -36,6 +36,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"model_type": "phi3", "partial_rotary_factor": 0.5}, (), ""),
         ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, BOTH, "quantization_config"),
         ({"model_type": "qwen3", "transformers_weights": "other.safetensors"}, BOTH, "transformers_weights"),
+        ({"model_type": "qwen3_moe", "num_experts": 10**9}, BOTH, "num_experts 1000000000 is more than 4096"),
         ({"model_type": "llama", "attention_bias": True}, MEGATRON, "attention_bias True"),
         ({"model_type": "llama", "logit_scale": 0.5}, FSDP, "logit_scale"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, FSDP, "linear_attention"),
