@@ -44,8 +44,8 @@ async def test_a_trainer_survives(deployment: Deployment, trainer_files: Path, t
             await deployment.open(str(damaged), strategy=strategy)
         assert words in caught.value.message, caught.value.message
         assert (caught.value.reason, caught.value.metadata["field"]) == (Reason.INVALID_INPUT, "model")
-        info = (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info
-        assert info.state == "idle"
+    info = (await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())).info
+    assert info.state == "idle"
     await deployment.open("untied", strategy=strategy)
     assert (await deployment.publish()).digest
 

@@ -1,4 +1,4 @@
-"""Command-line flags that pass the run's metrics, tracing and log settings to the services it starts."""
+"""Builds the command-line flags that pass the run's metrics, tracing and log settings to the services it starts."""
 
 import json
 from contextlib import ExitStack

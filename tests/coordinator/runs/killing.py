@@ -6,7 +6,6 @@ The services are a real trainer servicer over a rank that only counts, and fake 
 import asyncio
 import contextlib
 import json
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,12 @@ from services.coordinator.services.clients.blocks import BlockStream
 from services.coordinator.services.launch import Addresses
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
+from services.trainer.ranks.calls import Message, Ranks, rank_command
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.coordinator.daemon.harness import MODEL
 from tests.coordinator.fake_services import FakeReplica, FakeReward
 from tests.support import PATIENCE_S
+from tests.trainer.rank_threads import following
 
 
 class CountingRank:
@@ -223,18 +223,18 @@ class Services:
 async def surviving_services() -> AsyncIterator[Services]:
     rank, failures, server, replica = CountingRank(), [], Server(), _Replica()
     ranks = Ranks(1, "127.0.0.1", failures.append)
-    threading.Thread(target=follow, args=(0, ranks.address, rank), daemon=True).start()
-    await ranks.wait_for_all()
     servicer = TrainerServicer(ranks, rank, ServedStore("127.0.0.1"))  # type: ignore[arg-type]
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
     reward_pb2_grpc.add_RewardServiceServicer_to_server(FakeReward(set()), server.grpc)
     here = f"127.0.0.1:{await server.start('127.0.0.1:0', [NAME])}"
     await replica.start()
-    try:
-        yield Services(rank, Addresses((replica.address,), reward=(here,), trainer=here))
-    finally:
-        await replica.die()
-        await server.grpc.stop(0)
+    async with following(ranks, rank):
+        await ranks.wait_for_all()
+        try:
+            yield Services(rank, Addresses((replica.address,), reward=(here,), trainer=here))
+        finally:
+            await replica.die()
+            await server.grpc.stop(0)
     assert failures == []
 
 

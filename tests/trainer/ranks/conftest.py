@@ -15,16 +15,18 @@ from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.support import PATIENCE_S
+from tests.trainer.rank_threads import following
 from tests.trainer.ranks.crew import Crew, Service
 
 
 @pytest.fixture
 async def crew() -> AsyncIterator[Crew]:
     crew = Crew()
-    async with asyncio.timeout(PATIENCE_S):
-        await crew.ranks.wait_for_all()
-    yield crew
-    crew.open_gates()
+    async with following(crew.ranks, *crew.workers):
+        async with asyncio.timeout(PATIENCE_S):
+            await crew.ranks.wait_for_all()
+        yield crew
+        crew.open_gates()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.batches import batch as batches
 from services.common.errors import Aborted, PreconditionFailed, Reason
 from services.common.rpc.client import Client
-from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
+from services.trainer.ranks.calls import Message, Ranks, rank_command
 from tests.support import PATIENCE_S, make_batch
 from tests.trainer.deployment import messages
 
@@ -134,8 +134,6 @@ class Crew:
         self.failures: list[str] = []
         self.workers = [FakeWorker(rank) for rank in range(2)]
         self.ranks = Ranks(2, "127.0.0.1", self.failures.append)
-        for worker in self.workers:
-            threading.Thread(target=follow, args=(worker.rank, self.ranks.address, worker), daemon=True).start()
 
     def close_gates(self) -> None:
         for worker in self.workers:

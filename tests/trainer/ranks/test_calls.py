@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 
 import pytest
 from torch.distributed.checkpoint import CheckpointException
@@ -11,6 +10,7 @@ from services.common.errors import InternalError, PreconditionFailed, Reason
 from services.trainer.ranks.calls import Message, Ranks, follow
 from services.trainer.ranks.sockets import RanksAddress, connect
 from tests.support import PATIENCE_S
+from tests.trainer.rank_threads import threads_of
 from tests.trainer.ranks.crew import Crew, FakeWorker
 
 
@@ -114,9 +114,8 @@ def answer_strangely(address: RanksAddress) -> None:
 
 async def test_late_and_repeated_messages_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2, "127.0.0.1", pytest.fail)
-    threading.Thread(target=follow, args=(0, ranks.address, FakeWorker(0)), daemon=True).start()
-    threading.Thread(target=answer_strangely, args=(ranks.address,), daemon=True).start()
-    async with asyncio.timeout(PATIENCE_S):
+    targets = [lambda: follow(0, ranks.address, FakeWorker(0)), lambda: answer_strangely(ranks.address)]
+    async with threads_of(ranks, *targets), asyncio.timeout(PATIENCE_S):
         await ranks.wait_for_all()
         for value in range(5):
             answers = await ranks.call(FakeWorker.echo, value=value)

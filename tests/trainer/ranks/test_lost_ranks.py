@@ -5,7 +5,6 @@ import contextlib
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -18,9 +17,10 @@ from services.common.errors import InternalError, Reason
 from services.trainer.blocks import BlockTraining
 from services.trainer.ranks import calls as ranks_module
 from services.trainer.ranks import sockets
-from services.trainer.ranks.calls import Ranks, follow
+from services.trainer.ranks.calls import Ranks
 from services.trainer.ranks.sockets import RanksAddress
 from tests.support import PATIENCE_S, free_port, make_batch
+from tests.trainer.rank_threads import following
 from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker, toy
 
 
@@ -38,7 +38,6 @@ class Trainer:
         self.failed = asyncio.Event()
         self.ranks = Ranks(2, "127.0.0.1", self._on_failure)
         self.own = Worker(0)
-        threading.Thread(target=follow, args=(0, self.ranks.address, self.own), daemon=True).start()
 
     def _on_failure(self, why: str) -> None:
         self.failures.append(why)
@@ -48,8 +47,9 @@ class Trainer:
 @pytest.fixture
 async def trainer() -> AsyncIterator[Trainer]:
     trainer = Trainer()
-    yield trainer
-    trainer.own.gate.set()
+    async with following(trainer.ranks, trainer.own):
+        yield trainer
+        trainer.own.gate.set()
 
 
 # A process that ends, and a host that does not answer any more.

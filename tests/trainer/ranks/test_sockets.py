@@ -1,16 +1,16 @@
 """The port of the ranks takes messages of its own ranks only."""
 
 import asyncio
-import threading
 
 import pytest
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from services.trainer.ranks.calls import Message, Ranks, follow
+from services.trainer.ranks.calls import Message, Ranks
 from services.trainer.ranks.sockets import RanksAddress
 from tests.support import PATIENCE_S
+from tests.trainer.rank_threads import following
 from tests.trainer.toy_nodes import Worker
 
 
@@ -43,10 +43,9 @@ async def test_a_stranger_is_not_taken_for_a_rank(key: bytes | None) -> None:
         async with asyncio.timeout(PATIENCE_S):
             outcome = (await recv_monitor_message(monitor))["event"]
             # Before the ranks come, so that the stranger is first with the name of one.
-            for rank in range(2):
-                threading.Thread(target=follow, args=(rank, ranks.address, Worker(rank)), daemon=True).start()
-            await ranks.wait_for_all()
-            answers = await ranks.call(Worker.echo, value="own")
+            async with following(ranks, Worker(0), Worker(1)):
+                await ranks.wait_for_all()
+                answers = await ranks.call(Worker.echo, value="own")
         stranger.disable_monitor()
     assert outcome != zmq.EVENT_HANDSHAKE_SUCCEEDED
     assert [answer.body["value"] for answer in answers] == ["own", "own"]

@@ -150,7 +150,7 @@ def make_dialog(tokenizer: Tokenizer, environments: Environments, config: Config
 
 
 def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> Collector:
-    """Returns what collects the run's groups: of episodes, if it has an environment, else of single completions."""
+    """Returns the collector of the run's groups: of episodes, if it has an environment, else of single completions."""
     if services.environments is None:
         return Collector(services.rollout, services.reward, tokenizer, config.seed)
     return EpisodeCollector(services.rollout, services.reward, tokenizer, config, services.environments)
