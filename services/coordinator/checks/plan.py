@@ -12,7 +12,9 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.streaming import most_tokens_per_minibatch, streams, tokens_per_block
 from services.common.config.trainer.section import TrainerConfig
+from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, read_architecture, read_content
+from services.common.families.registry import FAMILIES
 from services.common.families.supported import require_supported
 from services.common.megatron.layout import Coordinates, Layout, check_layout, data_parallel_size, rank_map
 from services.coordinator.checks.activations import microbatch_tokens, weight_bytes
@@ -37,6 +39,23 @@ def check_model(config: AnyConfig) -> None:
         _check(config, read_architecture(config.model))
 
 
+def planned_architecture(config: AnyConfig) -> Architecture:
+    """Returns the shape of the model, from which its memory is estimated.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: It is of no known family; the message says if it may be trained all the same.
+    """
+    if config.trainer.strategy == "fsdp" and read_content(config.model).get("model_type") not in FAMILIES:
+        raise InvalidInput(
+            f"plan estimates the memory of {', '.join(FAMILIES)} models only, and {config.model} is another. Strategy "
+            "fsdp can train most others: `lockstep run --dry-run` checks the config, and the trainer checks the model "
+            "when it opens it",
+            field="model",
+        )
+    return read_architecture(config.model)
+
+
 def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     """Prints the plan of `config` for ranks that compute on GPUs, or on CPU.
 
@@ -44,8 +63,8 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         NotFound: The model has no config.json on this host.
         InvalidInput: See `check_model`.
     """
-    model = read_architecture(config.model)
     _check_supported(config)
+    model = planned_architecture(config)
     _check(config, model)
     lines = [f"{model.model_type}: {model.num_layers} layers, {_count(model.num_parameters)} parameters"]
     for name, settings in _layouts(config):

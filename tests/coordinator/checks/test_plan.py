@@ -172,6 +172,8 @@ def test_a_model_of_another_family_needs_no_plan_with_fsdp(tmp_path: Path) -> No
     config, _ = make(write(tmp_path / "model", DENSE), strategy="fsdp")
     (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "olmo2"}))
     check_model(config)
+    with pytest.raises(InvalidInput, match="fsdp can train most others: `lockstep run --dry-run`"):
+        shown(config)
 
 
 def test_a_plan_of_a_run_with_an_environment_shows_it(dense: Path) -> None:
