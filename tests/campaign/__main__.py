@@ -75,7 +75,8 @@ def _save(options: argparse.Namespace, rows: list[dict[str, Any]], baselines: Ma
         "command": f"python -m tests.campaign --seed {options.seed} --first {options.first} --episodes {len(rows)}"
         + (f" --faults {options.faults}" if options.faults else "")
         + (f" --events {options.events}" if options.events else "")
-        + (f" --services real --variants {options.variants}" if options.services == "real" else ""),
+        + (" --services real" if options.services == "real" else "")
+        + (f" --variants {options.variants}" if options.variants != ",".join(VARIANTS) else ""),
         "services": options.services,
         "episodes": len(rows),
         "injected": sum(row["injected"] for row in rows),
