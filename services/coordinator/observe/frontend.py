@@ -20,6 +20,10 @@ class Frontend(Protocol):
         """Shows the log's warnings."""
         ...
 
+    def start(self) -> None:
+        """Is called when the session starts, in its task."""
+        ...
+
     def say(self, line: str) -> None:
         """Shows a line that says what the session does next."""
         ...
@@ -36,12 +40,22 @@ class TerminalFrontend:
         self.console: Console | None = console
         self._console = console
 
+    def start(self) -> None:
+        cancel_on_sigterm()
+
     def say(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
 
     def begin(self, run: Run, version: int) -> Reporter:
         stop_on_signal(run, self._console)
         return Terminal(self._console, run.num_steps)
+
+
+def cancel_on_sigterm() -> None:
+    """Cancels the current task on SIGTERM, until `stop_on_signal` sets another handler."""
+    task = asyncio.current_task()
+    assert task, "a session runs in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
