@@ -63,6 +63,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             roles=environment.roles,
         )
 
+    def end_episodes(self) -> None:
+        """Begins to end all episodes. The environment stays open."""
+        if self._table:
+            self._table.end_all("another coordinator goes on with the run")
+
     async def end(self) -> None:
         """Ends all episodes and the environment of the open run."""
         table, self._table, self._run_id = self._table, None, ""

@@ -49,10 +49,14 @@ class EpisodeTable:
         if ending := self._drop(episode_id, EnvironmentFailure.CRASHED, "the episode was closed"):
             await asyncio.shield(ending)
 
+    def end_all(self, why: str) -> None:
+        """Begins to end all episodes, and forgets them."""
+        for episode_id in list(self._episodes):
+            self._drop(episode_id, EnvironmentFailure.CRASHED, why)
+
     async def close(self) -> None:
         """Ends all episodes and then the environment."""
-        for episode_id in list(self._episodes):
-            self._drop(episode_id, EnvironmentFailure.CRASHED, "the run was closed")
+        self.end_all("the run was closed")
         await asyncio.gather(*self._ending)
         await self._context.environment.close()
 
