@@ -1,4 +1,4 @@
-"""Runs a command to its end, whatever happens to its output, and reports how it ended."""
+"""Keeps a command running if its output fails, and reports how it ended."""
 
 import errno
 import os

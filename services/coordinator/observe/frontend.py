@@ -13,7 +13,7 @@ from services.coordinator.runs.run import Run
 
 
 class Frontend(Protocol):
-    """Shows what a session does. If `console` is None, the caller has already configured logging."""
+    """Shows the progress of a session. If `console` is None, the caller has already configured logging."""
 
     @property
     def console(self) -> Console | None:
@@ -25,7 +25,7 @@ class Frontend(Protocol):
         ...
 
     def say(self, line: str) -> None:
-        """Shows a line that says what the session does next."""
+        """Shows a line about the session's next action."""
         ...
 
     def begin(self, run: Run, version: int) -> Reporter:
