@@ -19,6 +19,7 @@ import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches.kept import encode_kept
 
 PATIENCE_S = 120.0
 """How long a test waits for an event before it fails. A test that passes never waits that long."""
@@ -166,6 +167,20 @@ def with_routes(samples: pa.Table, *, num_layers: int = 2) -> pa.Table:
         routes.append(order[..., : _EXPERTS["num_experts_per_tok"]].astype(np.uint8).tobytes())
     index = samples.schema.get_field_index("routes")
     return samples.set_column(index, samples.schema.field(index), pa.array(routes, pa.large_binary()))
+
+
+def with_kept(samples: pa.Table) -> pa.Table:
+    """Returns the samples with random kept sets of up to eight tokens; masked tokens have some too, or none."""
+    random = np.random.default_rng(0)
+    rows = []
+    for row in samples.to_pylist():
+        sets: list[list[int]] = []
+        for token, is_trained in zip(row["tokens"], row["loss_mask"] or [True] * len(row["tokens"]), strict=True):
+            others = random.choice(VOCAB, random.integers(8), replace=False).tolist()
+            sets.append(sorted({token, *others}) if is_trained or random.random() < 0.5 else [])
+        rows.append(encode_kept(sets))
+    index = samples.schema.get_field_index("kept")
+    return samples.set_column(index, samples.schema.field(index), pa.array(rows, pa.large_binary()))
 
 
 def free_port() -> int:

@@ -128,7 +128,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             group = _group(prompt.prompt_id, samples, self._stamp)
             if request.report_unfinished:
                 group.unfinished.update(engine.unfinished())
-            return [seal(request, message) for message in (*_routes(group, samples), group)]
+            return [seal(request, message) for message in (*_routes(group, samples), *_kept(group, samples), group)]
 
         tasks = [
             [
@@ -325,3 +325,11 @@ def _routes(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> l
         return []
     parts = to_parts([sample.routes for sample in samples])
     return [rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp, routes=[part]) for part in parts]
+
+
+def _kept(group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]) -> list[rollout_pb2.GenerateResponse]:
+    """Returns the messages with the group's kept sets, which come before the group itself; none if it has none."""
+    if not any(sample.kept for sample in samples):
+        return []
+    parts = to_parts([sample.kept for sample in samples])
+    return [rollout_pb2.GenerateResponse(prompt_id=group.prompt_id, stamp=group.stamp, kept=[part]) for part in parts]

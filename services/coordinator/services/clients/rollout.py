@@ -153,6 +153,8 @@ class Rollout:
                 with self._dropping(replica):
                     answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
                     group = _group(index, prompt, len(seeds), answers)
+                    if sampling.return_kept and not group.kept:
+                        raise InternalError(f"replica {replica.address} returned no kept sets; update its service")
                     self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
                     return group
             self.lengths.pop(prompt.prompt_id, None)  # it begins again
@@ -300,4 +302,5 @@ def _group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.Ge
         drafts=answer.drafts,
         num_cached_tokens=answer.num_cached_tokens,
         routes=from_parts((part for message in answers for part in message.routes), num_samples),
+        kept=from_parts((part for message in answers for part in message.kept), num_samples),
     )

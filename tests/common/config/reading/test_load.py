@@ -99,7 +99,7 @@ def test_every_problem_is_told_at_once(file: str) -> None:
         "reward.scorers=[{kind: length, target_tokens: 5, max_tokens: 5}]",
         "reward.scorers=[{kind: python, path: 'os'}]",
         "rollout.sampling.top_p=0.9",
-        "rollout.sampling.top_k=50",
+        "rollout.sampling.top_k=1025",
         "reward.scorers.0.weight=2",
         "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 3}",
         "rollout.speculation={kind: suffix}",
