@@ -1,6 +1,7 @@
 """Implements the parts of a step: samples a batch, computes its advantages and updates the models."""
 
-from collections.abc import Awaitable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -12,8 +13,8 @@ from services.common.config.streaming import block_cutter
 from services.common.tasks import task_group
 from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.curriculum import prompts_to_try
-from services.coordinator.data.groups import ScoredGroup, to_table
-from services.coordinator.data.prompts import Prompt, PromptDataset, Prompts
+from services.coordinator.data.groups import to_table
+from services.coordinator.data.prompts import PromptDataset, Prompts
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.controller import coef_after, kl_record
 from services.coordinator.rl.forwards import Forwards, TakeBlock
@@ -87,12 +88,7 @@ async def collect(
     )
     async with context.forwards.of_batch(take) as forwards:
         collect_one = context.collector.with_baseline if config.advantage.needs_baseline else context.collector.one
-
-        def draw_one(index: int, prompt: Prompt) -> Awaitable[ScoredGroup | None]:
-            forwards.begin(index, prompt)
-            return collect_one(index, prompt, draw)
-
-        selected = await select(config, prompts, draw_one, forwards.decide)
+        selected = await select(config, prompts, functools.partial(collect_one, draw=draw), forwards)
         groups = await forwards.complete(context.forwards.in_order(selected.groups))
     coef = kl_coef(run, version)
     samples = to_table(groups, mask_truncated=config.selection.overlong.mask_truncated)

@@ -201,6 +201,9 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Deadline:
 class _NoFrontend:
     console = None
 
+    def start(self) -> None:
+        pass
+
     def say(self, line: str) -> None:
         pass
 
