@@ -1,5 +1,6 @@
 """Implements the gRPC service lockstep.reward.v1.EnvironmentService."""
 
+import errno
 import json
 
 from lockstep.reward.v1 import environment_pb2 as pb
@@ -7,7 +8,7 @@ from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2
 
 from services.common.config.environment import EnvironmentConfig, EnvironmentSection
 from services.common.config.reading.load import parse_json
-from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
 from services.reward.environments.base import EpisodeError, Turn
@@ -18,6 +19,8 @@ from services.reward.metrics import RewardMetrics
 from services.reward.requests import finish_reason, parse_object, require_run
 
 NAME = "lockstep.reward.v1.EnvironmentService"
+# The host is at fault, not the config.
+_OF_HOST = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 
 
 def parse_environment(section_json: str) -> EnvironmentConfig | None:
@@ -42,6 +45,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 
         Raises:
             InvalidInput: The environment cannot start.
+            Overloaded: The host has too few descriptors, processes or too little memory for it.
         """
         if config is None:
             self._run_id = run_id
@@ -54,6 +58,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             if not isinstance(error, EpisodeError):
                 raise
             message = f"environment ({config.kind}) cannot start: {error.detail}"
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_HOST:
+                raise Overloaded(f"{message}; raise this limit of the host, then run the same command again") from error
             raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field="environment") from error
         self._run_id = run_id
         self._table = EpisodeTable(EpisodeContext(environment, config.turn_s, self._metrics), config.episode_s)

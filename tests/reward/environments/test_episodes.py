@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Mapping, Sequence
 
 import pytest
 from lockstep.reward.v1 import environment_pb2 as pb
 
-from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
+from services.common.errors import InvalidInput, LockstepError, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
 from services.reward.environments import servicer as servicer_module
 from services.reward.environments.base import Environment, EnvironmentFailure, EpisodeError, Message, Reply, Turn
@@ -272,4 +273,16 @@ async def test_an_environment_that_cannot_start_closes_the_scorers(service, envi
     environment.open = fails
     assert "no module" in await refused(service.open(**CONFIG), Reason.INVALID_CONFIG, InvalidInput)
     assert environment.calls == ["closed"]
+    await refused(service.reset(), Reason.RUN_NOT_OPEN)
+
+
+async def test_an_environment_that_the_host_has_no_room_for_is_no_wrong_config(service, environment):
+    async def fails() -> None:
+        full = OSError(errno.EMFILE, "Too many open files")
+        raise EpisodeError(EnvironmentFailure.CRASHED, f"a worker did not start: {full}") from full
+
+    environment.open = fails
+    assert "Too many open files; raise this limit" in await refused(
+        service.open(**CONFIG), Reason.OVERLOADED, Overloaded
+    )
     await refused(service.reset(), Reason.RUN_NOT_OPEN)
