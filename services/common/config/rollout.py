@@ -57,8 +57,8 @@ class SamplingConfig(Strict):
             )
         if self.is_truncated and self.stop:
             raise ValueError(
-                "stop with top_p, top_k or min_p: vLLM does not return the tokens that it kept for a sample that ends at "
-                "a stop string; leave stop out, or set top_p to 1, top_k to 0 and min_p to 0"
+                "stop with top_p, top_k or min_p: vLLM does not return the tokens that it kept for a sample that ends "
+                "at a stop string; leave stop out, or set top_p to 1, top_k to 0 and min_p to 0"
             )
         return self
 
