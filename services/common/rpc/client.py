@@ -65,6 +65,8 @@ class Client:
     ) -> Answer:
         """Returns the answer to `request`: a message or, for a client stream, messages or a function that makes them.
 
+        With `wait_for_ready`, the service is waited for, but not again once a connection was lost.
+
         With `max_retry_s`, the call is made again after a lost connection (see `Retries`); it must change nothing when
         it is repeated, and messages must come from a function.
 
@@ -90,6 +92,7 @@ class Client:
             except LockstepError as failure:
                 if not await retries.wait(failure):
                     raise
+                wait_for_ready = False
 
     @asynccontextmanager
     async def _attempt(self, name: str, request: Any) -> AsyncGenerator[tuple[Any, NotedCall]]:
