@@ -24,7 +24,7 @@ def decode_kept(data: bytes | memoryview, num_tokens: int) -> tuple[np.ndarray, 
         ValueError: These are not the kept sets of `num_tokens` tokens.
     """
     if len(data) % _TYPE.itemsize:
-        raise ValueError(f"{len(data)} bytes are no whole numbers")
+        raise ValueError(f"{len(data)} bytes are not whole numbers")
     numbers = np.frombuffer(data, _TYPE)
     counts, kept = numbers[:num_tokens].astype(np.int64), numbers[num_tokens:]
     if len(counts) != num_tokens or counts.sum() != len(kept):

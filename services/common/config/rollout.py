@@ -44,7 +44,7 @@ class SamplingConfig(Strict):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens have no chance to be sampled."""
+        """Returns whether some tokens cannot be sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @model_validator(mode="after")
@@ -57,7 +57,7 @@ class SamplingConfig(Strict):
             )
         if self.is_truncated and self.stop:
             raise ValueError(
-                "stop with top_p, top_k or min_p: vLLM does not return which tokens it has kept for a sample that ends "
+                "stop with top_p, top_k or min_p: vLLM does not return the tokens that it kept for a sample that ends "
                 "at a stop string; leave stop out, or set top_p to 1, top_k to 0 and min_p to 0"
             )
         return self

@@ -1,5 +1,7 @@
-"""A connection that is lost while a run is opened costs no run: OpenRun is sent again, and opens the run once."""
+"""Tests that a connection lost while a run is opened ends no run: OpenRun is sent again, and opens the run once."""
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +17,27 @@ from tests.coordinator.runs.killing import CountingRank, make_run, surviving_ser
 async def test_a_lost_call_to_open_a_run_is_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrives: bool
 ) -> None:
-    call_once, open_once = Client._call_once, CountingRank.open
+    attempt, open_once = Client._attempt, CountingRank.open
     lost, opened = [], []
 
-    async def losing(self: Client, name: str, request: Any, timeout_s: float, **options: Any) -> Any:
+    @asynccontextmanager
+    async def losing(self: Client, name: str, request: Any) -> AsyncGenerator[Any]:
         is_lost = name == "OpenRun" and self not in lost
-        answer = None if is_lost and not arrives else await call_once(self, name, request, timeout_s, **options)
         if is_lost:
             lost.append(self)
+        if is_lost and not arrives:
             raise Unavailable("the link is down", reason=Reason.UNREACHABLE)
-        return answer
+        async with attempt(self, name, request) as attempted:
+            yield attempted
+        if is_lost:
+            raise Unavailable("the link is down", reason=Reason.UNREACHABLE)
 
     @rank_command
     def counted(self: CountingRank, **request: Any) -> Message:
         opened.append(request["role"])
         return open_once(self, **request)
 
-    monkeypatch.setattr(Client, "_call_once", losing)
+    monkeypatch.setattr(Client, "_attempt", losing)
     monkeypatch.setattr(CountingRank, "open", counted)
     async with surviving_services() as services:
         assert (await services.run(make_run(tmp_path, 1))).version == 1

@@ -153,8 +153,7 @@ class Rollout:
                 with self._dropping(replica):
                     answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
                     group = _group(index, prompt, len(seeds), answers)
-                    if sampling.return_kept and not group.kept:
-                        raise InternalError(f"replica {replica.address} returned no kept sets; update its service")
+                    _require_kept(group, sampling, replica.address)
                     self._note_lengths({**answers[-1].unfinished, prompt.prompt_id: group.length})
                     return group
             self.lengths.pop(prompt.prompt_id, None)  # it begins again
@@ -281,6 +280,11 @@ class Rollout:
             or replica.samples_in_flight + num_samples <= _IN_FLIGHT_FACTOR * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)
+
+
+def _require_kept(group: SampledGroup, sampling: SamplingParams, address: str) -> None:
+    if sampling.return_kept and not group.kept:
+        raise InternalError(f"replica {address} returned no kept sets; update its service")
 
 
 def _group(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.GenerateResponse]) -> SampledGroup:

@@ -75,7 +75,7 @@ class _Recorder:
         runner.sampler.sample, runner.sample_tokens = self.sample, self.sample_tokens
 
     def sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Samples as vLLM does; takes note of the tokens that had a chance."""
+        """Samples as vLLM does; takes note of the tokens that could be sampled."""
         sampled_B, logprobs_BV = self._sample(*args, **kwargs)
         requests = self._runner.input_batch.req_ids
         asking = [row for row, request in enumerate(requests) if _asks(self._runner.requests[request])]
@@ -87,7 +87,7 @@ class _Recorder:
         return sampled_B, logprobs_BV
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what vLLM does; its answer, or the one that it will be complete later, gets the kept sets."""
+        """Does what vLLM does, and adds the kept sets to its answer, or to the answer that is completed later."""
         self._sets = {}
         output = self._sample_tokens(*args, **kwargs)
         if self._sets:
