@@ -30,6 +30,9 @@ def test_plan_accepts_it(tmp_path: Path, num_gpus: int) -> None:
         app, ["init", "--model", str(MODEL), "--data", str(data), "--out", str(out), "--gpus", str(num_gpus)]
     )
     assert done.exit_code == 0, done.output
+    text, keys = out.read_text(), ("num_steps", "prompts_per_step", "num_replicas", "completions_per_prompt")
+    assert "qwen3, 0.6M parameters" in text
+    assert {line.index(" # ") for line in text.splitlines() if line.strip().startswith(keys)} == {32}  # a column
     config = load(Config, [str(out)])
     assert (config.name, config.model, config.data.train) == ("my-run", str(MODEL), (data,))
     assert (config.data.prompt_column, config.data.answer_column) == ("question", "answer")
