@@ -37,7 +37,7 @@ def test_a_kind_may_be_used_twice_under_two_names():
     [
         (
             [{"kind": "regex"}],
-            "kind 'regex' is none of exact, answer, gsm8k, math, format, length, python, judge, http",
+            "'regex' is none of exact, answer, gsm8k, math, format, length, python, judge, http",
         ),
         ([{"kind": "exact"}, {"kind": "exact"}], "give each scorer a different `name`"),
         ([{"kind": "exact", "weight": float("inf")}], "finite"),
