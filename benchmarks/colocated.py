@@ -26,7 +26,7 @@ from benchmarks.step import TINY, TOKENIZER, WHOLE, fixed
 from services.common.config.reading.load import load
 from services.common.config.run import Config
 from services.coordinator.observe.frontend import TerminalFrontend
-from services.coordinator.rl import colocated
+from services.coordinator.rl.publishing import colocated
 from services.coordinator.rl.session import run_session
 from services.coordinator.services.launch import Addresses
 
@@ -42,7 +42,7 @@ _UNITS = ("[s]", "[GB freed]", "[GB taken]", "[GB free on the GPU]")
 
 
 class Phases(logging.Handler):
-    """Collects what the colocated publisher logs of each phase."""
+    """Collects the numbers that the colocated publisher logs for each phase."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

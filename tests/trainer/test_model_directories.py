@@ -1,4 +1,4 @@
-"""A trainer of two ranks refuses damaged model directories by typed errors, and goes on.
+"""Tests that a trainer of two ranks refuses damaged model directories by typed errors, and goes on.
 
 test_models_as_they_come.py has all of them; here is one for each place where an opening can fail: in the service, on
 rank 0, on all ranks, or on the one rank that holds a part of a tensor.

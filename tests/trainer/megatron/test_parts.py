@@ -1,4 +1,4 @@
-"""The Megatron backend's pure parts: micro-batches, pass-through tables, offload."""
+"""Tests the Megatron backend's pure parts: micro-batches, pass-through tables, offload."""
 
 import dataclasses
 from collections.abc import Sequence
