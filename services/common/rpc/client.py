@@ -64,6 +64,8 @@ class Client:
     ) -> Answer:
         """Returns the answer to `request`: a message or, for a client stream, messages or a function that makes them.
 
+        With `wait_for_ready`, the service is waited for, but not again once a connection was lost.
+
         With `max_retry_s`, the call is made again after a lost connection (see `Retries`); it must change nothing when
         it is repeated, and messages must come from a function.
 
@@ -83,6 +85,7 @@ class Client:
             except LockstepError as failure:
                 if not await retries.wait(failure):
                     raise
+                wait_for_ready = False
 
     async def _call_once(self, name: str, request: Any, timeout_s: float, *, wait_for_ready: bool) -> Any:
         stub = self._channel.stub()

@@ -10,7 +10,7 @@ from rich.table import Table
 from services.common.config.reading.any import AnyConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.config.streaming import groups_per_block, streams
+from services.common.config.streaming import most_tokens_per_minibatch, streams, tokens_per_block
 from services.common.config.trainer.section import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import Architecture, read_architecture, read_content
@@ -203,23 +203,21 @@ def _batch(config: AnyConfig) -> str:
 
 
 def _blocks(config: Config) -> Iterator[str]:
-    size, trainer = groups_per_block(config), config.trainer
+    size, trainer = tokens_per_block(config), config.trainer
     if not size:
         return
     when = "as soon as they are scored" if streams(config) else "when the batch is complete"
     idle = ""
     if trainer.strategy == "megatron" and trainer.megatron.pipeline_model_parallel_size > 1:
         layout = Layout.of(trainer.megatron, trainer.num_ranks)
-        longest = config.data.max_prompt_tokens + config.max_response_tokens
-        num_tokens = size * config.rollout.completions_per_prompt * longest
-        num_packs = max(layout.pp, num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
+        num_tokens = min(size, most_tokens_per_minibatch(config))
+        num_packs = -(-num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
         share = (layout.pp - 1) / (layout.vpp * num_packs + layout.pp - 1)
-        idle = f"; the pipeline idles for {share:.0%} of each, more if samples are shorter than they may be"
+        idle = f"; the pipeline idles for {share:.0%} of each, more of one with fewer tokens"
     num_minibatches, rest = trainer.num_minibatches, ""
     if num_minibatches > 1:
         rest = f"; they are the first of {num_minibatches} mini-batches, and each of the others is trained on at once"
-    num_blocks = -(-config.data.prompts_per_step // num_minibatches // size)
-    yield f"blocks: {num_blocks} of {size} groups, trained on {when}{idle}{rest}"
+    yield f"blocks: groups of at least {size} tokens together, trained on {when}{idle}{rest}"
 
 
 def _lag(config: Config) -> Iterator[str]:

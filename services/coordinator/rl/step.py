@@ -8,7 +8,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.blocks import blocks_of
 from services.common.config.run import Config
-from services.common.config.streaming import groups_per_block
+from services.common.config.streaming import block_cutter
 from services.common.tasks import task_group
 from services.coordinator.data.by_column import rewards_by_column
 from services.coordinator.data.curriculum import prompts_to_try
@@ -110,8 +110,8 @@ def with_advantages(config: Config, samples: pa.Table, coef: float) -> pa.Table:
 
     Computes each block by itself, as a streamed step must, so that the numbers are the same to the last bit.
     """
-    size = groups_per_block(config)
-    blocks = blocks_of(samples, size) if size else [samples]
+    cutter = block_cutter(config)
+    blocks = blocks_of(samples, cutter) if cutter else [samples]
     return pa.concat_tables(compute_advantages(block, config.advantage, kl_coef=coef) for block in blocks)
 
 

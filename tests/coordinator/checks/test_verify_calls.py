@@ -16,7 +16,7 @@ from tests.coordinator.runs.killing import make_run, surviving_services
 
 NUM_STEPS = 2
 Lines = list[dict[str, Any]]
-STREAMED = {"trainer": {"max_tokens_per_microbatch": 48}}
+STREAMED = {"trainer": {"max_tokens_per_microbatch": 16}}
 LAGGED = {"trainer": {"lag": {"versions": 1}, "loss": {"old_logprobs": "engine"}}}
 
 

@@ -263,7 +263,7 @@ def make_run(directory: Path, num_steps: int, **changes: Any) -> Config:
             "train": str(directory / "rows.parquet"),
             "eval": {"test": str(directory / "held_out.parquet")},
             "prompts_per_step": 2,
-            "max_prompt_tokens": 16,
+            "max_prompt_tokens": 6,
         },
         rollout={"completions_per_prompt": 2, "max_model_len": 64, "sampling": {"max_tokens": 8}},
         reward={"scorers": [{"kind": "exact"}]},
