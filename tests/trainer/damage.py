@@ -1,4 +1,4 @@
-"""Changes of a model directory, each a function of the directory, for tests of what a trainer makes of it."""
+"""Changes a model directory, for tests of what a trainer makes of it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Model directories as people have them: each is refused by name, or computed as transformers computes it.
+"""Tests model directories as people have them: refused by name, or computed as transformers computes them.
 
 One table: what is special or wrong in a tiny model, and what each strategy says. A row takes the way of a run: the
 trainer's service reads the card, a rank opens the model, and rollout service and coordinator get the card. All of it

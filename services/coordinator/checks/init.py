@@ -2,6 +2,7 @@
 GPUs."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,7 +97,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
     shared = "\nplacement: colocated            # trainer and engine take turns on the GPU"
     is_text_of_chat = Tokenizer.load(directory).has_chat_template and not is_messages(rows.schema.field(prompt).type)
     chat = "\n  chat: true                     # text prompts become a user message of the chat template"
-    return _TEMPLATE.format(
+    text = _TEMPLATE.format(
         gpus=_hosts(num_gpus),
         placement=shared if num_gpus == 1 else "",
         file=file,
@@ -115,6 +116,7 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         ranks=ranks,
         budget=max(sizes.tokens_per_microbatch, 2 * length),
     )
+    return re.sub(r"^(\s*[^\s#].*?) +# ", lambda line: f"{line[1] + ' ':<32} # ", text, flags=re.MULTILINE)
 
 
 def _described(directory: Path, content: Mapping[str, Any]) -> str:
@@ -122,7 +124,7 @@ def _described(directory: Path, content: Mapping[str, Any]) -> str:
     model_type = str(content.get("model_type"))
     if model_type not in FAMILIES:
         return model_type
-    return f"{model_type}, {read_architecture(directory).num_parameters / 1e6:.0f}M parameters"
+    return f"{model_type}, {read_architecture(directory).num_parameters / 1e6:.1f}M parameters"
 
 
 def _column(rows: pa.Table, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool]) -> str:

@@ -269,7 +269,8 @@ def plan(
     from services.coordinator.services.devices import visible_gpus
 
     if suggest or gpus:
-        show_suggestion(config, parse_gpus(gpus) if gpus else [gpu.total_bytes for gpu in read_gpus()], _console)
+        here = [gpu.total_bytes for gpu in read_gpus()] if visible_gpus() and not gpus else []
+        show_suggestion(config, parse_gpus(gpus) if gpus else here, _console)
         return
     is_gpu = device == "gpu" or (device == "auto" and bool(visible_gpus()))
     show_plan(with_local_models(load_any(config), has_weights=False), _console, is_gpu=is_gpu)

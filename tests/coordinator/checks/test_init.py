@@ -30,6 +30,9 @@ def test_plan_accepts_it(tmp_path: Path, num_gpus: int) -> None:
         app, ["init", "--model", str(MODEL), "--data", str(data), "--out", str(out), "--gpus", str(num_gpus)]
     )
     assert done.exit_code == 0, done.output
+    text, keys = out.read_text(), ("num_steps", "prompts_per_step", "num_replicas", "completions_per_prompt")
+    assert "qwen3, 0.6M parameters" in text
+    assert {line.index(" # ") for line in text.splitlines() if line.strip().startswith(keys)} == {32}  # a column
     config = load(Config, [str(out)])
     assert (config.name, config.model, config.data.train) == ("my-run", str(MODEL), (data,))
     assert (config.data.prompt_column, config.data.answer_column) == ("question", "answer")
@@ -59,7 +62,7 @@ def test_a_model_of_any_family(tmp_path: Path) -> None:
     content = json.loads((MODEL / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(content | {"model_type": "olmo2"}))
     data = write(tmp_path / "a.jsonl", prompt="1", answer="2")
-    assert "   # olmo2\n" in starting_config(tmp_path / "model", data, Path("x.yaml"), num_gpus=0)
+    assert "  # olmo2\n" in starting_config(tmp_path / "model", data, Path("x.yaml"), num_gpus=0)
 
 
 def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:

@@ -114,6 +114,12 @@ def test_wrong_gpus_and_wrong_configs_are_named(args: list[str]):
         proposals([*args, "trainer.num_rankz=1"], [79 * GIB])
 
 
+def test_a_host_without_gpus_is_told_to_name_others(args: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("services.coordinator.services.devices.visible_gpus", list)
+    with pytest.raises(InvalidInput, match="there is no GPU here; name those of another host, such as --gpus 8x79"):
+        CliRunner().invoke(app, ["plan", *args, "--suggest"], catch_exceptions=False)
+
+
 def test_gpus_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines = "0, GPU-aaaa-1, 81559, 81000\n1, GPU-bbbb-2, 81559, 500\n"
     monkeypatch.setattr("services.coordinator.checks.nvidia.visible_gpus", lambda: ["0", "1"])

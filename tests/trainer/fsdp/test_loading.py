@@ -1,4 +1,4 @@
-"""What is loaded beside parameters: buffers of a checkpoint, and the state of an optimizer."""
+"""Tests what is loaded beside parameters: buffers of a checkpoint, and the state of an optimizer."""
 
 import shutil
 from pathlib import Path

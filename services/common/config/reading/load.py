@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from services.common.config.reading.read_yaml import MAX_DEPTH, parse_yaml
 from services.common.config.reading.suggest import suggest
+from services.common.config.reading.words import in_words
 from services.common.errors import InvalidInput, Reason
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -186,7 +187,8 @@ def _explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str
     details = [one for one in found if not any(_is_below(other["loc"], one["loc"]) for other in found)]
     lines = [_explain_one(model, detail, origin) for detail in details]
     first = ".".join(str(part) for part in details[0]["loc"])
-    return InvalidInput("; ".join(lines), reason=Reason.INVALID_CONFIG, field=first)
+    text = lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines])
+    return InvalidInput(text, reason=Reason.INVALID_CONFIG, field=first)
 
 
 def _is_below(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
@@ -204,7 +206,7 @@ def _explain_one(model: type[BaseModel], detail: ErrorDetails, origin: Mapping[s
         return f"{path}: required and not set"
     if detail["type"] == "value_error":
         return f"{path}: {message}{where}" if path else f"{message}{where}"
-    return f"{path}: {message}, not {detail['input']!r}{where}"
+    return f"{path}: {in_words(detail)}{where}"
 
 
 def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:

@@ -41,7 +41,13 @@ def suggest(known: Sequence[str], path: str, value: object) -> str:
     in_section = [key for key in known if key.startswith(f"{section}.")] or known
     siblings = [key for key in known if _split(key)[0] == parent]
     leaf = _OTHER_NAMES.get(leaf, leaf)
-    near_path = difflib.get_close_matches(f"{parent}.{leaf}" if parent else leaf, in_section, n=1, cutoff=0.8)
+    written = f"{parent}.{leaf}" if parent else leaf
+    if all(key.startswith(f"{section}.") for key in in_section):  # what all have in common makes none of them near
+        by_rest = {key.removeprefix(f"{section}."): key for key in reversed(in_section)}
+        near = difflib.get_close_matches(written.removeprefix(f"{section}."), by_rest, n=1, cutoff=0.8)
+        near_path = [by_rest[rest] for rest in near]
+    else:
+        near_path = difflib.get_close_matches(written, in_section, n=1, cutoff=0.8)
     return (
         _by_leaf(siblings, leaf)
         or _best([key for key in in_section if _split(key)[1] == leaf], parent)

@@ -52,6 +52,7 @@ def test_file_name_may_hold_an_equals_sign(tmp_path: Path) -> None:
     ("wrong", "right"),
     [
         ("quux", None),
+        ("rollout.nope", None),
         ("trainer.optim.lrr", "trainer.optim.lr"),
         ("trainer.optm.lr", "trainer.optim"),
         ("trainer.lr", "trainer.optim.lr"),
@@ -115,6 +116,33 @@ def test_wrong_value_names_its_key(file: str, override: str) -> None:
     assert key in message.replace(": ", ".")  # a section may name its key after a colon
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("num_steps=abc", "must be an integer, not 'abc' (from command line)"),
+        ("trainer=3", "must be a table of keys, not 3"),
+        ("trainer.optim.lr=fast", "must be a number, not 'fast'"),
+        ("trainer.num_ranks=0", "must be at least 1, not 0"),
+        ("trainer.optim.lr=0", "must be above 0"),
+        ("trainer.strategy=deepspeed", "must be 'fsdp' or 'megatron', not 'deepspeed'"),
+        ("trainer.gradient_checkpointing=maybe", "must be true or false, not 'maybe'"),
+        ("reward.scorers=exact", "must be a list, not 'exact'"),
+        ("reward.scorers=[exact]", "must be a table of keys, not 'exact'"),
+        ("reward.scorers=[{weight: 1}]", "kind is required and not set"),
+        ("name=a/b", "must match pattern"),
+    ],
+)
+def test_wrong_value_is_told_in_words(file: str, override: str, words: str) -> None:
+    message = refused(file, override)
+    assert words in message and "\n" not in message
+
+
+def test_several_problems_have_a_line_each(file: str) -> None:
+    first, *lines = refused(file, "sead=1", "trainer.num_ranks=two").splitlines()
+    assert (first, len(lines)) == ("2 problems:", 2)
+    assert all(line.startswith("  ") for line in lines)
+
+
 def test_unknown_key_in_a_union_is_found(file: str) -> None:
     assert "ignore_case" in refused(file, "reward.scorers=[{kind: exact, ignore_cas: true}]")
     assert load(Config, [file, "reward.scorers=[{kind: exact, ignore_case: true}]"]).reward.scorers == (
@@ -124,7 +152,7 @@ def test_unknown_key_in_a_union_is_found(file: str) -> None:
 
 def test_list_of_wrong_elements_is_not_called_empty(file: str) -> None:
     message = refused(file, "reward.scorers=[{kind: mathh}]")
-    assert "reward.scorers.0: Input tag 'mathh'" in message and "at least one scorer" not in message
+    assert "reward.scorers.0: kind 'mathh' is none of exact, " in message and "at least one scorer" not in message
     assert "set at least one scorer, or an environment" in refused(file, "reward.scorers=[]")
 
 
