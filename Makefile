@@ -10,6 +10,8 @@ GPU_VENV ?= .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
 COMMA := ,
 GPUS ?= $(if $(CUDA_VISIBLE_DEVICES),$(words $(subst $(COMMA), ,$(CUDA_VISIBLE_DEVICES))),$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l))
+# Some containers set this. Tests start hundreds of processes, and each would compile the same modules again.
+unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(sort $(shell find protos -name '*.proto'))
 
 .PHONY: setup run setup-gpu run-gpu test test-fast test-runs test-faults test-parts test-long lint protos bench clean
