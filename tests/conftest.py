@@ -46,7 +46,8 @@ def lent_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Lent"]:
         yield lent
         assert all(process.poll() is None for process in processes), "a service that was only borrowed has ended"
         logged = {name: len(lent.log(name)) for name in addresses}
-    assert not [name for name in addresses if "Traceback" in lent.log(name)[logged[name] :]], "not a quiet end"
+    ends = {name: lent.log(name)[logged[name] :] for name in addresses}
+    assert not [said for said in ends.values() if "Traceback" in said], "not a quiet end"
 
 
 @pytest.fixture(scope="session")
